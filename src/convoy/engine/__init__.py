@@ -1,0 +1,21 @@
+"""Runs a network so that its numbers depend on the recipe alone: microbatches, random numbers, batch norm."""
+
+from convoy.engine.batch_norm import MicrobatchNorm
+from convoy.engine.context import StepContext
+from convoy.engine.dropout import SampleDropout
+from convoy.engine.gradient_tree import GradientTree
+from convoy.engine.merge import Probe, probe
+from convoy.engine.microbatches import microbatch_sizes, passes
+from convoy.engine.prepare import prepare
+
+__all__ = [
+    "GradientTree",
+    "MicrobatchNorm",
+    "Probe",
+    "SampleDropout",
+    "StepContext",
+    "microbatch_sizes",
+    "passes",
+    "prepare",
+    "probe",
+]

@@ -1,0 +1,135 @@
+"""How many microbatches may run as one pass: a probe of the network, not a list of known layers.
+
+One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
+would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
+do. Whether anything else in the network couples samples or draws is seen by running it both ways.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.context import StepContext
+
+PROBE_SAMPLES = 2
+TOLERANCE = 1e-2
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.5}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What two microbatches of two samples showed.
+
+    Attributes:
+        separable: microbatches that run in one pass give what they give one after the other.
+        draws: the network draws random numbers that no layer here controls.
+        bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
+    """
+
+    separable: bool
+    draws: bool
+    bytes_per_sample: int
+
+    def merge(self, sizes: tuple[int, ...], device: torch.device) -> int:
+        """Microbatches in one pass: all of them, as many as fit in the device's share of memory, or one."""
+        if self.draws or not self.separable:
+            return 1
+        budget = _memory(device) * MEMORY_SHARE.get(device.type, 0.25)
+        return max(1, min(len(sizes), int(budget // max(1, self.bytes_per_sample * max(sizes)))))
+
+
+def probe(
+    model: nn.Module,
+    context: StepContext,
+    image_shape: tuple[int, ...],
+    device: torch.device,
+    samples: int = PROBE_SAMPLES,
+) -> Probe:
+    """Run the network in training mode on random images, together and one microbatch at a time.
+
+    Buffers, the mode and torch's random state are left as they were.
+
+    Args:
+        model: the network, prepared by `convoy.engine.prepare`.
+        context: its step context.
+        image_shape: (channels, height, width).
+        device: where the network lives.
+        samples: size of each of the two microbatches.
+    """
+    sizes = (samples, samples)
+    images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    with _untouched(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.train()
+        before = _random_state(device)
+        context.enter(0, 0, sizes, device)
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x):
+            together = list(_tensors(model(images)))
+        draws = not torch.equal(before, _random_state(device))
+        weights = {p.data_ptr() for p in model.parameters()}
+        apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
+    separable = all(
+        _close(whole, torch.cat([pieces[i] for pieces in apart]))
+        for i, whole in enumerate(t.detach() for t in together)
+    )
+    total = sum(size for pointer, size in kept.items() if pointer not in weights)
+    return Probe(separable, draws, total // sum(sizes))
+
+
+def _run(model: nn.Module, context: StepContext, images: Tensor, first_sample: int) -> list[Tensor]:
+    context.enter(0, first_sample, (len(images),), images.device)
+    with torch.no_grad():
+        return list(_tensors(model(images)))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    scale = b.abs().max().clamp(min=1e-12)
+    return bool((a - b).abs().max() <= TOLERANCE * scale)
+
+
+def _note(tensor: Tensor, kept: dict[int, int]) -> Tensor:
+    kept[tensor.data_ptr()] = max(kept.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, dict):
+        yield from _tensors(tuple(outputs.values()))
+    elif isinstance(outputs, Iterable):
+        for output in outputs:
+            yield from _tensors(output)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, training in modes.items():
+            module.training = training
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
+    return torch.get_rng_state()
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
