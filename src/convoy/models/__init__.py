@@ -1,0 +1,21 @@
+"""The networks: what they are, where else they come from, how large they are, and weights for them."""
+
+from convoy.models.counting import Counts, count
+from convoy.models.create import accepts, create, describe
+from convoy.models.googlenet import GoogLeNetOutputs
+from convoy.models.heads import classifier_names
+from convoy.models.registry import ModelInfo, list_models
+from convoy.models.weights import load_weights
+
+__all__ = [
+    "Counts",
+    "GoogLeNetOutputs",
+    "ModelInfo",
+    "accepts",
+    "classifier_names",
+    "count",
+    "create",
+    "describe",
+    "list_models",
+    "load_weights",
+]

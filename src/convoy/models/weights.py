@@ -1,0 +1,159 @@
+"""Weights from a file: Convoy's own, torchvision's, timm's, or anybody's state dict of the same network.
+
+Nothing in a file is executed: safetensors hold numbers only, and `.pth` files are read with `weights_only=True`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import ConvoyError
+from convoy.models.heads import auxiliary_names, classifier_names
+
+# Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
+PREFIXES = ("module.", "_orig_mod.", "model.")
+# Under which key training checkpoints keep the weights.
+ENTRIES = ("state_dict", "model")
+
+
+def load_weights(model: nn.Module, path: str | Path) -> list[str]:
+    """Read weights into `model` from a `.safetensors` file, or a `.pth` or `.pt` file with a state dict.
+
+    A file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file
+    or the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is.
+    Raises ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network.
+    """
+    path = Path(path).expanduser()
+    own = model.state_dict()
+    found = _without_prefixes(_read(path), own)
+    notes = []
+
+    fresh = _other_classes(model, own, found)
+    if fresh:
+        key = fresh[-1]
+        notes.append(
+            f"{path.name} has {len(found[key])} classes and this net {len(own[key])}: "
+            f"fresh weights stay in {_list(list(dict.fromkeys(key.rpartition('.')[0] for key in fresh)))}"
+        )
+    missing = own.keys() - found.keys()
+    unexpected = found.keys() - own.keys()
+    missing -= {key for key in missing if key.endswith(".num_batches_tracked")}  # files older than PyTorch 0.4.1
+    for head in auxiliary_names(model):
+        keys = {key for key in own if key.startswith(f"{head}.")}
+        if not keys & found.keys():
+            missing -= keys
+            notes.append(f"{path.name} has no auxiliary head {head}: fresh weights stay in it")
+    useless = {key for key in unexpected if key.lower().startswith("aux") and not auxiliary_names(model)}
+    if useless:
+        unexpected -= useless
+        notes.append(f"{path.name} has auxiliary heads and this net none: they are left out")
+    wrong = [key for key in own.keys() & found.keys() if key not in fresh and not _fits(found[key], own[key])]
+    _refuse(path, model, own, found, missing, unexpected, wrong)
+
+    model.load_state_dict({key: found[key] for key in own if key in found and key not in fresh}, strict=False)
+    if path.stem == "googlenet-1378be20" and getattr(model, "transform_input", True) is False:
+        notes.append(
+            f"{path.name} was published for images in the range -1..1: set the model's option transform_input=true"
+        )
+    return notes
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        raise ConvoyError(f"weights {path} are a folder: name the .safetensors, .pth or .pt file in it")
+    if not path.exists():
+        raise ConvoyError(f"weights file {path} does not exist: check the path")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConvoyError(
+            f"{path} cannot be read as weights ({_why(error)}): give a whole .safetensors file, or a .pth or .pt file "
+            f"with a state dict"
+        ) from error
+    for entry in ENTRIES:
+        if isinstance(content, dict) and isinstance(content.get(entry), dict):
+            content = content[entry]
+    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ConvoyError(
+            f"{path} holds no state dict, by itself or under 'state_dict' or 'model': save model.state_dict()"
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    forbidden = re.search(r"GLOBAL (\S+)", text)
+    if forbidden:
+        return f"it holds Python code or objects, {forbidden[1]}, which are not loaded"
+    if "Weights only load failed" in text:
+        return "it is not a file of tensors, or it is damaged"
+    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _without_prefixes(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    while not found.keys() & own.keys():
+        for prefix in PREFIXES:
+            if all(key.startswith(prefix) for key in found):
+                found = {key.removeprefix(prefix): value for key, value in found.items()}
+                break
+        else:
+            break
+    return found
+
+
+def _other_classes(model: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """Names of the classifier's tensors that differ in the number of classes and in nothing else."""
+    keys = [f"{head}.{kind}" for head in classifier_names(model) for kind in ("weight", "bias")]
+    both = [key for key in keys if key in own and key in found and found[key].dim() == own[key].dim()]
+    return [key for key in both if len(found[key]) != len(own[key]) and found[key].shape[1:] == own[key].shape[1:]]
+
+
+def _fits(found: Tensor, own: Tensor) -> bool:
+    return found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
+
+
+def _refuse(
+    path: Path,
+    model: nn.Module,
+    own: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    missing: set[str],
+    unexpected: set[str],
+    wrong: list[str],
+) -> None:
+    faults = []
+    if missing:
+        faults.append(f"it lacks {_some(key for key in own if key in missing)}")
+    if unexpected:
+        faults.append(f"it has {_some(key for key in found if key in unexpected)}, which the net has not")
+    if wrong:
+        differences = (
+            f"{key} is {_kind(found[key])} where the net has {_kind(own[key])}" for key in own if key in wrong
+        )
+        faults.append(_some(differences))
+    if faults:
+        raise ConvoyError(
+            f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
+            f"the net they were made for"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = "x".join(str(size) for size in tensor.shape) or "one number"
+    return shape if tensor.is_floating_point() else f"{shape} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _some(items: Iterable[str], most: int = 3) -> str:
+    listed = list(items)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def _list(items: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
