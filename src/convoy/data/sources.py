@@ -1,0 +1,152 @@
+"""Where single pictures come from: the protocol, and the two kinds (pixels in memory, encoded files)."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from convoy.data.decode import BadImage, finish_picture, open_picture
+
+Progress = Callable[[str, int, int], None]
+"""Is told of long work: what is being done, how many are done, of how many."""
+
+
+class Source(Protocol):
+    """Labelled pictures, numbered from 0."""
+
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int: ...
+
+    def open(self, sample: int) -> Image.Image:
+        """The picture, perhaps not decoded yet: `decode.finish_picture` makes it L or RGB. Raises BadImage."""
+        ...
+
+    def load(self, sample: int) -> Image.Image:
+        """The picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """What to call the sample in a message: a file name, or a file and a number in it."""
+        ...
+
+
+class PixelSource:
+    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3.
+
+    `bad` names the samples whose pixels could not be read (they are black here), with the reason.
+    """
+
+    def __init__(
+        self,
+        pixels: NDArray[np.uint8],
+        labels: NDArray[np.int64],
+        name: str | Callable[[int], str],
+        bad: dict[int, str] | None = None,
+    ) -> None:
+        assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
+        self.pixels = pixels
+        self.labels = labels
+        self.bad = bad or {}
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def open(self, sample: int) -> Image.Image:
+        """The picture. Raises BadImage where it could not be read."""
+        if sample in self.bad:
+            raise BadImage(self.name(sample), self.bad[sample])
+        pixels = self.pixels[sample]
+        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+    load = open
+
+    def name(self, sample: int) -> str:
+        """The file and the picture's number in it (from 0)."""
+        return f"{self._name}, picture {sample}" if isinstance(self._name, str) else self._name(sample)
+
+    def with_channels(self, channels: int) -> "PixelSource":
+        """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
+        num, height, width, own = self.pixels.shape
+        if own == channels:
+            return self
+        strip = self.pixels.reshape(num * height, width, own)
+        image = Image.fromarray(strip[:, :, 0] if own == 1 else strip).convert("L" if channels == 1 else "RGB")
+        pixels = np.asarray(image).reshape(num, height, width, channels)
+        return PixelSource(pixels, self.labels, self._name, self.bad)
+
+    def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
+        """Some of the samples; their names stay."""
+        name = self._name if not isinstance(self._name, str) else self.name
+        bad = {new: self.bad[int(old)] for new, old in enumerate(samples) if int(old) in self.bad}
+        return PixelSource(self.pixels[samples], self.labels[samples], _Renamed(name, samples), bad)
+
+
+class _Renamed:
+    def __init__(self, name: Callable[[int], str], samples: NDArray[np.int64]) -> None:
+        self.original, self.samples = name, samples
+
+    def __call__(self, sample: int) -> str:
+        return self.original(int(self.samples[sample]))
+
+
+class EncodedSource(ABC):
+    """Pictures as the bytes of picture files; a subclass says where the bytes are."""
+
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, sample: int) -> bytes:
+        """The bytes of the picture file. Raises BadImage."""
+
+    @abstractmethod
+    def name(self, sample: int) -> str:
+        """The file, or the file and the place in it."""
+
+    def open(self, sample: int) -> Image.Image:
+        """The picture with its header read. Raises BadImage."""
+        return open_picture(self.read(sample), self.name(sample))
+
+    def load(self, sample: int) -> Image.Image:
+        """The decoded picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
+        return finish_picture(self.open(sample), self.name(sample))
+
+    def subset(self, samples: NDArray[np.int64]) -> "EncodedSource":
+        """Some of the samples; their names stay."""
+        return _Subset(self, samples)
+
+
+class _Subset(EncodedSource):
+    def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
+        self.source, self.samples = source, samples
+        self.labels = source.labels[samples]
+
+    def read(self, sample: int) -> bytes:
+        return self.source.read(int(self.samples[sample]))
+
+    def name(self, sample: int) -> str:
+        return self.source.name(int(self.samples[sample]))
+
+
+class Names(Sequence[str]):
+    """Many strings in one block of bytes, so that a million of them are cheap to hand to another process."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._block = b"".join(encoded)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, place):  # type: ignore[no-untyped-def]
+        start = int(self._ends[place - 1]) if place else 0
+        return os.fsdecode(self._block[start : int(self._ends[place])])
