@@ -1,0 +1,31 @@
+# Everything from nothing but Python 3.11+, pip and make:  make demo,  make test
+PYTHON ?= python3
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types check clean
+
+demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits and write a report
+	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20
+
+test: $(VENV)/dev.installed           ## run the tests
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/dev.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/dev.installed
+	$(VENV)/bin/mypy
+
+check: test lint types                ## all that CI runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/%.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

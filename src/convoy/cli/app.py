@@ -1,0 +1,90 @@
+"""Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import convoy
+from convoy.errors import ConvoyError
+
+VERBS = {
+    "train": "convoy.cli.train",
+    "eval": "convoy.cli.evaluate",
+    "export": "convoy.cli.export",
+    "report": "convoy.cli.report",
+    "models": "convoy.cli.models",
+    "recipes": "convoy.cli.recipes",
+    "data": "convoy.cli.data",
+}
+
+
+class Verbs(click.Group):
+    """Imports a verb's module when it is asked for: torch takes a second to load, and `--help` should not wait."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order in which one meets them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The verb's command, or None."""
+        if name not in VERBS:
+            return None
+        command = importlib.import_module(VERBS[name]).command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(convoy.__version__, prog_name="convoy")
+def convoy_command() -> None:
+    """Train convolutional networks, with the same result on every number of devices.
+
+    \b
+    A first run, with data that is at hand (pip install 'convoy-nn[demo]'):
+      convoy train lenet --data mnist-mini
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        0 for success, 2 for a mistake of the user, 1 for anything else.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False)
+    except ConvoyError as error:
+        return _fail(str(error), 2, arguments)
+    except click.ClickException as error:
+        return _fail(_usage(error), 2, arguments)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 1, arguments)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        hint = "" if _verbose(arguments) else " (add -v for the traceback)"
+        return _fail(f"{type(error).__name__}: {error}{hint}", 1, arguments)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
+    if _verbose(arguments):
+        traceback.print_exc()
+    click.echo(f"convoy: {sentence}", err=True)
+    return status
+
+
+def _usage(error: click.ClickException) -> str:
+    sentence = error.format_message().rstrip(".")
+    sentence = sentence[:1].lower() + sentence[1:]
+    context = getattr(error, "ctx", None)
+    return f"{sentence}: see {context.command_path} --help" if context is not None else sentence
+
+
+def _verbose(arguments: Sequence[str]) -> bool:
+    return "-v" in arguments or "--verbose" in arguments

@@ -1,0 +1,51 @@
+"""`convoy models`: the networks that come with Convoy."""
+
+import difflib
+
+import click
+
+from convoy import models
+from convoy.cli import options, tables
+from convoy.errors import ConvoyError
+
+
+@click.command(
+    "models",
+    epilog="""\b
+Examples:
+  convoy models
+  convoy models resnet
+  convoy models timm:resnet26d --json
+""",
+)
+@click.argument("pattern", required=False, default="")
+@options.as_json
+@options.verbose
+def command(pattern: str, as_json: bool) -> None:
+    """List the networks, or those whose name contains PATTERN, with parameters and FLOPs.
+
+    FLOPs are those of one image's forward pass; a multiply-add counts as two.
+    """
+    if ":" in pattern:
+        found = [models.describe(pattern)]
+    else:
+        known = models.list_models()
+        found = [info for info in known if pattern.lower() in info.name.lower()]
+        if not found:
+            close = difflib.get_close_matches(pattern, [info.name for info in known], n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "convoy models lists all"
+            raise ConvoyError(f"no model's name contains {pattern!r}: {hint}")
+    rows = []
+    for info in found:
+        counts = models.count(info.name, info.input_shape)
+        row = {
+            "name": info.name,
+            "parameters": counts.parameters,
+            "flops": counts.flops,
+            "input": "×".join(map(str, info.input_shape)),
+            "network": info.title,
+        }
+        if not as_json:
+            row["flops"] = f"{counts.flops / 1e9:.3g} G"
+        rows.append(row)
+    tables.show(rows, as_json, right=("parameters", "flops", "input"))

@@ -1,0 +1,130 @@
+"""Several microbatches in one pass: equal to one after the other, and seen where it would not be."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.engine import StepContext, passes, prepare, probe
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.between = between or nn.Identity()
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6 * 8 * 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.between(F.relu(self.norm(self.conv(x)))).flatten(1)))
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1, self.training)
+
+
+class CentreOverBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+def gradients(model: nn.Module, context: StepContext, groups: list[tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(12, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, (12,), generator=generator)
+    start = 0
+    for group in groups:
+        end = start + sum(group)
+        context.enter(1, start, group, CPU)
+        loss = F.cross_entropy(model(images[start:end]), labels[start:end])
+        (loss * ((end - start) / 12)).backward()
+        start = end
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {**found, **dict(model.named_buffers())}
+
+
+def worst(change: Callable[[nn.Module], None] = lambda model: None) -> float:
+    torch.manual_seed(0)
+    apart = Net().double()
+    together = copy.deepcopy(apart)
+    sizes = (5, 4, 3)
+    want = gradients(apart, prepare(apart, 3, "microbatch"), passes(sizes, 1))
+    context = prepare(together, 3, "microbatch")
+    change(together)
+    have = gradients(together, context, passes(sizes, 3))
+    assert want.keys() == have.keys()
+    return max(((want[n] - have[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)).item() for n in want)
+
+
+def test_one_pass_equals_microbatches_one_by_one() -> None:
+    assert worst() < 1e-10
+
+
+def test_plain_batch_norm_over_the_merged_batch_would_not() -> None:
+    def plain(model: nn.Module) -> None:
+        assert isinstance(model, Net)
+        norm = nn.BatchNorm2d(6).double()
+        norm.load_state_dict(model.norm.state_dict())
+        model.norm = norm
+
+    assert worst(plain) > 1e-3
+
+
+def test_another_dropout_key_would_not() -> None:
+    def rekey(model: nn.Module) -> None:
+        assert isinstance(model, Net)
+        model.drop.key = 1
+
+    assert worst(rekey) > 1e-3
+
+
+def test_replacing_keeps_names_and_values() -> None:
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepare(model, 0, "microbatch")
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("between", "draws", "separable"),
+    [
+        (nn.Identity(), False, True),
+        (FunctionalDropout(), True, False),
+        (CentreOverBatch(), False, False),
+        (OwnBatchNorm(6), False, False),
+    ],
+)
+def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: bool, separable: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(between)
+    context = prepare(model, 0, "microbatch")
+    model.eval()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    found = probe(model, context, (3, 8, 8), CPU)
+    assert (found.draws, found.separable) == (draws, separable)
+    assert (found.merge((32,) * 4, CPU) == 4) == separable
+    assert not model.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_probe_measures_the_memory_of_a_sample() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
+    found = probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU)
+    kept = (3 * 64 + 16 * 64) * 4  # the convolution's input; the sigmoid's output, which is the linear layer's input
+    assert found.bytes_per_sample == kept
