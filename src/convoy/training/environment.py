@@ -1,0 +1,61 @@
+"""What a run ran on, for its report and for whoever wants to repeat it."""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import convoy
+from convoy.errors import ConvoyError
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of this process: `cpu`, `cuda`, `cuda:1` …; None takes the first GPU where there is one.
+
+    Raises:
+        ConvoyError: no such device here.
+    """
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConvoyError(f"--device {name} is not supported: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConvoyError(f"--device {name} is not here: torch sees {torch.cuda.device_count()} GPUs; use --device cpu")
+    return device
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(command: str, device: torch.device) -> dict[str, str | int]:
+    """The facts for `environment.json`."""
+    return {
+        "command": command,
+        "convoy": convoy.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": _machine(device),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "cores": num_cores(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

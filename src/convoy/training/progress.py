@@ -1,0 +1,74 @@
+"""How a run shows itself while it works: a live bar on a terminal, plain lines in a log file."""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Reporter(Protocol):
+    """What the loop tells whoever watches."""
+
+    def say(self, text: str) -> None:
+        """One sentence or line that stays."""
+
+    def begin(self, done: int, total: int) -> None:
+        """Training begins after `done` of `total` updates."""
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        """`done` updates are done; `text` has the newest figures."""
+
+    def end(self) -> None:
+        """Training has ended or stopped."""
+
+
+class ConsoleReporter:
+    """Shows a run on a console: a bar where it is a terminal, a line for every news where it is not."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._bar: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def begin(self, done: int, total: int) -> None:
+        """Draw the bar, on a terminal."""
+        if not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("updates", total=total, completed=done)
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            if text is None:
+                self._bar.update(self._task, completed=done)
+            else:
+                self._bar.update(self._task, completed=done, description=text)
+        elif text is not None:
+            self.say(text)
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()

@@ -1,0 +1,84 @@
+"""The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.training.files import write_json, write_text
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run's files. `config.yaml` makes a folder a run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The final weights, whole tensors under the model's own names."""
+        return self.path / "weights.safetensors"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def is_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
+    def check_free(self) -> None:
+        """Refuse to begin a run where something is already.
+
+        Raises:
+            ConvoyError: the folder holds a run or other files, or the path is a file.
+        """
+        if self.is_run():
+            raise ConvoyError(f"{self.path} already holds a run: add --resume to go on with it, or choose another --out")
+        if self.path.is_file():
+            raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def create(self, config: str, environment: dict[str, Any]) -> None:
+        """Make the folder and write how the run was begun.
+
+        Raises:
+            ConvoyError: the folder cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.path / "environment.json", environment)
+            write_text(self.config, config)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the metrics of updates that will be done again; a half-written last line goes too."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))

@@ -1,0 +1,190 @@
+"""Builds everything a run needs from its recipe, and nothing on disk: whatever is wrong is said before a file is made."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy import models
+from convoy.data import DataSet, Order, evaluation_batches, open_data
+from convoy.engine import GradientTree, Probe, StepContext, microbatch_sizes, passes, prepare, probe
+from convoy.errors import ConvoyError
+from convoy.training.derived import Derived, derive, num_microbatches
+from convoy.training.ema import AveragedModel
+from convoy.training.environment import num_cores
+from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.loss import ClassificationLoss
+from convoy.training.optimizers import create_optimizer
+from convoy.training.recipe import Recipe
+from convoy.training.schedules import Schedule
+from convoy.training.state import RunState
+from convoy.training.step import InputPipeline, TrainingStep
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Session:
+    """The live objects of one run.
+
+    Attributes:
+        merge: microbatches that run in one pass; 1 where the network needs them one by one.
+        notes: sentences about what was decided, for the log and the report.
+    """
+
+    recipe: Recipe
+    data: DataSet
+    order: Order
+    device: torch.device
+    model: nn.Module
+    context: StepContext
+    pipeline: InputPipeline
+    state: RunState
+    schedule: Schedule
+    forward: Callable[..., Any]
+    probe: Probe
+    sizes: tuple[int, ...]
+    merge: int
+    derived: list[Derived]
+    notes: list[str]
+
+    @property
+    def total_updates(self) -> int:
+        """Weight updates of the whole run."""
+        return self.recipe.epochs.updates(self.order.updates_per_epoch)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        return autocast_of(self.recipe, self.device)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate what the run would deliver now (the averaged weights, where there are any) on the whole test split."""
+        batches = evaluation_batches(self.data, self.recipe.data, batch=sum(passes(self.sizes, self.merge)[0]))
+        return evaluate(self.state.delivered(), batches, self.pipeline, len(self.data.classes), self.autocast)
+
+    def step(self) -> TrainingStep:
+        """The function that does one weight update."""
+        recipe = self.recipe
+        return TrainingStep(
+            model=self.model,
+            forward=self.forward,
+            context=self.context,
+            pipeline=self.pipeline,
+            loss=ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight),
+            mixing=recipe.data.mix,
+            optimizer=self.state.optimizer,
+            learning_rate=self.schedule.lr,
+            autocast=self.autocast,
+            scaler=self.state.scaler,
+            passes=passes(self.sizes, self.merge),
+            tree=GradientTree(list(self.model.parameters())) if recipe.reproducible else None,
+            reseed=self.probe.draws,
+            clip_norm=recipe.clip_norm,
+        )
+
+
+def set_up(recipe: Recipe, device: torch.device) -> Session:
+    """Open the data, build the network and everything around it.
+
+    Raises:
+        ConvoyError: the recipe, the data or the weights cannot be used as they are.
+    """
+    set_numerics(recipe)
+    data = open_data(recipe.data)
+    order = Order(len(data.train), recipe.batch, recipe.seed)
+    model, notes = build_model(recipe, data)
+    context = prepare(model, recipe.seed, recipe.batch_norm)
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+    found = _probe(model, context, recipe, data, sizes, device)
+    merge, reason = _merge(recipe, found, sizes, device)
+    optimizer, schedule = create_optimizer(model, recipe), Schedule(recipe, order.updates_per_epoch)
+    averaged = AveragedModel(model, recipe.ema.decay) if recipe.ema else None
+    scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+    return Session(
+        recipe=recipe,
+        data=data,
+        order=order,
+        device=device,
+        model=model,
+        context=context,
+        pipeline=InputPipeline(data, device, memory_format),
+        state=RunState(model, optimizer, scaler, averaged),
+        schedule=schedule,
+        forward=torch.compile(model) if recipe.compile else model,
+        probe=found,
+        sizes=sizes,
+        merge=merge,
+        derived=derive(recipe, len(data.train)),
+        notes=[*notes, reason],
+    )
+
+
+def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass in the recipe's precision."""
+    if recipe.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, PRECISIONS[recipe.precision])
+
+
+def set_numerics(recipe: Recipe) -> None:
+    """Set the process's threads and torch's switches as the recipe asks."""
+    threads = recipe.threads or (1 if recipe.reproducible else num_cores())
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(recipe.reproducible)
+    torch.backends.cudnn.benchmark = not recipe.reproducible
+
+
+def build_model(recipe: Recipe, data: DataSet) -> tuple[nn.Module, list[str]]:
+    """The recipe's network for the data's classes and channels, initialised from the seed, with its weights loaded.
+
+    Returns:
+        The network and notes on what was done to it.
+    """
+    section, notes = recipe.model, []
+    options = dict(section.options)
+    if models.accepts(section.name, "image_size"):
+        options.setdefault("image_size", data.image_size)
+    if section.zero_init_residual:
+        if models.accepts(section.name, "zero_init_residual"):
+            options["zero_init_residual"] = True
+        else:
+            notes.append(f"{section.name} has no residual blocks to start at zero: model.zero_init_residual does nothing")
+    torch.manual_seed(recipe.seed)
+    model = models.create(section.name, num_classes=len(data.classes), in_channels=data.channels, **options)
+    if section.weights is not None:
+        notes += models.load_weights(model, section.weights)
+    return model, notes
+
+
+def _probe(
+    model: nn.Module, context: StepContext, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device
+) -> Probe:
+    shape = (data.channels, data.image_size, data.image_size)
+    try:
+        return probe(model, context, shape, device, samples=min(2, *sizes))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConvoyError(
+            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)} "
+            f"({reason}): change data.image_size, data.channels, the microbatch or the model"
+        ) from error
+
+
+def _merge(recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device) -> tuple[int, str]:
+    num = len(sizes)
+    if recipe.reproducible:
+        return 1, f"reproducible: {num} microbatches one by one, gradients added in a fixed tree"
+    if recipe.batch_norm != "microbatch":
+        return num, f"batch norm over the whole batch ({recipe.batch_norm}): {num} microbatches in one pass"
+    merge = found.merge(sizes, device)
+    if found.draws:
+        return 1, "microbatches run one by one: the network draws random numbers outside of dropout layers"
+    if not found.separable:
+        return 1, "microbatches run one by one: the network couples the samples of a batch"
+    return merge, f"{merge} of {num} microbatches run in one pass"

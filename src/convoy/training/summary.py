@@ -1,0 +1,70 @@
+"""How a run stands, in one file: `summary.json`."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from convoy import models
+from convoy.training.evaluate import Evaluation
+from convoy.training.files import write_json
+from convoy.training.run_directory import RunDirectory
+from convoy.training.session import Session
+
+Status = Literal["running", "stopped", "finished"]
+
+
+@dataclass
+class Progress:
+    """What the loop remembers over a stop; stored in every checkpoint.
+
+    Attributes:
+        time_s: seconds of training so far, over all resumptions.
+        data_wait_s: seconds of them spent waiting for data.
+        num_images: training images seen.
+        best_top1, best_step: the best evaluation so far.
+        bad_images: pictures that could not be read: name, reason, split.
+    """
+
+    time_s: float = 0.0
+    data_wait_s: float = 0.0
+    num_images: int = 0
+    best_top1: float | None = None
+    best_step: int | None = None
+    bad_images: list[dict[str, str]] = field(default_factory=list)
+
+    def add_bad(self, name: str, reason: str, split: str) -> None:
+        """Remember a bad picture, once."""
+        entry = {"name": name, "reason": reason, "split": split}
+        if entry not in self.bad_images:
+            self.bad_images.append(entry)
+
+
+def write_summary(
+    run: RunDirectory, session: Session, progress: Progress, status: Status, steps: int, evaluation: Evaluation | None
+) -> None:
+    """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any."""
+    recipe, data = session.recipe, session.data
+    counts = models.count(session.model, (data.channels, data.image_size, data.image_size))
+    summary: dict[str, Any] = {
+        "status": status,
+        "model": recipe.model.name,
+        "data": data.name,
+        "parameters": counts.parameters,
+        "flops": counts.flops,
+        "num_train": len(data.train),
+        "num_test": len(data.test),
+        "steps": steps,
+        "total_steps": session.total_updates,
+        "epochs": steps / session.order.updates_per_epoch,
+        "top1": evaluation and evaluation.top1,
+        "top5": evaluation and evaluation.top5,
+        "loss": evaluation and evaluation.loss,
+        "best_top1": progress.best_top1,
+        "best_step": progress.best_step,
+        "time_s": progress.time_s,
+        "images_per_s": progress.num_images / progress.time_s if progress.time_s else None,
+        "data_wait_share": progress.data_wait_s / progress.time_s if progress.time_s else 0.0,
+        "bad_images": progress.bad_images,
+        "derived": [asdict(row) for row in session.derived],
+        "notes": session.notes,
+    }
+    write_json(run.path / "summary.json", summary)

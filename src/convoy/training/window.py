@@ -1,0 +1,39 @@
+"""Sums over the updates between two lines of metrics."""
+
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from convoy.training.step import StepResult
+
+
+@dataclass
+class Window:
+    """Collects losses, right answers and times; reads the device only when a line is written."""
+
+    started: float = field(default_factory=time.perf_counter)
+    num_updates: int = 0
+    num_images: int = 0
+    num_correct: Tensor | float = 0.0
+    loss: Tensor | float = 0.0
+    data_wait_s: float = 0.0
+    paused_s: float = 0.0
+
+    def add(self, result: StepResult, num_images: int) -> None:
+        """Count one update."""
+        self.num_updates += 1
+        self.num_images += num_images
+        self.loss = self.loss + result.loss
+        self.num_correct = self.num_correct + result.correct
+
+    def averages(self) -> dict[str, float]:
+        """Mean loss, share of right answers, images a second (pauses apart) and seconds waited for data."""
+        loss, correct = float(self.loss), float(self.num_correct)
+        seconds = time.perf_counter() - self.started - self.paused_s
+        return {
+            "loss": loss / self.num_updates,
+            "top1": correct / self.num_images,
+            "images_per_s": self.num_images / max(seconds, 1e-9),
+            "data_wait_s": self.data_wait_s,
+        }
