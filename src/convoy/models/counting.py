@@ -39,8 +39,6 @@ def count(model: str | nn.Module, input_shape: tuple[int, int, int] | None = Non
     with torch.random.fork_rng(devices=[]):
         try:
             return _count_on_meta(_on_meta(model, shape[0]), shape)
-        except ConvoyError:
-            raise
         except Exception:  # what the meta device cannot do, a real run of one image may
             network = create(model, in_channels=shape[0]) if isinstance(model, str) else model
     try:

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models.external import Factory, Timm, Torchvision
+from convoy.models.factory import Factory
+from convoy.models.libraries import Timm, Torchvision
 from convoy.models.names import did_you_mean
 from convoy.models.registry import REGISTRY, ModelInfo, Registered
 
@@ -44,7 +45,7 @@ def find(name: str) -> Registered | Timm | Torchvision | Factory:
         return REGISTRY[name]
     origin, colon, rest = name.partition(":")
     if not colon:
-        near = did_you_mean(name, REGISTRY) or ": `convoy models` lists them"
+        near = did_you_mean(name, REGISTRY, otherwise="`convoy models` lists them")
         raise ConvoyError(f"unknown model {name!r}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
     if not origin or not rest:
         raise ConvoyError(f"model {name!r} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
@@ -52,6 +53,6 @@ def find(name: str) -> Registered | Timm | Torchvision | Factory:
         return Timm(name)
     if origin == "torchvision":
         return Torchvision(name)
-    if not all(part.isidentifier() for part in origin.split(".")):
+    if origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
         raise ConvoyError(f"model {name!r} names no module: write package.module:factory, with dots and without .py")
     return Factory(name)

@@ -1,8 +1,8 @@
 """GoogLeNet: filters of several sizes side by side, and two auxiliary classifiers on the way.
 
 Szegedy, Liu, Jia, Sermanet, Reed, Anguelov, Erhan, Vanhoucke, Rabinovich: Going Deeper with Convolutions (2014),
-table 1, with batch normalisation (Ioffe and Szegedy, 2015). Names, shapes and initialisation are torchvision's, and so is one
-deviation that published weights depend on: the branch of 5x5 filters has 3x3 filters.
+table 1, with batch normalisation (Ioffe and Szegedy, 2015). Names, shapes and initialisation are torchvision's, and so
+is one deviation that published weights depend on: the branch of 5x5 filters has 3x3 filters.
 """
 
 from typing import NamedTuple
@@ -123,8 +123,8 @@ class ConvNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in_channels, H, W] to [N, out_channels, H', W']."""
-        x = self.relu(self.bn(self.conv(x)))
-        return x
+        out: Tensor = self.relu(self.bn(self.conv(x)))
+        return out
 
 
 class Inception(nn.Module):

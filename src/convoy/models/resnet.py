@@ -27,8 +27,8 @@ class BasicBlock(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
-        x = self.relu(x + shortcut)
-        return x
+        out: Tensor = self.relu(x + shortcut)
+        return out
 
 
 class Bottleneck(nn.Module):
@@ -56,8 +56,8 @@ class Bottleneck(nn.Module):
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
         x = self.bn3(self.conv3(x))
-        x = self.relu(x + shortcut)
-        return x
+        out: Tensor = self.relu(x + shortcut)
+        return out
 
 
 # Kind of block, and blocks in each of the four stages.

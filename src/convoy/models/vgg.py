@@ -64,7 +64,8 @@ class VGG(nn.Module):
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, std=0.01)
+                small = layer.in_features < 4096  # the paper's 0.01 would let the signal fade in narrower layers
+                nn.init.normal_(layer.weight, std=(2 / layer.in_features) ** 0.5 if small else 0.01)
             else:
                 continue
             assert layer.bias is not None

@@ -42,12 +42,12 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     missing = own.keys() - found.keys()
     unexpected = found.keys() - own.keys()
     missing -= {key for key in missing if key.endswith(".num_batches_tracked")}  # files older than PyTorch 0.4.1
-    for head in auxiliary_names(model):
-        keys = {key for key in own if key.startswith(f"{head}.")}
-        if not keys & found.keys():
-            missing -= keys
-            notes.append(f"{path.name} has no auxiliary head {head}: fresh weights stay in it")
-    useless = {key for key in unexpected if key.lower().startswith("aux") and not auxiliary_names(model)}
+    heads = auxiliary_names(model)
+    absent = [head for head in heads if not any(key.startswith(f"{head}.") for key in found)]
+    if absent:
+        missing -= {key for key in missing if key.partition(".")[0] in absent}
+        notes.append(f"{path.name} lacks the auxiliary heads: fresh weights stay in {_list(absent)}")
+    useless = {key for key in unexpected if key.lower().startswith("aux") and not heads}
     if useless:
         unexpected -= useless
         notes.append(f"{path.name} has auxiliary heads and this net none: they are left out")

@@ -1,0 +1,116 @@
+"""Networks of the user's own: `package.module:factory`, a function or class that returns an `nn.Module`."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from convoy.errors import ConvoyError
+from convoy.models.calling import UnknownOptionError, called, parameters, reason, takes
+from convoy.models.heads import classifier_names, first_convolution
+from convoy.models.names import did_you_mean
+from convoy.models.registry import ModelInfo
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`.
+
+    It gets `num_classes` and `in_channels` where its signature has them; where it has not, the network it returns must
+    already have what was asked for.
+    """
+
+    name: str
+
+    @property
+    def info(self) -> ModelInfo:
+        """The name; a factory says nothing else before it is called."""
+        return ModelInfo(self.name, f"{self.name} (own factory)", None, None)
+
+    def accepts(self, option: str) -> bool:
+        """Whether the signature of the factory takes the keyword `option`."""
+        return takes(self._function(), option) is not None
+
+    def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
+        """What the factory returns.
+
+        Raises ConvoyError where it fails, does not return a module, or ignores the asked classes or channels.
+        """
+        function = self._function()
+        for option in options:
+            if takes(function, option) is None:
+                raise UnknownOptionError(self.name, option, parameters(function))
+        asked = {"num_classes": num_classes, "in_channels": in_channels}
+        sizes = {key: value for key, value in asked.items() if value is not None and takes(function, key)}
+        model = self._call(function, sizes, options)
+        if not isinstance(model, nn.Module):
+            raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
+        _check_sizes(self.name, model, {key: asked[key] for key in asked if takes(function, key) != "explicitly"})
+        return model
+
+    def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
+        """Call with the sizes, less those that **kwargs took and what lies behind it refused."""
+        while True:
+            try:
+                return called(self.name, function, **(sizes | dict(options)))
+            except UnknownOptionError as error:
+                if error.option not in sizes or takes(function, error.option) == "explicitly":
+                    raise
+                del sizes[error.option]
+
+    def _function(self) -> Callable[..., Any]:
+        module, _, path = self.name.partition(":")
+        found: Any = _user_module(self.name, module)
+        for part in path.split("."):
+            if not hasattr(found, part):
+                near = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")])
+                raise ConvoyError(f"{self.name}: {module} has no {part!r}{near}")
+            found = getattr(found, part)
+        if not callable(found):
+            raise ConvoyError(
+                f"{self.name} is of type {type(found).__name__}: name a function or class that returns an nn.Module"
+            )
+        function: Callable[..., Any] = found
+        return function
+
+
+def _user_module(name: str, module: str) -> ModuleType:
+    """Import `module`, from the current directory too, and keep that importable for what the module imports later."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise ConvoyError(
+                f"{name}: there is no module {error.name!r} in {here} or among the installed packages"
+            ) from error
+        raise ConvoyError(f"{name}: {module} needs the module {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise ConvoyError(f"{name}: importing {module} failed with {reason(error)}") from error
+
+
+def _check_sizes(name: str, model: nn.Module, asked: Mapping[str, int | None]) -> None:
+    """Compare the network with what was asked for, as far as its first and last layers tell."""
+    stem = first_convolution(model)
+    channels, num_classes = asked.get("in_channels"), asked.get("num_classes")
+    if channels and stem and stem.in_channels not in (0, channels):  # 0 in a lazy convolution
+        raise ConvoyError(
+            f"{name} reads images of {stem.in_channels} channels where the data has {channels}: "
+            f"give the factory an argument in_channels, or set data.channels={stem.in_channels}"
+        )
+    for head in classifier_names(model):
+        layer = model.get_submodule(head)
+        classes = layer.out_features if isinstance(layer, nn.Linear) else getattr(layer, "out_channels", None)
+        if num_classes and classes and classes != num_classes:
+            raise ConvoyError(
+                f"{name} tells {classes} classes apart where {num_classes} are needed: "
+                f"give the factory an argument num_classes"
+            )
