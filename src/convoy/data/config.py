@@ -26,7 +26,9 @@ class AugmentConfig(_Section):
         "random-resized: a random part of random size and shape (Szegedy et al., 2015)",
     )
     pad: int | None = Field(
-        None, ge=0, description="pixels added on each side before crop=pad (4 if not said; 0 = the crop of AlexNet 2012)"
+        None,
+        ge=0,
+        description="pixels added on each side before crop=pad (4 if not said; 0 = the crop of AlexNet 2012)",
     )
     scale: tuple[float, float] | None = Field(
         None, description="smallest and largest part of the area for crop=random-resized (0.08 to 1 if not said)"
@@ -156,7 +158,7 @@ class DataConfig(_Section):
                 f"resize={self.resize} is smaller than image_size={self.image_size}, so there is no centre to take: "
                 f"set resize to at least {self.image_size}"
             )
-        if (self.path == MNIST_MINI) != (self.format == MNIST_MINI) and "auto" != self.format:
+        if (self.path == MNIST_MINI) != (self.format == MNIST_MINI) and self.format != "auto":
             raise ValueError(
                 f"path={self.path} and format={self.format} contradict each other: {MNIST_MINI} is both a path and "
                 "a format; leave format out"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 _ORIENTATION = 0x112
 _UPRIGHT = {
@@ -129,7 +129,7 @@ def _reasons(name: str) -> Iterator[None]:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImage(name, f"has more than {_MAX_PIXELS // 10**6} million pixels") from None
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise BadImage(name, "is no picture in a known format") from None
     except (KeyboardInterrupt, MemoryError):
         raise

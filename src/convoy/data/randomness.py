@@ -42,9 +42,7 @@ def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) ->
     return _mix((state + _GOLDEN) ^ samples.astype(np.uint64))
 
 
-def uniforms(
-    seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64], num: int
-) -> NDArray[np.float64]:
+def uniforms(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64], num: int) -> NDArray[np.float64]:
     """`num` numbers in [0, 1) for each sample: [n, num]."""
     counters = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
     bits = _mix(keys(seed, purpose, epoch, samples)[:, None] + counters)

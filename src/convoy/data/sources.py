@@ -136,7 +136,7 @@ class _Subset(EncodedSource):
         return self.source.name(int(self.samples[sample]))
 
 
-class Names(Sequence[str]):
+class Names:
     """Many strings in one block of bytes, so that a million of them are cheap to hand to another process."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -147,6 +147,6 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, place):  # type: ignore[no-untyped-def]
+    def __getitem__(self, place: int) -> str:
         start = int(self._ends[place - 1]) if place else 0
         return os.fsdecode(self._block[start : int(self._ends[place])])

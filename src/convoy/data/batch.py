@@ -1,0 +1,198 @@
+"""A batch of pictures, and how one is made from the numbers of its samples."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from convoy.data.colour import ColourAugment
+from convoy.data.decode import BadImage
+from convoy.data.geometry import Geometry
+from convoy.data.memory import refusal
+from convoy.data.randomness import Purpose, uniforms
+from convoy.data.sources import PixelSource, Source
+from convoy.errors import ConvoyError
+
+
+@dataclass
+class Batch:
+    """Pictures and labels of one update, or of a piece of an evaluation.
+
+    Attributes:
+        images: uint8 [samples, channels, height, width].
+        labels: int64 [samples].
+        samples: int64 [samples], their numbers in the source.
+        epoch: 0-based; 0 in an evaluation.
+        bad: pictures that could not be read, as number and reason. In training the next good sample took their
+            place; in an evaluation they are missing.
+    """
+
+    images: Tensor
+    labels: Tensor
+    samples: Tensor
+    epoch: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in memory from which copies to an accelerator need not wait."""
+        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
+
+
+class BatchMaker:
+    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample)."""
+
+    def __init__(self, source: Source, geometry: Geometry, channels: int, *, seed: int, skip_bad: bool) -> None:
+        """Raises ConvoyError when an augmentation lacks its library."""
+        self.source = source
+        self.geometry = geometry
+        self.channels = channels
+        self.seed = seed
+        self.skip_bad = skip_bad
+        self.colour = ColourAugment(geometry.augment, seed)
+
+    @property
+    def vectorised(self) -> bool:
+        """Whether training batches need no work picture by picture: pixels in memory, and crop and flip at most."""
+        crop = self.geometry.augment.crop
+        pads = crop == "pad" and self._in_memory(self.geometry.resize)
+        return not self.colour.on and (pads or (crop == "none" and self._central))
+
+    def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
+        """The augmented batch of some samples [n] in an epoch.
+
+        A picture that cannot be read gives its place to the next sample in the source that can.
+
+        Raises:
+            ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
+        """
+        used = samples.copy()
+        images = self._empty(len(samples))
+        bad: list[tuple[int, str]] = []
+        places = np.arange(len(samples))
+        fill = self._fill_at_once if self.vectorised else self._fill_one_by_one
+        for _ in range(len(self.source)):
+            failures = fill(images, places, used[places], epoch)
+            if not failures:
+                return self._batch(images, used, epoch, bad)
+            bad.extend((int(used[place]), self._accept(reason)) for place, reason in failures)
+            places = np.array([place for place, _ in failures])
+            used[places] = (used[places] + 1) % len(self.source)
+        raise ConvoyError(f"none of the {len(self.source)} training pictures can be read: {bad[0][1]}")
+
+    def evaluation(self, samples: NDArray[np.int64]) -> Batch:
+        """The batch of some samples [n], resized and cut in the centre, without those that cannot be read.
+
+        Raises:
+            ConvoyError: a picture cannot be read and bad ones are not skipped.
+        """
+        bad: list[tuple[int, str]] = []
+        if self._central and not getattr(self.source, "bad", None):
+            return self._batch(self._pixels[samples].transpose(0, 3, 1, 2), samples, 0, bad)
+        images = self._empty(len(samples))
+        good: list[int] = []
+        for sample in samples.tolist():
+            try:
+                image = self.geometry.centre(self.source.open(sample), self.source.name(sample))
+                images[len(good)] = self._planes(image)
+                good.append(sample)
+            except BadImage as reason:
+                bad.append((sample, self._accept(reason)))
+        return self._batch(images[: len(good)], np.array(good, np.int64), 0, bad)
+
+    @property
+    def _pixels(self) -> NDArray[np.uint8]:
+        assert isinstance(self.source, PixelSource)
+        return self.source.pixels
+
+    def _in_memory(self, side: int) -> bool:
+        """Whether the pictures are pixels of this size and number of channels."""
+        return isinstance(self.source, PixelSource) and self._pixels.shape[1:] == (side, side, self.channels)
+
+    @property
+    def _central(self) -> bool:
+        """Whether resizing and taking the centre changes nothing."""
+        return self.geometry.resize == self.geometry.image_size and self._in_memory(self.geometry.image_size)
+
+    def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
+        if not self.geometry.augment.flip:
+            return np.zeros(len(samples), np.bool_)
+        return uniforms(self.seed, Purpose.FLIP, epoch, samples, 1)[:, 0] < 0.5
+
+    def _fill_at_once(
+        self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
+    ) -> list[tuple[int, BadImage]]:
+        """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
+        size = self.geometry.image_size
+        pixels = self._pixels[samples]
+        planes = pixels.transpose(0, 3, 1, 2)
+        if self.geometry.augment.crop == "pad":
+            num, height, width, channels = pixels.shape
+            pad = self.geometry.pad
+            padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
+            padded[:, pad : pad + height, pad : pad + width] = pixels
+            corners = self.geometry.pad_offsets(width, height, self.geometry.draws(self.seed, epoch, samples))
+            windows = sliding_window_view(padded, (size, size), axis=(1, 2))
+            planes = windows[np.arange(num), corners[:, 1], corners[:, 0]]
+        images[places] = planes
+        mirrored = places[self._flips(samples, epoch)]
+        images[mirrored] = images[mirrored][..., ::-1]
+        known_bad = self.source.bad if isinstance(self.source, PixelSource) else {}
+        if not known_bad:
+            return []
+        return [
+            (place, BadImage(self.source.name(sample), known_bad[sample]))
+            for place, sample in zip(places.tolist(), samples.tolist(), strict=True)
+            if sample in known_bad
+        ]
+
+    def _fill_one_by_one(
+        self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
+    ) -> list[tuple[int, BadImage]]:
+        draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
+        failures = []
+        for place, sample, drawn, flip in zip(places.tolist(), samples.tolist(), draws, flips, strict=True):
+            try:
+                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), drawn)
+            except BadImage as reason:
+                failures.append((place, reason))
+                continue
+            image = self._converted(image)
+            if flip:
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            images[place] = self._planes(self.colour(image, epoch, sample))
+        return failures
+
+    def _accept(self, bad: BadImage) -> str:
+        if not self.skip_bad:
+            raise refusal(bad)
+        return bad.reason
+
+    def _empty(self, num: int) -> NDArray[np.uint8]:
+        return np.empty((num, self.channels, self.geometry.image_size, self.geometry.image_size), np.uint8)
+
+    def _converted(self, image: Image.Image) -> Image.Image:
+        mode = "L" if self.channels == 1 else "RGB"
+        return image if image.mode == mode else image.convert(mode)
+
+    def _planes(self, image: Image.Image) -> NDArray[np.uint8]:
+        """uint8 [channels, height, width]."""
+        pixels = np.asarray(self._converted(image))
+        return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
+
+    def _batch(
+        self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int, bad: list[tuple[int, str]]
+    ) -> Batch:
+        return Batch(
+            images=torch.from_numpy(np.ascontiguousarray(images)),
+            labels=torch.from_numpy(self.source.labels[samples]),
+            samples=torch.from_numpy(samples),
+            epoch=epoch,
+            bad=bad,
+        )

@@ -1,0 +1,224 @@
+"""Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.data.cifar import find_cifar, open_cifar
+from convoy.data.config import MNIST_MINI, DataConfig
+from convoy.data.files import Opened, shown
+from convoy.data.folder import find_folder, open_folder
+from convoy.data.known import statistics
+from convoy.data.labels import check_classes
+from convoy.data.memory import common_format, decode_all
+from convoy.data.mnist import find_mnist, open_mnist
+from convoy.data.mnist_mini import open_mnist_mini
+from convoy.data.sources import EncodedSource, PixelSource, Progress, Source
+from convoy.data.split import stratified_split
+from convoy.data.webdataset import open_tars
+from convoy.errors import ConvoyError
+
+DEFAULT_VALIDATION_FRACTION = 0.1
+DEFAULT_SPLIT_SEED = 0
+PHOTOGRAPH_SIZE = 224
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set that is ready to be loaded.
+
+    Attributes:
+        name: what to call it.
+        classes: names of the classes, by label.
+        train: the samples to train on.
+        test: the samples to evaluate on.
+        image_size: height and width of the net's input.
+        channels: 1 or 3, of the net's input.
+        mean: of each channel, pixels from 0 to 1.
+        std: of each channel, pixels from 0 to 1.
+        resize: short side of a picture before its centre is taken.
+        notes: what the user should know about how it was opened.
+    """
+
+    name: str
+    classes: list[str]
+    train: Source
+    test: Source
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: int
+    notes: tuple[str, ...] = ()
+
+
+def open_data(config: DataConfig, progress: Progress | None = None) -> DataSet:
+    """Open the data set that a recipe's section describes.
+
+    Args:
+        config: the section.
+        progress: is told of long work (what, done, of how many).
+
+    Raises:
+        ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
+    """
+    opened = _open(config, progress)
+    check_classes(opened.name, opened.classes)
+    train, test = opened.train, opened.test
+    notes = list(opened.notes)
+    if test is None:
+        train, test = _split(opened, config, notes)
+    else:
+        for option in ("validation_fraction", "split_seed"):
+            if getattr(config, option) is not None:
+                raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
+    own: tuple[int, int, int] | None = None
+    if isinstance(train, EncodedSource) and isinstance(test, EncodedSource):
+        own = common_format(train, test)
+        if own is not None:
+            skip_bad = config.bad_images == "skip"
+            decoded = decode_all(train, own, "training", skip_bad, progress)
+            decoded_test = decode_all(test, own, "test", skip_bad, progress) if decoded else None
+            if decoded is not None and decoded_test is not None:
+                train, test = decoded, decoded_test
+            else:
+                own = None
+    elif isinstance(train, PixelSource):
+        own = train.pixels.shape[1:]
+    channels = config.channels or (own[2] if own else 3)
+    if isinstance(train, PixelSource) and isinstance(test, PixelSource):
+        train, test = train.with_channels(channels), test.with_channels(channels)
+    image_size, resize = _sizes(config, own)
+    mean, std = _statistics(config, opened, own, channels)
+    _check_augmentation(config, opened.name, image_size, resize, channels, own)
+    return DataSet(opened.name, opened.classes, train, test, image_size, channels, mean, std, resize, tuple(notes))
+
+
+def _open(config: DataConfig, progress: Progress | None) -> Opened:
+    if MNIST_MINI in (config.path, config.format):
+        return open_mnist_mini()
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise ConvoyError(f"data set {shown(path)} does not exist{_suggestion(path)}")
+    if not path.is_dir() and not path.is_file():
+        raise ConvoyError(f"data set {shown(path)} is neither a file nor a folder: set data.path to one")
+    kind = config.format if config.format != "auto" else _detect(path)
+    if path.is_file() and kind not in ("parquet", "webdataset"):
+        raise ConvoyError(
+            f"{shown(path)} is a file, but data.format={kind} needs a folder: set data.path to its folder"
+        )
+    if kind == "parquet":
+        from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
+
+        return open_parquet(path)
+    if kind == "webdataset":
+        return open_tars(path, progress)
+    openers: dict[str, Callable[[Path], Opened]] = {"mnist": open_mnist, "cifar": open_cifar, "folder": open_folder}
+    return openers[kind](path)
+
+
+def _detect(path: Path) -> str:
+    """The format of a file or folder, by its names."""
+    suffixes = {".parquet": "parquet", ".tar": "webdataset"}
+    if path.is_file():
+        if path.suffix in suffixes:
+            return suffixes[path.suffix]
+        advice = (
+            "unpack it and set data.path to the folder"
+            if path.suffix in (".gz", ".tgz", ".zip", ".xz")
+            else ("a data set is a folder, a .parquet or a .tar")
+        )
+        raise ConvoyError(f"{shown(path)} is no data set: {advice}")
+    if find_mnist(path):
+        return "mnist"
+    if find_cifar(path):
+        return "cifar"
+    for suffix, kind in suffixes.items():
+        if any(path.glob(f"*{suffix}")) or any(path.glob(f"*/*{suffix}")):
+            return kind
+    if find_folder(path):
+        return "folder"
+    if not any(path.iterdir()):
+        raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
+    raise ConvoyError(
+        f"{shown(path)} is no data set in a known format: it needs MNIST or CIFAR files, .parquet or .tar files, or a "
+        "folder of pictures for each class"
+    )
+
+
+def _suggestion(path: Path) -> str:
+    try:
+        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError:
+        near = []
+    match = difflib.get_close_matches(path.name, [*near, MNIST_MINI], n=1)
+    if not match:
+        return f": set --data to a file or folder, or to {MNIST_MINI}"
+    known = MNIST_MINI if match[0] == MNIST_MINI else shown(path.parent / match[0])
+    return f": did you mean {known}?"
+
+
+def _split(
+    opened: Opened, config: DataConfig, notes: list[str]
+) -> tuple[PixelSource, PixelSource] | tuple[EncodedSource, EncodedSource]:
+    fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
+    seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
+    source = opened.train
+    if len(source) < 2:
+        raise ConvoyError(f"{opened.name} has only {len(source)} picture: it cannot be split into training and test")
+    kept, held = stratified_split(source.labels, fraction, seed)
+    notes.append(
+        f"{opened.name} has no split of its own: {len(held)} of its {len(source)} samples are held out for the test "
+        f"(validation_fraction {fraction:g}, split_seed {seed})"
+    )
+    if isinstance(source, PixelSource):
+        return source.subset(kept), source.subset(held)
+    return source.subset(kept), source.subset(held)
+
+
+def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, int]:
+    """Side of the net's input, and short side before the centre is taken."""
+    if own is not None:
+        image_size = config.image_size or min(own[:2])
+        resize = config.resize or image_size
+    else:
+        image_size = config.image_size or PHOTOGRAPH_SIZE
+        resize = config.resize or round(image_size * 8 / 7)
+    if resize < image_size:
+        raise ConvoyError(
+            f"data.resize={resize} is smaller than the image size {image_size}, so there is no centre to take: set "
+            f"data.resize to at least {image_size}, or data.image_size to at most {resize}"
+        )
+    return image_size, resize
+
+
+def _statistics(
+    config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if config.mean is None or config.std is None:
+        return statistics(opened.classes, own, channels)
+    if len(config.mean) != channels:
+        raise ConvoyError(
+            f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
+            f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
+        )
+    return config.mean, config.std
+
+
+def _check_augmentation(
+    config: DataConfig, name: str, image_size: int, resize: int, channels: int, own: tuple[int, int, int] | None
+) -> None:
+    augment = config.augment
+    for option in ("pca_noise", "rand_augment"):
+        if getattr(augment, option) and channels == 1:
+            raise ConvoyError(
+                f"data.augment.{option} needs colours, but the pictures of {name} are grey: leave it out or set "
+                "data.channels=3"
+            )
+    unchanged = own is not None and own[:2] == (image_size, image_size) == (resize, resize)
+    if augment.interpolation is not None and augment.crop != "random-resized" and unchanged:
+        raise ConvoyError(
+            f"data.augment.interpolation would be ignored: the pictures of {name} have {image_size}x{image_size} "
+            "pixels already; leave it out"
+        )

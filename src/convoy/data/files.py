@@ -1,0 +1,97 @@
+"""Reading the files of a data set: which split a file belongs to, and errors that name it."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from convoy.data.decode import printable
+from convoy.data.sources import EncodedSource, PixelSource
+from convoy.errors import ConvoyError
+
+_WORDS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+HELD_OUT = ("val", "test")
+"""The splits that a run can be tested on, the first that exists; the labels of `test` are often withheld."""
+
+
+@dataclass
+class Opened:
+    """What a format found: sources of one kind; `test` is None where the data has no split of its own."""
+
+    name: str
+    classes: list[str]
+    train: PixelSource | EncodedSource
+    test: PixelSource | EncodedSource | None
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns a failure of the operating system into a ConvoyError that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConvoyError(f"{shown(path)} is missing: the data set is incomplete, fetch or unpack it again") from None
+    except PermissionError:
+        raise ConvoyError(f"{shown(path)} may not be read: give yourself permission (chmod u+r)") from None
+    except OSError as error:
+        raise ConvoyError(f"{shown(path)} cannot be read: {error.strerror or error}") from None
+
+
+def shown(path: Path) -> str:
+    """A path for a message, control characters escaped."""
+    return printable(str(path))
+
+
+def split_of(path: Path, root: Path) -> str | None:
+    """train, val or test, by the words in the file's name, else in the names of its folders below `root`."""
+    for part in reversed(path.relative_to(root).parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            for split, words in _WORDS.items():
+                if word in words:
+                    return split
+    return None
+
+
+def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
+    """The files with this suffix by split, in the order of their names; all under "all" where none names a split.
+
+    Args:
+        path: one file, or a folder with files in it or below it.
+        suffix: with its dot.
+
+    Raises:
+        ConvoyError: there are none, or only some of them name a split, or none is for training.
+    """
+    if path.is_file():
+        return {"all": [path]}
+    found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
+    if not found:
+        raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
+    splits = {file: split_of(file, path) for file in found}
+    if not any(splits.values()):
+        return {"all": found}
+    for file, split in splits.items():
+        if split is None:
+            raise ConvoyError(
+                f"{shown(file)} belongs to no split while other files of {shown(path)} do: "
+                "put train, val or test into its name, or move it away"
+            )
+    if "train" not in splits.values():
+        raise ConvoyError(
+            f"{shown(path)} has no {suffix} file for training: put train into the names of its training files"
+        )
+    return {
+        split: [file for file in found if splits[file] == split] for split in dict.fromkeys(splits.values()) if split
+    }
+
+
+def held_out(splits: Iterable[str]) -> str | None:
+    """Which of the splits to test on, or None."""
+    present = set(splits)
+    return next((split for split in HELD_OUT if split in present), None)

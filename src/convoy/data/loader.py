@@ -1,0 +1,204 @@
+"""Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from convoy.data.batch import Batch, BatchMaker
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet
+from convoy.data.geometry import Geometry
+from convoy.data.order import Order
+from convoy.data.sources import Source
+from convoy.errors import ConvoyError
+
+_MAX_AUTOMATIC = 16
+
+
+def training_batches(
+    data: DataSet,
+    config: DataConfig,
+    order: Order,
+    *,
+    first_update: int,
+    num_updates: int,
+    seed: int,
+    workers: int | None = None,
+    pin_memory: bool = False,
+) -> Generator[Batch, None, None]:
+    """The batches of updates `first_update` to `first_update + num_updates - 1` of the run, across its epochs.
+
+    Batch k depends on (seed, k) alone, so starting at k is resuming at k. Close the generator
+    (`contextlib.closing`) or drop it to end its worker processes.
+
+    Args:
+        data: what `open_data` returned for this configuration.
+        config: the recipe's section.
+        order: which samples belong to which update.
+        first_update: counted from 0 over the whole run.
+        num_updates: how many batches to make.
+        seed: of the augmentation.
+        workers: processes; None = as the configuration says, or as `num_workers` finds.
+        pin_memory: put the batches into pinned memory (for a GPU).
+
+    Raises:
+        ConvoyError: a picture cannot be read and bad ones are not skipped, an augmentation lacks its library, or a
+            worker process died.
+    """
+    maker = _maker(data, config, data.train, seed)
+    workers = num_workers(data, config)[0] if workers is None else workers
+    updates = range(first_update, first_update + num_updates)
+    return _run(_TrainingJob(maker, order), updates, workers, pin_memory)
+
+
+def evaluation_batches(
+    data: DataSet,
+    config: DataConfig,
+    *,
+    batch: int,
+    workers: int | None = None,
+    split: str = "test",
+    pin_memory: bool = False,
+) -> Generator[Batch, None, None]:
+    """Every sample of a split exactly once, in order, resized and cut in the centre; the last batch may be smaller.
+
+    Args:
+        data: what `open_data` returned for this configuration.
+        config: the recipe's section.
+        batch: samples in a batch.
+        workers: processes; None = as the configuration says, or as many as fit.
+        split: test or train.
+        pin_memory: put the batches into pinned memory (for a GPU).
+
+    Raises:
+        ConvoyError: a picture cannot be read and bad ones are not skipped, or a worker process died.
+    """
+    if split not in ("train", "test"):
+        raise ConvoyError(f"split {split!r} does not exist: choose train or test")
+    if batch < 1:
+        raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
+    source = data.train if split == "train" else data.test
+    maker = _maker(data, config, source, seed=0)
+    workers = num_workers(data, config)[0] if workers is None else workers
+    num_batches = -(-len(source) // batch)
+    return _run(_EvaluationJob(maker, batch), range(num_batches), min(workers, num_batches), pin_memory)
+
+
+def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
+    """How many worker processes to use, and why.
+
+    None where a batch is taken from memory at once; else a core of this process's share for each, up to 16.
+    """
+    if config.workers is not None:
+        return config.workers, "as the recipe says"
+    if _maker(data, config, data.train, seed=0).vectorised:
+        return 0, "pictures in memory need no worker processes"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    return min(max(cores // ranks, 1), _MAX_AUTOMATIC), f"min({cores} cores / {ranks} ranks here, {_MAX_AUTOMATIC})"
+
+
+def _maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
+    geometry = Geometry(data.image_size, data.resize, config.augment)
+    return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=config.bad_images == "skip")
+
+
+@dataclass
+class _Refusal:
+    """A ConvoyError on its way out of a worker process: there, an exception would become a traceback as text."""
+
+    sentence: str
+
+
+class _Job(Dataset[Batch | _Refusal]):
+    """Makes a batch from its number."""
+
+    def make(self, number: int) -> Batch:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> Batch | _Refusal:
+        try:
+            return self.make(number)
+        except ConvoyError as error:
+            return _Refusal(str(error))
+
+
+class _TrainingJob(_Job):
+    def __init__(self, maker: BatchMaker, order: Order) -> None:
+        self.maker, self.order = maker, order
+
+    def make(self, number: int) -> Batch:
+        epoch, samples = self.order.update(number)
+        return self.maker.training(samples, epoch)
+
+
+class _EvaluationJob(_Job):
+    def __init__(self, maker: BatchMaker, batch: int) -> None:
+        self.maker, self.batch = maker, batch
+
+    def make(self, number: int) -> Batch:
+        end = min((number + 1) * self.batch, len(self.maker.source))
+        return self.maker.evaluation(np.arange(number * self.batch, end))
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator[Batch, None, None]:
+    loader = DataLoader(
+        job,
+        sampler=numbers,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        multiprocessing_context=_context() if workers else None,
+        # Its own generator: otherwise each loader would draw a number from torch's global one.
+        generator=torch.Generator(),
+    )
+    iterator = iter(loader)
+    try:
+        while True:
+            item = _next(iterator)
+            if item is None:
+                return
+            if isinstance(item, _Refusal):
+                raise ConvoyError(item.sentence)
+            yield item
+    finally:
+        # At once, not when the last reference goes: a traceback may keep one for long.
+        shut_down: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+def _next(iterator: object) -> Batch | _Refusal | None:
+    """The next item; None at the end."""
+    try:
+        item: Batch | _Refusal | None = next(iterator, None)  # type: ignore[call-overload]
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        died = str(error).splitlines()[0]
+    else:
+        return item
+    raise ConvoyError(
+        f"a process that loads pictures died ({died}): it may have run out of memory or of /dev/shm (in a container, "
+        "raise --shm-size), so lower data.workers; a script of your own that starts training needs "
+        "`if __name__ == '__main__':`"
+    )
+
+
+def _context() -> BaseContext:
+    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["convoy.data.worker_server"])
+    return context

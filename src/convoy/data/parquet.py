@@ -1,0 +1,208 @@
+"""Parquet files in the Hugging Face image layout: a column of picture bytes and a column of labels.
+
+Rows are read from disk when they are needed, a row group at a time: the format knows nothing smaller. That is fast
+for groups of about 100 rows, as the hub writes them for pictures, and slow for very large ones.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from convoy.data.decode import BadImage, printable
+from convoy.data.files import Opened, held_out, reading, shards, shown
+from convoy.data.labels import check_range, numbered_classes
+from convoy.data.sources import EncodedSource
+from convoy.errors import ConvoyError
+
+_LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
+_LARGE_GROUP = 256 * 2**20
+
+
+class ParquetSource(EncodedSource):
+    """The rows of some parquet files; `column` is the path of the bytes within the schema."""
+
+    def __init__(self, files: list[Path], column: str, labels: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
+        self._files = [str(file) for file in files]
+        self._names = [printable(file.name) for file in files]
+        self._column = column
+        self.labels = labels
+        # One row for each row group: file, group in the file, first row in the file, first sample.
+        self._groups = groups
+
+    def _place(self, sample: int) -> tuple[int, int, int, int]:
+        """File, row group, row in the group, row in the file."""
+        found = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
+        file, group, first_row, first_sample = self._groups[found].tolist()
+        return file, group, sample - first_sample, first_row + sample - first_sample
+
+    def name(self, sample: int) -> str:
+        """The file and the row in it (from 0)."""
+        file, _, _, row = self._place(sample)
+        return f"{self._names[file]}, row {row}"
+
+    def read(self, sample: int) -> bytes:
+        """The picture's bytes."""
+        file, group, row, _ = self._place(sample)
+        try:
+            value = _row_group(self._files[file], group, self._column)[row].as_py()
+        except (pa.ArrowException, OSError) as error:
+            raise BadImage(self.name(sample), f"cannot be read ({printable(str(error))})") from None
+        if value is None:
+            raise BadImage(self.name(sample), "has no bytes in the file")
+        return bytes(value)
+
+
+@lru_cache(maxsize=64)
+def _file(path: str) -> pq.ParquetFile:
+    return pq.ParquetFile(path)
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: str, group: int, column: str) -> Any:
+    table = _file(path).read_row_group(group, columns=[column], use_threads=False)
+    array = table.column(0).combine_chunks()
+    return array.field(0) if pa.types.is_struct(array.type) else array
+
+
+def open_parquet(path: Path) -> Opened:
+    """One file, or a folder of files whose names say train, val or test.
+
+    Raises:
+        ConvoyError: a file is damaged, has no column of pictures or labels, or differs from the others.
+    """
+    splits = shards(path, ".parquet")
+    test_split = held_out(splits)
+    train_files = splits.get("train") or splits["all"]
+    layout = _Layout.of(train_files[0])
+    train, train_names = layout.open(train_files)
+    test, test_names = layout.open(splits[test_split]) if test_split else (None, [])
+    sources = [train] if test is None else [train, test]
+    if layout.text:
+        classes = sorted({*train_names, *test_names})
+        for source, names in zip(sources, (train_names, test_names), strict=False):
+            source.labels = np.searchsorted(np.array(classes), np.array(names)).astype(np.int64)
+    else:
+        classes = layout.classes or numbered_classes(path, sources)
+        check_range(path, sources, classes)
+    notes = []
+    if layout.largest_group > _LARGE_GROUP:
+        notes.append(
+            f"{printable(path.name)} has row groups of {layout.largest_group / 2**20:.0f} MiB, and each picture read "
+            "at random reads one: write the file again with row groups of about 100 rows, or use WebDataset tars"
+        )
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test, notes)
+
+
+class _Layout:
+    """Which columns of the first file are pictures and labels, and the names of the classes if its metadata says."""
+
+    def __init__(self, image: str, label: str, text: bool, classes: list[str] | None, schema: pa.Schema) -> None:
+        self.image, self.label, self.text, self.classes, self.schema = image, label, text, classes, schema
+        self.largest_group = 0
+
+    @classmethod
+    def of(cls, file: Path) -> "_Layout":
+        schema = _open(file).schema_arrow
+        features = _features(schema)
+        image = next((name for name in schema.names if _type_of(features.get(name)) == "Image"), None)
+        if image is None or _bytes_path(schema, image) is None:
+            image = next((name for name in schema.names if _bytes_path(schema, name)), None)
+        if image is None:
+            raise ConvoyError(
+                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are "
+                f"{', '.join(map(printable, schema.names))}"
+            )
+        label = next((name for name in schema.names if _type_of(features.get(name)) == "ClassLabel"), None)
+        if label is None:
+            label = next((name for name in _LABEL_NAMES if name in schema.names), None)
+        if label is None:
+            raise ConvoyError(
+                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are "
+                f"{', '.join(map(printable, schema.names))}"
+            )
+        kind = schema.field(label).type
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not (pa.types.is_integer(kind) or text):
+            raise ConvoyError(
+                f"column {printable(label)} of {shown(file)} is {kind}, but a label is a whole number or a name"
+            )
+        names = features.get(label, {}).get("names")
+        classes = [printable(str(name)) for name in names] if isinstance(names, list) and names else None
+        return cls(str(_bytes_path(schema, image)), label, text, classes, schema)
+
+    def open(self, files: list[Path]) -> tuple[ParquetSource, list[str]]:
+        """The source, and the labels' names where the labels are text."""
+        labels, groups = [], []
+        names: list[str] = []
+        num = 0
+        for index, path in enumerate(files):
+            file = _open(path)
+            if not file.schema_arrow.equals(self.schema):
+                raise ConvoyError(
+                    f"{shown(path)} has other columns ({', '.join(map(printable, file.schema_arrow.names))}) than the "
+                    "first file, or other types: keep one data set in the folder"
+                )
+            with _arrow(path):
+                column = file.read(columns=[self.label], use_threads=False).column(0)
+            if column.null_count:
+                raise ConvoyError(f"{shown(path)} has {column.null_count} rows without a label: remove them")
+            if self.text:
+                names.extend(printable(name) for name in column.to_pylist())
+            labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
+            row = 0
+            for group in range(file.num_row_groups):
+                groups.append((index, group, row, num))
+                meta = file.metadata.row_group(group)
+                self.largest_group = max(self.largest_group, meta.total_byte_size)
+                row += meta.num_rows
+                num += meta.num_rows
+        if num == 0:
+            raise ConvoyError(f"{shown(files[0])} holds no rows: fetch it again")
+        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64)), names
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    with reading(path), _arrow(path):
+        return pq.ParquetFile(path)
+
+
+@contextmanager
+def _arrow(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """What the schema's metadata says about the columns; nothing where it is missing or unreadable."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: value for name, value in features.items() if isinstance(value, dict)}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _type_of(feature: dict[str, Any] | None) -> str | None:
+    return feature.get("_type") if feature else None
+
+
+def _bytes_path(schema: pa.Schema, name: str) -> str | None:
+    kind = schema.field(name).type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return name
+    if pa.types.is_struct(kind):
+        for field in kind:
+            if field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type)):
+                return f"{name}.bytes"
+    return None

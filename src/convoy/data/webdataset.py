@@ -1,0 +1,158 @@
+"""WebDataset tars: the members `name.jpg` and `name.cls` of a tar are a sample and its label.
+
+Only the headers are read to begin with; a picture is then read at its offset, in any order, which an exact order of
+samples needs. Nothing is unpacked and no member's name is ever used as a path.
+"""
+
+import json
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from convoy.data.decode import BadImage, printable
+from convoy.data.files import Opened, held_out, reading, shards, shown
+from convoy.data.folder import SUFFIXES
+from convoy.data.labels import check_range, numbered_classes
+from convoy.data.sources import EncodedSource, Names, Progress
+from convoy.errors import ConvoyError
+
+_LABELS = (".cls", ".json")
+_MAX_LABEL_BYTES = 2**20
+CLASS_NAMES = "classes.txt"
+
+
+@dataclass
+class _Index:
+    """Where the samples of a split are: lists that grow shard by shard."""
+
+    names: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    places: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class TarSource(EncodedSource):
+    """Members of tar files by shard, offset and size."""
+
+    def __init__(self, files: list[Path], index: _Index) -> None:
+        self._files = [str(file) for file in files]
+        self._shards = [printable(file.name) for file in files]
+        self._names = Names(index.names)
+        self._places = np.array(index.places, np.int64)
+        self.labels = np.array(index.labels, np.int64)
+
+    def name(self, sample: int) -> str:
+        """The shard and the member in it."""
+        return f"{self._shards[self._places[sample, 0]]}/{printable(self._names[sample])}"
+
+    def read(self, sample: int) -> bytes:
+        """The member's bytes."""
+        shard, offset, size = self._places[sample].tolist()
+        try:
+            with open(self._files[shard], "rb") as file:  # noqa: PTH123 (hot path)
+                file.seek(offset)
+                return file.read(size)
+        except OSError as error:
+            raise BadImage(self.name(sample), f"cannot be read ({error.strerror})") from None
+
+
+def open_tars(path: Path, progress: Progress | None = None) -> Opened:
+    """One tar, or a folder of tars whose names say train, val or test; class names from a `classes.txt` beside them.
+
+    Raises:
+        ConvoyError: a tar is compressed, cut off or damaged, or a sample lacks its picture or its label.
+    """
+    splits = shards(path, ".tar")
+    test_split = held_out(splits)
+    train = _open_split(splits.get("train") or splits["all"], progress)
+    test = _open_split(splits[test_split], progress) if test_split else None
+    sources = [train] if test is None else [train, test]
+    names = (path.parent if path.is_file() else path) / CLASS_NAMES
+    if names.is_file():
+        with reading(names):
+            lines = names.read_text(encoding="utf-8", errors="replace").splitlines()
+        classes = [printable(line.strip()) for line in lines if line.strip()]
+    else:
+        classes = numbered_classes(path, sources)
+    check_range(path, sources, classes)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
+
+
+def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
+    index = _Index()
+    for number, file in enumerate(files):
+        _index_shard(file, number, index)
+        if progress:
+            progress("indexing tars", number + 1, len(files))
+    if not index.names:
+        raise ConvoyError(f"{shown(files[0])} holds no samples: a sample is a picture and its .cls, with equal names")
+    return TarSource(files, index)
+
+
+def _index_shard(path: Path, number: int, index: _Index) -> None:
+    pictures: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, int] = {}
+    try:
+        with reading(path), tarfile.open(path, "r:") as tar:
+            for member in tar:
+                name = member.name.removeprefix("./")
+                folder, _, base = name.rpartition("/")
+                stem, dot, suffix = base.partition(".")
+                if not member.isreg() or not dot or not stem or member.sparse is not None:
+                    continue
+                key, suffix = f"{folder}/{stem}" if folder else stem, "." + suffix.lower()
+                if suffix in SUFFIXES:
+                    if key in pictures:
+                        raise ConvoyError(f"{shown(path)} has two pictures {printable(key)}: give them other names")
+                    pictures[key] = member
+                elif suffix in _LABELS and (suffix == ".cls" or key not in labels):
+                    label = _label(tar, member, path)
+                    if label is not None:
+                        labels[key] = label
+    except tarfile.TarError as error:
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        if compressed:
+            raise ConvoyError(
+                f"{shown(path)} is compressed, and pictures cannot be read at random from it: unpack it to a plain tar "
+                "(gunzip)"
+            ) from None
+        raise ConvoyError(f"{shown(path)} is no tar file, or is cut off or damaged ({error}): fetch it again") from None
+    for key in labels:
+        if key not in pictures:
+            raise ConvoyError(f"{shown(path)} has a label for {printable(key)} but no picture: write the tar again")
+    for key, member in pictures.items():
+        if key not in labels:
+            raise ConvoyError(
+                f"{shown(path)} has no label for {printable(member.name)}: a sample needs {printable(key)}.cls with a "
+                'whole number, or .json with "label"'
+            )
+        index.names.append(member.name)
+        index.labels.append(labels[key])
+        index.places.append((number, member.offset_data, member.size))
+
+
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
+    """The whole number in a label file; None for a .json that says nothing of labels."""
+    file = tar.extractfile(member)
+    content = file.read(_MAX_LABEL_BYTES) if file else b""
+    if member.name.lower().endswith(".json"):
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
+        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
+        if value is None:
+            return None
+        content = str(value).encode()
+    try:
+        label = int(content[:40].strip())
+    except ValueError:
+        text = printable(content[:40].decode("utf-8", "replace"))
+        raise ConvoyError(
+            f"{shown(path)} has label {text!r} in {printable(member.name)}, but a label is a whole number"
+        ) from None
+    if not -(2**31) <= label < 2**31:
+        raise ConvoyError(f"{shown(path)} has label {label} in {printable(member.name)}, out of range")
+    return label
