@@ -62,8 +62,11 @@ class Loop:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
         self._clock = time.perf_counter() - self.progress.time_s
-        with Interrupt() as interrupt, MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) as self._metrics:
-            self.reporter.begin(self.done, self.session.total_updates)
+        with (
+            Interrupt() as interrupt,
+            MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) as self._metrics,
+        ):
+            self.reporter.begin(self.done, self.session.quantities.total_updates)
             try:
                 with closing(self._batches()) as batches:
                     for _ in self._updates(batches):
@@ -83,16 +86,14 @@ class Loop:
             recipe.data,
             self.session.order,
             first_update=self.done,
-            num_updates=self.session.total_updates - self.done,
+            num_updates=self.session.quantities.total_updates - self.done,
             seed=recipe.seed,
         )
 
     def _updates(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Do one update after the other; yields after each, when everything that is due after it has been done."""
-        recipe, per_epoch, total = self.session.recipe, self.session.order.updates_per_epoch, self.session.total_updates
-        log_every = max(1, recipe.log_every.updates(per_epoch))
-        evaluate_every = max(1, recipe.evaluate_every.updates(per_epoch))
-        save_every = max(1, recipe.checkpoint.every.updates(per_epoch))
+        quantities = self.session.quantities
+        total = quantities.total_updates
         step = self.session.step()
         averaged = self.session.state.averaged
         self.session.model.train()
@@ -108,15 +109,15 @@ class Loop:
             self.done += 1
             window.add(result, len(batch.labels))
             paused = time.perf_counter()
-            if self.done % log_every == 0 or self.done == total:
+            if self.done % quantities.log_every == 0 or self.done == total:
                 self._log(window)
                 window = Window()
             elif paused - self._shown > SHOW_EVERY_S:
                 self._shown = paused
                 self.reporter.advance(self.done)
-            if self.done % evaluate_every == 0 and self.done < total:
+            if self.done % quantities.evaluate_every == 0 and self.done < total:
                 self._evaluate()
-            if self.done % save_every == 0 and self.done < total:
+            if self.done % quantities.checkpoint_every == 0 and self.done < total:
                 self._save()
             yield
             asked = time.perf_counter()
@@ -125,14 +126,16 @@ class Loop:
     def _log(self, window: Window) -> None:
         values = window.averages()
         if not math.isfinite(values["loss"]):
-            before = f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
+            before = (
+                f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
+            )
             raise ConvoyError(
                 f"the loss became {values['loss']} before update {self.done}: lower optimizer.lr, lengthen "
                 f"schedule.warmup or set clip_norm ({before})"
             )
         self.progress.data_wait_s += window.data_wait_s
         self.progress.num_images += window.num_images
-        rate = self.session.schedule.lr(self.done - 1)
+        rate = self.session.quantities.schedule.lr(self.done - 1)
         self._metrics.write("train", self.done, self._epoch(), self._time(), **values, lr=rate)
         self._shown = time.perf_counter()
         wait = self.progress.data_wait_s / max(self._time(), 1e-9)
@@ -157,7 +160,8 @@ class Loop:
             images=result.num_images,
             images_per_s=result.num_images / max(result.seconds, 1e-9),
         )
-        epochs = self.session.total_updates / self.session.order.updates_per_epoch
+        quantities = self.session.quantities
+        epochs = quantities.total_updates / quantities.updates_per_epoch
         self.reporter.say(
             f"epoch {self._epoch():g} of {epochs:g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
             f" over {result.num_images:,} images"
@@ -174,7 +178,7 @@ class Loop:
         self._saved = self.done
 
     def _epoch(self) -> float:
-        return self.done / self.session.order.updates_per_epoch
+        return self.done / self.session.quantities.updates_per_epoch
 
     def _time(self) -> float:
         self.progress.time_s = time.perf_counter() - self._clock

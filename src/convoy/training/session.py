@@ -11,20 +11,17 @@ from torch import nn
 
 from convoy import models
 from convoy.data import DataSet, Order, evaluation_batches, open_data
-from convoy.engine import GradientTree, Probe, StepContext, microbatch_sizes, passes, prepare, probe
+from convoy.engine import GradientTree, Probe, StepContext, passes, prepare, probe
 from convoy.errors import ConvoyError
-from convoy.training.derived import Derived, derive, num_microbatches
+from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
 from convoy.training.ema import AveragedModel
-from convoy.training.environment import num_cores
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.loss import ClassificationLoss
 from convoy.training.optimizers import create_optimizer
+from convoy.training.precision import DTYPES, check_precision
 from convoy.training.recipe import Recipe
-from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -39,23 +36,17 @@ class Session:
     recipe: Recipe
     data: DataSet
     order: Order
+    quantities: Quantities
     device: torch.device
     model: nn.Module
     context: StepContext
     pipeline: InputPipeline
     state: RunState
-    schedule: Schedule
     forward: Callable[..., Any]
     probe: Probe
-    sizes: tuple[int, ...]
     merge: int
     derived: list[Derived]
     notes: list[str]
-
-    @property
-    def total_updates(self) -> int:
-        """Weight updates of the whole run."""
-        return self.recipe.epochs.updates(self.order.updates_per_epoch)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -63,7 +54,9 @@ class Session:
 
     def evaluate(self) -> Evaluation:
         """Evaluate what the run would deliver now (the averaged weights, where there are any) on the whole test split."""
-        batches = evaluation_batches(self.data, self.recipe.data, batch=sum(passes(self.sizes, self.merge)[0]))
+        batches = evaluation_batches(
+            self.data, self.recipe.data, batch=sum(passes(self.quantities.sizes, self.merge)[0])
+        )
         return evaluate(self.state.delivered(), batches, self.pipeline, len(self.data.classes), self.autocast)
 
     def step(self) -> TrainingStep:
@@ -77,10 +70,10 @@ class Session:
             loss=ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight),
             mixing=recipe.data.mix,
             optimizer=self.state.optimizer,
-            learning_rate=self.schedule.lr,
+            learning_rate=self.quantities.schedule.lr,
             autocast=self.autocast,
             scaler=self.state.scaler,
-            passes=passes(self.sizes, self.merge),
+            passes=passes(self.quantities.sizes, self.merge),
             tree=GradientTree(list(self.model.parameters())) if recipe.reproducible else None,
             reseed=self.probe.draws,
             clip_norm=recipe.clip_norm,
@@ -94,34 +87,33 @@ def set_up(recipe: Recipe, device: torch.device) -> Session:
         ConvoyError: the recipe, the data or the weights cannot be used as they are.
     """
     set_numerics(recipe)
+    check_precision(recipe.precision, device)
     data = open_data(recipe.data)
-    order = Order(len(data.train), recipe.batch, recipe.seed)
+    quantities = resolve(recipe, len(data.train))
     model, notes = build_model(recipe, data)
     context = prepare(model, recipe.seed, recipe.batch_norm)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    found = _probe(model, context, recipe, data, sizes, device)
-    merge, reason = _merge(recipe, found, sizes, device)
-    optimizer, schedule = create_optimizer(model, recipe), Schedule(recipe, order.updates_per_epoch)
+    found = _probe(model, context, recipe, data, quantities.sizes, device)
+    merge, reason = _merge(recipe, found, quantities.sizes, device)
+    optimizer = create_optimizer(model, recipe.optimizer, quantities.lr)
     averaged = AveragedModel(model, recipe.ema.decay) if recipe.ema else None
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     return Session(
         recipe=recipe,
         data=data,
-        order=order,
+        order=Order(len(data.train), recipe.batch, recipe.seed),
+        quantities=quantities,
         device=device,
         model=model,
         context=context,
         pipeline=InputPipeline(data, device, memory_format),
         state=RunState(model, optimizer, scaler, averaged),
-        schedule=schedule,
         forward=torch.compile(model) if recipe.compile else model,
         probe=found,
-        sizes=sizes,
         merge=merge,
         derived=derive(recipe, len(data.train)),
-        notes=[*notes, reason],
+        notes=[*recipe.notes(), *notes, reason],
     )
 
 
@@ -129,13 +121,12 @@ def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[
     """The context of a forward pass in the recipe's precision."""
     if recipe.precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, PRECISIONS[recipe.precision])
+    return torch.autocast(device.type, DTYPES[recipe.precision])
 
 
 def set_numerics(recipe: Recipe) -> None:
     """Set the process's threads and torch's switches as the recipe asks."""
-    threads = recipe.threads or (1 if recipe.reproducible else num_cores())
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads(recipe))
     torch.use_deterministic_algorithms(recipe.reproducible)
     torch.backends.cudnn.benchmark = not recipe.reproducible
 
@@ -154,7 +145,9 @@ def build_model(recipe: Recipe, data: DataSet) -> tuple[nn.Module, list[str]]:
         if models.accepts(section.name, "zero_init_residual"):
             options["zero_init_residual"] = True
         else:
-            notes.append(f"{section.name} has no residual blocks to start at zero: model.zero_init_residual does nothing")
+            notes.append(
+                f"{section.name} has no residual blocks to start at zero: model.zero_init_residual does nothing"
+            )
     torch.manual_seed(recipe.seed)
     model = models.create(section.name, num_classes=len(data.classes), in_channels=data.channels, **options)
     if section.weights is not None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.training.checkpoint import Checkpoint, DamagedCheckpointError
+from convoy.training.ema import AveragedModel
 
 
 @dataclass
@@ -22,11 +23,11 @@ class RunState:
     model: nn.Module
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    averaged: nn.Module | None = None
+    averaged: AveragedModel | None = None
 
     def delivered(self) -> nn.Module:
         """The network that the run is for: with averaged weights, where there are any."""
-        return self.model if self.averaged is None else self.averaged
+        return self.model if self.averaged is None else self.averaged.module
 
     def pack(self, step: int, progress: Mapping[str, Any]) -> Checkpoint:
         """The state after `step` updates, with the loop's own progress beside it."""

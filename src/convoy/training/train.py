@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from convoy.errors import ConvoyError
 from convoy.training import environment
 from convoy.training.files import write_json
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
 from convoy.training.summary import write_summary
@@ -71,7 +71,7 @@ def train(
     loop = Loop(session, run, reporter)
     if resuming:
         loop.resume()
-        reporter.say(f"going on after {loop.done:,} of {session.total_updates:,} updates")
+        reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
     else:
         run.create(to_yaml(recipe), environment.describe(command, device))
     write_summary(run, session, loop.progress, "running", loop.done, None)
@@ -83,19 +83,4 @@ def train(
         save_weights(session.state.delivered(), run.weights)
     write_summary(run, session, loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
     top1 = loop.evaluation.top1 if loop.evaluation else None
-    return Outcome(out, loop.done, session.total_updates, top1, signal)
-
-
-def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
-    """Refuse to go on with a run under a recipe that would change its result.
-
-    Raises:
-        ConvoyError: names the first key that differs.
-    """
-    changed = recipe.differences(begun)
-    if changed:
-        key, now, before = changed[0]
-        raise ConvoyError(
-            f"{run.path} was begun with {key}={before} and cannot go on with {key}={now}: "
-            "leave that option away, or begin a new run in another --out"
-        )
+    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal)

@@ -1,0 +1,42 @@
+"""Whether a recipe may go on with a run that another one began."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.training.overrides import show
+from convoy.training.recipe import Recipe
+from convoy.training.run_directory import RunDirectory
+
+FREE = ("data.workers", "data.path", "checkpoint", "log_every", "evaluate_every")
+
+
+def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
+    """Refuse to go on with a run under a recipe that would change its result.
+
+    How often to log, evaluate and save, the number of workers and the place of the data may change.
+
+    Raises:
+        ConvoyError: names the first key that differs.
+    """
+    for key, now, before in differences(recipe, begun):
+        raise ConvoyError(
+            f"{run.path} was begun with {key}={show(before)} and cannot go on with {key}={show(now)}: "
+            "leave that option away, or begin a new run in another --out"
+        )
+
+
+def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that define the result and differ, with both values."""
+    now, before = (dict(_leaves(each.model_dump(mode="json"))) for each in (recipe, begun))
+    for key in dict.fromkeys([*now, *before]):
+        if now.get(key) != before.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE):
+            yield key, now.get(key), before.get(key)
+
+
+def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
