@@ -1,0 +1,135 @@
+"""Networks of the user's own, `package.module:factory`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.errors import ConvoyError
+from convoy.models import accepts, create, describe
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes=10, in_channels=3, width=4):
+        stem, head = nn.Conv2d(in_channels, width, 3), nn.Linear(width, num_classes)
+        super().__init__(stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+def fixed():
+    return Net(num_classes=5, in_channels=3)
+
+def forwards(num_classes=10, **kwargs):
+    return only_classes(num_classes=num_classes, **kwargs)
+
+def only_classes(num_classes):
+    return Net(num_classes)
+
+def swallows(**kwargs):
+    return Net()
+
+def misleading(num_classes):
+    return nn.Sequential(Net(num_classes), nn.Linear(num_classes, 8))
+
+def broken(num_classes):
+    raise RuntimeError("first line\\nsecond line")
+
+def needs_more(a, b):
+    return Net()
+
+def text():
+    return "no network"
+
+class Namespace:
+    inner = Net
+
+VALUE = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module above, importable only because it lies in the current directory."""
+    (tmp_path / "convoy_own_nets.py").write_text(SOURCE)
+    (tmp_path / "convoy_own_bad.py").write_text("import a_module_that_does_not_exist\n")
+    (tmp_path / "convoy_own_syntax.py").write_text("def net(:\n")
+    package = tmp_path / "convoy_own_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "small.py").write_text("from convoy_own_nets import Net\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield "convoy_own_nets"
+    for name in [name for name in sys.modules if name.startswith("convoy_own_")]:
+        del sys.modules[name]
+
+
+def test_classes_channels_and_options_reach_the_factory(module: str) -> None:
+    net = create(f"{module}:Net", num_classes=7, in_channels=1, width=6)
+    assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
+    assert net[0].out_channels == 6
+    assert create(f"{module}:Net")[3].out_features == 10, "None leaves the factory its own defaults"
+    assert isinstance(create("convoy_own_package.small:Net"), nn.Module)
+    assert isinstance(create(f"{module}:Namespace.inner"), nn.Module)
+
+
+def test_what_the_signature_lacks_must_already_be_so(module: str) -> None:
+    assert create(f"{module}:fixed", num_classes=5, in_channels=3)[3].out_features == 5
+    assert create(f"{module}:forwards", num_classes=6, in_channels=3)[3].out_features == 6
+    assert isinstance(create(f"{module}:misleading", num_classes=5), nn.Module)
+    assert isinstance(create("torch.nn:Identity", num_classes=5, in_channels=3), nn.Module)
+
+
+def test_describe_and_accepts(module: str) -> None:
+    info = describe(f"{module}:Net")
+    assert (info.input_shape, info.num_classes) == (None, None)
+    assert accepts(f"{module}:Net", "width")
+    assert not accepts(f"{module}:Net", "zero_init_residual")
+
+
+MISTAKES = {
+    "classes cannot be honoured": (
+        "convoy_own_nets:fixed",
+        {"num_classes": 7},
+        "tells 5 classes apart where 7 are needed",
+    ),
+    "classes are swallowed": (
+        "convoy_own_nets:swallows",
+        {"num_classes": 7},
+        "tells 10 classes apart where 7 are needed",
+    ),
+    "channels cannot be honoured": (
+        "convoy_own_nets:fixed",
+        {"in_channels": 1},
+        "images of 3 channels where the data has 1",
+    ),
+    "channels are refused further in": ("convoy_own_nets:forwards", {"in_channels": 1}, "the data has 1"),
+    "unknown option": ("convoy_own_nets:Net", {"depth": 3}, "'depth': it accepts num_classes, in_channels, width"),
+    "option refused further in": ("convoy_own_nets:forwards", {"depth": 3}, "has no option 'depth'"),
+    "it fails": ("convoy_own_nets:broken", {"num_classes": 2}, "it failed with RuntimeError: first line"),
+    "it needs more": ("convoy_own_nets:needs_more", {}, "missing 2 required positional arguments"),
+    "no module": ("convoy_own_nets:text", {}, "returned str"),
+    "not callable": ("convoy_own_nets:VALUE", {}, "is of type int"),
+    "misspelt": ("convoy_own_nets:net", {}, "has no 'net': did you mean Net"),
+    "module misspelt": ("convoy_own_nest:Net", {}, "there is no module 'convoy_own_nest'"),
+    "package misspelt": ("convoy_own_package.smal:Net", {}, "there is no module 'convoy_own_package.smal'"),
+    "module needs another": ("convoy_own_bad:Net", {}, "needs the module 'a_module_that_does_not_exist'"),
+    "module with a syntax error": ("convoy_own_syntax:net", {}, "importing convoy_own_syntax failed with SyntaxError"),
+    "path instead of module": ("convoy_own_nets.py:Net", {}, "write package.module:factory, with dots and without .py"),
+    "path with slashes": ("convoy_own_package/small:Net", {}, "write package.module:factory"),
+    "no factory": ("convoy_own_nets:", {}, "is incomplete"),
+    "no name": (":Net", {}, "is incomplete"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_sentence(module: str, case: str) -> None:
+    name, arguments, words = MISTAKES[case]
+    with pytest.raises(ConvoyError) as caught:
+        create(name, **arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
