@@ -101,7 +101,7 @@ def _eight_bit(image: Image.Image, name: str) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    if "exif" not in image.info and image.format != "TIFF":
+    if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFF by itself
         return 1
     value = image.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) else 1

@@ -52,4 +52,4 @@ def uniforms(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]
 def normals(uniform: NDArray[np.float64]) -> list[float]:
     """Standard normal numbers from a row of uniform ones [n], by inversion."""
     inverse = NormalDist().inv_cdf
-    return [inverse(u + 2.0**-54) for u in uniform.tolist()]
+    return [inverse(max(u, 2.0**-54)) for u in uniform.tolist()]

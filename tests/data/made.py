@@ -1,0 +1,125 @@
+"""Makes small data sets in every format, for tests."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+
+def pixels(num: int, height: int, width: int, channels: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (num, height, width, channels), dtype=np.uint8)
+
+
+def picture(width: int = 80, height: int = 70, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """A smooth random picture, so that JPEG keeps it."""
+    small = Image.fromarray(pixels(1, 4, 4, 3, seed)[0])
+    return small.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def write_idx(path: Path, array: np.ndarray, magic: int | None = None) -> None:
+    magic = (0x800 | array.ndim) if magic is None else magic
+    content = b"".join(n.to_bytes(4, "big") for n in (magic, *array.shape)) + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_mnist(folder: Path, num_train: int = 40, num_test: int = 10, end: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    for seed, (split, num) in enumerate((("train", num_train), ("t10k", num_test))):
+        write_idx(folder / f"{split}-images-idx3-ubyte{end}", pixels(num, 28, 28, 1, seed)[..., 0])
+        write_idx(folder / f"{split}-labels-idx1-ubyte{end}", np.arange(num) % 10)
+
+
+def dump(path: Path, content: object) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))
+
+
+def write_cifar(folder: Path, version: int, binary: bool, num: int = 20) -> Path:
+    """CIFAR-10 or -100; returns the folder with the files. Picture i of a file is the same in both kinds."""
+    name = {(10, False): "cifar-10-batches-py", (10, True): "cifar-10-batches-bin"}.get((version, binary))
+    inner = folder / (name or ("cifar-100-binary" if binary else "cifar-100-python"))
+    inner.mkdir(parents=True)
+    files = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"] if version == 10 else ["train", "test"]
+    classes = [f"class{i}" for i in range(version)]
+    for seed, file in enumerate(files):
+        data, labels = pixels(num, 3, 32, 32, seed).reshape(num, -1), np.arange(num) % version
+        if binary:
+            first = [labels[:, None]] if version == 10 else [labels[:, None] // 5, labels[:, None]]
+            (inner / f"{file}.bin").write_bytes(np.hstack([*first, data]).astype(np.uint8).tobytes())
+        else:
+            key = b"labels" if version == 10 else b"fine_labels"
+            dump(inner / file, {b"data": data, key: labels.tolist(), b"filenames": []})
+    if binary:
+        (inner / ("batches.meta.txt" if version == 10 else "fine_label_names.txt")).write_text("\n".join(classes) + "\n")
+    else:
+        meta, key = ("batches.meta", b"label_names") if version == 10 else ("meta", b"fine_label_names")
+        dump(inner / meta, {key: [name.encode() for name in classes]})
+    return inner
+
+
+def write_folder(root: Path, classes: Sequence[str] = ("cat", "dog"), num: int = 4, **size: int) -> Path:
+    """Class folders with JPEGs; the pictures of all classes differ."""
+    for which, name in enumerate(classes):
+        (root / name).mkdir(parents=True)
+        for i in range(num):
+            image = picture(seed=100 * which + i, **size)
+            (root / name / f"{i:03d}.jpg").write_bytes(encoded(image, "JPEG", quality=95))
+    return root
+
+
+def hugging_face(image: str, label: str, names: Sequence[str]) -> dict[bytes, bytes]:
+    features = {image: {"_type": "Image"}, label: {"_type": "ClassLabel", "names": list(names)}}
+    return {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+
+
+def write_parquet(
+    path: Path,
+    images: Sequence[bytes | None],
+    labels: Sequence[Any],
+    names: Sequence[str] | None = None,
+    *,
+    image: str = "image",
+    label: str = "label",
+    struct: bool = True,
+    rows: int = 3,
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()
+    column = pa.array([{"bytes": data, "path": None} for data in images] if struct else list(images), kind)
+    table = pa.table({image: column, label: pa.array(list(labels))})
+    if names is not None:
+        table = table.replace_schema_metadata(hugging_face(image, label, names))
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, options.pop("mode", "w"), **options) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def tar_members(num: int, num_classes: int = 2, seed: int = 0, **size: int) -> dict[str, bytes]:
+    members = {}
+    for i in range(num):
+        members[f"{seed}-{i:04d}.jpg"] = encoded(picture(seed=seed * 1000 + i, **size), "JPEG")
+        members[f"{seed}-{i:04d}.cls"] = str(i % num_classes).encode()
+    return members
