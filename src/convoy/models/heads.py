@@ -39,5 +39,5 @@ def _last(model: nn.Module, prefix: str, skip: list[str] | None = None) -> str |
     for kind in (nn.Linear, nn.Conv2d):
         found = [name for name, layer in layers if isinstance(layer, kind)]
         if found:
-            return prefix + found[-1]
+            return (prefix + found[-1]).removesuffix(".")  # the head may be a layer by itself
     return None

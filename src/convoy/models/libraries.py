@@ -137,7 +137,7 @@ def _extra(module: str) -> ModuleType:
     except Exception as error:
         raise ConvoyError(
             f"{package} is installed but does not import beside torch {torch.__version__} ({reason(error)}): "
-            f"install the build of {package} made for it"
+            f"install torch and torchvision from the same index"
         ) from error
 
 
