@@ -8,6 +8,8 @@ from convoy import models
 from convoy.cli import options, tables
 from convoy.errors import ConvoyError
 
+USUAL_SHAPE = (3, 224, 224)
+
 
 @click.command(
     "models",
@@ -37,12 +39,13 @@ def command(pattern: str, as_json: bool) -> None:
             raise ConvoyError(f"no model's name contains {pattern!r}: {hint}")
     rows = []
     for info in found:
-        counts = models.count(info.name, info.input_shape)
+        shape = info.input_shape or USUAL_SHAPE
+        counts = models.count(info.name, shape)
         row = {
             "name": info.name,
             "parameters": counts.parameters,
             "flops": counts.flops,
-            "input": "×".join(map(str, info.input_shape)),
+            "input": "×".join(map(str, shape)),
             "network": info.title,
         }
         if not as_json:

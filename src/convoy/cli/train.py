@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
@@ -78,7 +77,7 @@ def command(
     """
     overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
     if resume and out is None and model is not None and RunDirectory(Path(model)).is_run():
-        model, out = None, Path(model)
+        out, model = Path(model), None
     if resume and out is None:
         raise ConvoyError("--resume needs the run to go on with: convoy train RUN --resume")
     resolved, out = _resolve(model, recipe, [*overrides, *settings], out, resume)
@@ -136,11 +135,9 @@ def show_start(session: Session, console: Console) -> None:
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
         soft_wrap=True,
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("derived", "value", "formula", "source"):
-        table.add_column(heading, overflow="fold")
+    width = max(len(row.name) for row in session.derived)
     for row in session.derived:
-        table.add_row(row.name, str(row.value), row.formula, row.source)
-    console.print(table)
+        value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
+        console.print(f"  {row.name:{width}}  {value} = {row.formula}  ({row.source})", markup=False, soft_wrap=True)
     for note in session.notes:
         console.print(note, markup=False, soft_wrap=True)

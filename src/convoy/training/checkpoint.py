@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from convoy.errors import ConvoyError
@@ -100,7 +100,7 @@ class CheckpointStore:
                 for name, entry in metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             }
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
         return Checkpoint(step, tensors, record["values"])
 
     def load_latest(self) -> tuple[Checkpoint | None, list[str]]:
@@ -132,7 +132,7 @@ class CheckpointStore:
         state.mkdir(parents=True)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()}
         with _quiet_checkpointing():
-            dcp.save(contiguous, storage_writer=HuggingFaceStorageWriter(str(state)), no_dist=True)
+            state_dict_saver.save(contiguous, storage_writer=HuggingFaceStorageWriter(str(state)), no_dist=True)
         files = sorted(path for path in state.iterdir())
         for path in files:
             sync(path)
@@ -160,7 +160,9 @@ def _checked_record(place: Path, step: int) -> dict[str, Any]:
         digest = record.pop("record_sha256")
         checksums: dict[str, str] = record["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"checkpoint {place} is damaged or not Convoy's: {path.name} cannot be read") from error
+        raise DamagedCheckpointError(
+            f"checkpoint {place} is damaged or not Convoy's: {path.name} cannot be read"
+        ) from error
     if not known:
         raise DamagedCheckpointError(f"checkpoint {place} has the foreign format {record['format']!r}")
     if digest != _record_digest(record) or record["step"] != step:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Evaluation:
         rows = []
         for index, mistake in enumerate(self.mistakes):
             picture = folder / f"{index:02d}.png"
-            write_atomically(picture, lambda path, pixels=mistake.picture: to_image(pixels).save(path, format="PNG"))
+            write_atomically(picture, partial(_save_png, mistake.picture))
             rows.append(
                 {
                     "sample": mistake.sample,
@@ -97,7 +98,7 @@ def evaluate(
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     loss, top5, bad = 0.0, 0, []
     worst: list[Mistake] = []
-    with _evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         for batch in batches:
             bad += batch.bad
             if len(batch.labels) == 0:
@@ -133,6 +134,10 @@ def evaluate(
     )
 
 
+def _save_png(pixels: Tensor, path: Path) -> None:
+    to_image(pixels).save(path, format="PNG")
+
+
 def to_image(pixels: Tensor) -> Image.Image:
     """A picture from uint8 [channels, height, width], one or three channels."""
     array = pixels.permute(1, 2, 0).contiguous().numpy()
@@ -140,7 +145,8 @@ def to_image(pixels: Tensor) -> Image.Image:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; every layer's own mode comes back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -60,7 +60,7 @@ def export_onnx(model: nn.Module, data: DataSet, path: Path) -> float:
     with torch.no_grad():
         wanted = model(images)
     given = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    difference = ((given - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()
+    difference = float((given - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
     if difference > TOLERANCE:
         raise ConvoyError(f"the exported network's outputs are off by {difference:.1e}: nothing was written")
     write_atomically(path, lambda temporary: onnx.save(proto, temporary))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from convoy.data import Batch, training_batches
@@ -35,6 +35,7 @@ class Loop:
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
         self.run = run
         self.progress = Progress()
+        self.window = Window()
         self.done = 0
         self.evaluation: Evaluation | None = None
         self._shown = 0.0
@@ -51,7 +52,8 @@ class Loop:
             self.session.notes.append(f"{sentence}; the one before it was used")
             self.reporter.say(self.session.notes[-1])
         if checkpoint is not None:
-            self.progress = Progress(**self.session.state.unpack(checkpoint))
+            values = self.session.state.unpack(checkpoint)
+            self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
             self.done = self._saved = checkpoint.step
         self.run.forget_metrics_after(self.done)
 
@@ -79,7 +81,7 @@ class Loop:
             self._save()
         return None
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch, None, None]:
         recipe = self.session.recipe
         return training_batches(
             self.session.data,
@@ -97,21 +99,19 @@ class Loop:
         step = self.session.step()
         averaged = self.session.state.averaged
         self.session.model.train()
-        window = Window()
-        asked = time.perf_counter()
+        asked = self.window.started = time.perf_counter()
         for batch in batches:
-            window.data_wait_s += time.perf_counter() - asked
+            self.window.data_wait_s += time.perf_counter() - asked
             for sample, reason in batch.bad:
                 self.progress.add_bad(self.session.data.train.name(sample), reason, "train")
             result = step(batch, self.done)
             if averaged is not None:
                 averaged.update_parameters(self.session.model)
             self.done += 1
-            window.add(result, len(batch.labels))
+            self.window.add(result, len(batch.labels))
             paused = time.perf_counter()
             if self.done % quantities.log_every == 0 or self.done == total:
-                self._log(window)
-                window = Window()
+                self._log()
             elif paused - self._shown > SHOW_EVERY_S:
                 self._shown = paused
                 self.reporter.advance(self.done)
@@ -121,9 +121,10 @@ class Loop:
                 self._save()
             yield
             asked = time.perf_counter()
-            window.paused_s += asked - max(paused, window.started)
+            self.window.paused_s += asked - max(paused, self.window.started)
 
-    def _log(self, window: Window) -> None:
+    def _log(self) -> None:
+        window, self.window = self.window, Window()
         values = window.averages()
         if not math.isfinite(values["loss"]):
             before = (
@@ -174,7 +175,8 @@ class Loop:
         if self._saved == self.done:
             return
         self._time()
-        self.store.save(self.session.state.pack(self.done, vars(self.progress)), self.progress.best_step)
+        values = {"progress": vars(self.progress), "window": self.window.pack()}
+        self.store.save(self.session.state.pack(self.done, values), self.progress.best_step)
         self._saved = self.done
 
     def _epoch(self) -> float:

@@ -51,7 +51,9 @@ class RunDirectory:
             ConvoyError: the folder holds a run or other files, or the path is a file.
         """
         if self.is_run():
-            raise ConvoyError(f"{self.path} already holds a run: add --resume to go on with it, or choose another --out")
+            raise ConvoyError(
+                f"{self.path} already holds a run: add --resume to go on with it, or choose another --out"
+            )
         if self.path.is_file():
             raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
         if self.path.is_dir() and any(self.path.iterdir()):

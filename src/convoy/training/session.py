@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy import models
 from convoy.data import DataSet, Order, evaluation_batches, open_data
@@ -15,8 +15,8 @@ from convoy.engine import GradientTree, Probe, StepContext, passes, prepare, pro
 from convoy.errors import ConvoyError
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
 from convoy.training.ema import AveragedModel
-from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.loss import ClassificationLoss
+from convoy.training.evaluate import Evaluation, evaluate, evaluating
+from convoy.training.loss import ClassificationLoss, heads
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import DTYPES, check_precision
 from convoy.training.recipe import Recipe
@@ -160,13 +160,26 @@ def _probe(
 ) -> Probe:
     shape = (data.channels, data.image_size, data.image_size)
     try:
+        _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, len(data.classes))
         return probe(model, context, shape, device, samples=min(2, *sizes))
+    except ConvoyError:
+        raise
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConvoyError(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)} "
             f"({reason}): change data.image_size, data.channels, the microbatch or the model"
         ) from error
+
+
+def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: int) -> None:
+    with evaluating(model), torch.no_grad():
+        logits = heads(model(image))[0]
+    if logits.shape != (1, num_classes):
+        raise ConvoyError(
+            f"{name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} classes: "
+            "build the network for as many classes, or choose another model"
+        )
 
 
 def _merge(recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device) -> tuple[int, str]:

@@ -29,8 +29,8 @@ class RunState:
         """The network that the run is for: with averaged weights, where there are any."""
         return self.model if self.averaged is None else self.averaged.module
 
-    def pack(self, step: int, progress: Mapping[str, Any]) -> Checkpoint:
-        """The state after `step` updates, with the loop's own progress beside it."""
+    def pack(self, step: int, loop: Mapping[str, Any]) -> Checkpoint:
+        """The state after `step` updates, with the loop's own values beside it."""
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         if self.averaged is not None:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.averaged.state_dict().items()}
@@ -46,7 +46,7 @@ class RunState:
             for group in self.optimizer.param_groups
         ]
         values = {
-            "progress": dict(progress),
+            "loop": dict(loop),
             "optimizer": {"scalars": scalars, "groups": groups},
             "scaler": self.scaler.state_dict(),
         }
@@ -56,7 +56,7 @@ class RunState:
         """Take over a checkpoint's state; nothing is changed if it does not fit.
 
         Returns:
-            The loop's progress, as it was given to `pack`.
+            The loop's own values, as they were given to `pack`.
 
         Raises:
             DamagedCheckpointError: the checkpoint is of another model or optimiser.
@@ -84,7 +84,7 @@ class RunState:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
-        return dict(values["progress"])
+        return dict(values["loop"])
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters in the optimiser's order, with the model's names."""

@@ -10,15 +10,21 @@ from convoy.training.step import StepResult
 
 @dataclass
 class Window:
-    """Collects losses, right answers and times; reads the device only when a line is written."""
+    """Collects losses, right answers and times; reads the device only when a line is written.
 
-    started: float = field(default_factory=time.perf_counter)
+    Attributes:
+        before_s: seconds of work before the run was stopped and resumed.
+        paused_s: seconds of evaluations and checkpoints, which do not count as work.
+    """
+
     num_updates: int = 0
     num_images: int = 0
     num_correct: Tensor | float = 0.0
     loss: Tensor | float = 0.0
     data_wait_s: float = 0.0
+    before_s: float = 0.0
     paused_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update."""
@@ -30,10 +36,23 @@ class Window:
     def averages(self) -> dict[str, float]:
         """Mean loss, share of right answers, images a second (pauses apart) and seconds waited for data."""
         loss, correct = float(self.loss), float(self.num_correct)
-        seconds = time.perf_counter() - self.started - self.paused_s
         return {
             "loss": loss / self.num_updates,
             "top1": correct / self.num_images,
-            "images_per_s": self.num_images / max(seconds, 1e-9),
+            "images_per_s": self.num_images / max(self._seconds(), 1e-9),
             "data_wait_s": self.data_wait_s,
         }
+
+    def pack(self) -> dict[str, float]:
+        """The sums, for a checkpoint; `Window(**sums)` goes on with them."""
+        return {
+            "num_updates": self.num_updates,
+            "num_images": self.num_images,
+            "num_correct": float(self.num_correct),
+            "loss": float(self.loss),
+            "data_wait_s": self.data_wait_s,
+            "before_s": self._seconds(),
+        }
+
+    def _seconds(self) -> float:
+        return self.before_s + time.perf_counter() - self.started - self.paused_s

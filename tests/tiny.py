@@ -1,0 +1,53 @@
+"""A small network and a small data set on disk, for tests that train."""
+
+from pathlib import Path
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_TRAIN, NUM_TEST = 96, 40
+
+
+class TinyNet(nn.Module):
+    """Batch norm, dropout and an auxiliary head: everything that a step has to remember."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8 * 49, num_classes)
+        self.aux = nn.Linear(8, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+        logits = self.head(self.drop(x.flatten(1)))
+        return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
+
+
+class Unfit(nn.Module):
+    """Gives pictures, not logits."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, num_classes, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        return out
+
+
+def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Path:
+    """Random, learnable pictures in the files of MNIST: a bright bar, at a height that is the label."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for split, count in (("train", num_train), ("t10k", num_test)):
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        pixels = generator.integers(0, 120, (count, 28, 28), dtype=np.uint8)
+        for picture, label in zip(pixels, labels, strict=True):
+            picture[2 * label + 4 : 2 * label + 6] += 120
+        header = np.array([2051, count, 28, 28], ">i4").tobytes()
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(np.array([2049, count], ">i4").tobytes() + labels.tobytes())
+    return folder
