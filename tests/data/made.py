@@ -100,7 +100,7 @@ def write_parquet(
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()
     column = pa.array([{"bytes": data, "path": None} for data in images] if struct else list(images), kind)
-    table = pa.table({image: column, label: pa.array(list(labels))})
+    table = pa.table({image: column, label: pa.array(labels)})
     if names is not None:
         table = table.replace_schema_metadata(hugging_face(image, label, names))
     pq.write_table(table, path, row_group_size=rows)

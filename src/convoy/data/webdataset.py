@@ -18,7 +18,6 @@ from convoy.data.labels import check_range, numbered_classes
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
 
-_LABELS = (".cls", ".json")
 _MAX_LABEL_BYTES = 2**20
 CLASS_NAMES = "classes.txt"
 
@@ -92,6 +91,7 @@ def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
 
 def _index_shard(path: Path, number: int, index: _Index) -> None:
     pictures: dict[str, tarfile.TarInfo] = {}
+    documents: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
@@ -106,10 +106,13 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
                     if key in pictures:
                         raise ConvoyError(f"{shown(path)} has two pictures {printable(key)}: give them other names")
                     pictures[key] = member
-                elif suffix in _LABELS and (suffix == ".cls" or key not in labels):
-                    label = _label(tar, member, path)
-                    if label is not None:
-                        labels[key] = label
+                elif suffix == ".cls":
+                    labels[key] = _number(_content(tar, member), member, path)
+                elif suffix == ".json":
+                    documents[key] = member
+            for key, member in documents.items():
+                if key not in labels and (value := _label_in_json(_content(tar, member), member, path)) is not None:
+                    labels[key] = _number(value, member, path)
     except tarfile.TarError as error:
         with path.open("rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"
@@ -133,26 +136,29 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
         index.places.append((number, member.offset_data, member.size))
 
 
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
-    """The whole number in a label file; None for a .json that says nothing of labels."""
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
-    content = file.read(_MAX_LABEL_BYTES) if file else b""
-    if member.name.lower().endswith(".json"):
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError):
-            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
-        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
-        if value is None:
-            return None
-        content = str(value).encode()
+    return file.read(_MAX_LABEL_BYTES) if file else b""
+
+
+def _label_in_json(content: bytes, member: tarfile.TarInfo, path: Path) -> bytes | None:
+    """What the document says under "label" or "cls", or None."""
     try:
-        label = int(content[:40].strip())
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
+    value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
+    return None if value is None else str(value).encode()
+
+
+def _number(content: bytes, member: tarfile.TarInfo, path: Path) -> int:
+    text = content[:40].decode("utf-8", "replace").strip()
+    try:
+        label = int(text)
     except ValueError:
-        text = printable(content[:40].decode("utf-8", "replace"))
         raise ConvoyError(
-            f"{shown(path)} has label {text!r} in {printable(member.name)}, but a label is a whole number"
+            f"{shown(path)} has label {printable(text)!r} in {printable(member.name)}, but a label is a whole number"
         ) from None
-    if not -(2**31) <= label < 2**31:
+    if abs(label) >= 2**31:
         raise ConvoyError(f"{shown(path)} has label {label} in {printable(member.name)}, out of range")
     return label
