@@ -1,0 +1,219 @@
+"""A recipe: everything that defines a run, whatever it runs on. Which options mean nothing together."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from convoy.data.config import DataConfig
+from convoy.errors import ConvoyError
+from convoy.training.documents import dump, parse, read_mapping
+from convoy.training.duration import Duration
+from convoy.training.ema import EmaConfig
+from convoy.training.mistakes import sentence
+from convoy.training.optimizers import OptimizerConfig, SgdConfig
+from convoy.training.overrides import apply_overrides, parse_overrides
+from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
+from convoy.training.schema import all_keys, is_text
+from convoy.training.section import AbsoluteDuration, PositiveDuration, Section
+
+DEFAULT_MICROBATCH = 32
+_FROM_THE_DATA = ("num_classes", "in_channels")
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    name: str = Field(
+        min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME or package.module:factory"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
+    weights: str | None = Field(None, min_length=1, description="file with weights to begin with")
+    zero_init_residual: bool = Field(
+        False, description="let every residual block begin as the identity (Goyal et al., 2017, section 5.1)"
+    )
+
+    @model_validator(mode="after")
+    def _options_of_others(self) -> Self:
+        for key in _FROM_THE_DATA:
+            if key in self.options:
+                raise ValueError(f"model.options.{key} follows from the data: leave it out")
+        if "zero_init_residual" in self.options:
+            raise ValueError("model.options.zero_init_residual is spelt model.zero_init_residual: set that")
+        return self
+
+
+class LossConfig(Section):
+    """Cross-entropy."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
+    aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: PositiveDuration = Duration(1, "ep")
+    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
+
+
+class Recipe(Section):
+    """A whole run.
+
+    `microbatch` (samples) and `microbatches` (how many) say the same thing in two ways: one of them is None.
+    """
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="length of training, e.g. 90ep or 5000ba")
+    batch: int = Field(128, ge=1, description="global batch: samples of one weight update, on all devices together")
+    microbatches: int | None = Field(None, ge=1, description="microbatches of a global batch")
+    microbatch: int | None = Field(
+        default_factory=lambda values: None if values.get("microbatches") else DEFAULT_MICROBATCH,
+        ge=1,
+        description=f"samples of a microbatch, at most ({DEFAULT_MICROBATCH} if neither is said)",
+    )
+    seed: int = Field(0, ge=0, lt=2**63)
+    optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
+    schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
+    loss: LossConfig = LossConfig()
+    ema: EmaConfig | None = Field(None, description="evaluate an average of the weights too")
+    clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    batch_norm: Literal["microbatch", "sync", "local"] = Field(
+        "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the layers; weights stay in fp32")
+    channels_last: bool = False
+    compile: bool = Field(False, description="torch.compile")
+    reproducible: bool = Field(False, description="bit-identical weights on one device or many")
+    threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
+    evaluate_every: PositiveDuration = Duration(1, "ep")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log_every: PositiveDuration = Duration(20, "ba")
+
+    @model_validator(mode="after")
+    def _refuse_nonsense(self) -> Self:
+        if (self.microbatch is None) == (self.microbatches is None):
+            said = "null" if self.microbatch is None else "given, but one follows from the other"
+            raise ValueError(f"microbatch and microbatches are both {said}: give one")
+        if self.microbatches is not None and self.microbatches > self.batch:
+            raise ValueError(
+                f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
+                "or raise batch"
+            )
+        if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
+            raise ValueError(
+                "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
+                "to start from"
+            )
+        if self.schedule.warmup.longer_than(self.epochs):
+            raise ValueError(
+                f"schedule.warmup={self.schedule.warmup} is longer than the training, epochs={self.epochs}: train "
+                "longer or shorten the warm-up, e.g. --set schedule.warmup=5%"
+            )
+        return self
+
+    def notes(self) -> list[str]:
+        """A sentence for each option that has no effect here and does no harm."""
+        notes = []
+        if self.model.zero_init_residual and self.model.weights is not None:
+            notes.append("model.zero_init_residual has no effect: model.weights replaces the fresh weights")
+        if isinstance(self.schedule, StepConfig):
+            late = [str(m) for m in self.schedule.milestones if m.longer_than(self.epochs)]
+            if late:
+                notes.append(
+                    f"schedule.milestones {', '.join(late)} lie beyond the end of training, epochs={self.epochs}"
+                )
+        if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
+            notes.append(f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch")
+        for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
+            if every.longer_than(self.epochs):
+                notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
+        return notes
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe as YAML, every default written out; `load_recipe` reads it back as an equal recipe."""
+    return dump(recipe.model_dump(mode="json"))
+
+
+def recipe_names() -> list[str]:
+    """The built-in recipes."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _built_in().iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """A built-in recipe as its file says it, with the sources in comments."""
+    return (_built_in() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def recipe_summary(name: str) -> str:
+    """What a built-in recipe is for, in one line."""
+    return recipe_text(name).partition("\n")[0].removeprefix("# ")
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[str] | None = None) -> Recipe:
+    """Read a recipe, change it, check it.
+
+    What the recipe leaves out has `Recipe`'s defaults, which are those of the built-in recipe `default`.
+
+    Args:
+        name_or_path: a built-in name, or the path of a YAML file such as a run's config.yaml.
+        overrides: `key.sub=value` texts; the values are YAML. A new `optimizer.lr` takes the place of `base_lr`, and a
+            new `optimizer.name` that of the whole section; of a schedule the warm-up stays.
+        notes: takes up a sentence for each group of the recipe's options that an override puts out of force.
+
+    Raises:
+        ConvoyError: there is no such recipe, or something in it is wrong.
+    """
+    document = _read(name_or_path)
+    annotations = all_keys(Recipe)
+    changes = parse_overrides(overrides, lambda key: is_text(annotations.get(key)))
+    for section, default in _default_sections().items():
+        document.setdefault(section, default)
+    found = apply_overrides(document, changes)
+    if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
+        raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
+    recipe = validate(document)
+    if notes is not None:
+        notes += found
+    return recipe
+
+
+def validate(document: dict[str, Any]) -> Recipe:
+    """A recipe from a document of plain values.
+
+    Raises:
+        ConvoyError: something in it is wrong.
+    """
+    try:
+        return Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
+    except ValidationError as error:
+        raise ConvoyError(sentence(error, Recipe, document)) from error
+
+
+def _read(name_or_path: str) -> dict[str, Any]:
+    path = Path(name_or_path)
+    names = recipe_names()
+    if name_or_path in names:
+        document = parse(recipe_text(name_or_path), f"{name_or_path}.yaml")
+        assert isinstance(document, dict)
+        return document
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists():
+        return read_mapping(path, "recipe")
+    close = difflib.get_close_matches(name_or_path, names, 1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
+    raise ConvoyError(f"there is no recipe {name_or_path}: {hint}")
+
+
+def _default_sections() -> dict[str, Any]:
+    return {key: Recipe.model_fields[key].default.model_dump(mode="json") for key in ("optimizer", "schedule")}
+
+
+def _built_in() -> Traversable:
+    return resources.files("convoy.training") / "recipes"
