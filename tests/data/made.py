@@ -64,7 +64,9 @@ def write_cifar(folder: Path, version: int, binary: bool, num: int = 20) -> Path
             key = b"labels" if version == 10 else b"fine_labels"
             dump(inner / file, {b"data": data, key: labels.tolist(), b"filenames": []})
     if binary:
-        (inner / ("batches.meta.txt" if version == 10 else "fine_label_names.txt")).write_text("\n".join(classes) + "\n")
+        (inner / ("batches.meta.txt" if version == 10 else "fine_label_names.txt")).write_text(
+            "\n".join(classes) + "\n"
+        )
     else:
         meta, key = ("batches.meta", b"label_names") if version == 10 else ("meta", b"fine_label_names")
         dump(inner / meta, {key: [name.encode() for name in classes]})

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from data.made import encoded, picture, pixels
 
 from convoy.data import AugmentConfig
 from convoy.data.batch import BatchMaker
 from convoy.data.geometry import Geometry
 from convoy.data.sources import EncodedSource, PixelSource
 from convoy.errors import ConvoyError
+from data.made import encoded, picture, pixels
 
 SAMPLES = np.array([7, 3, 11, 3, 0])
 
@@ -30,7 +30,9 @@ class Listed(EncodedSource):
         return f"file {sample}"
 
 
-def maker(data, side: int = 20, resize: int | None = None, channels: int = 3, skip: bool = False, **augment) -> BatchMaker:
+def maker(
+    data, side: int = 20, resize: int | None = None, channels: int = 3, skip: bool = False, **augment
+) -> BatchMaker:
     geometry = Geometry(side, resize or side, AugmentConfig(**augment))
     return BatchMaker(data, geometry, channels, seed=1, skip_bad=skip)
 
@@ -52,7 +54,12 @@ def test_a_plain_batch_is_the_pixels():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     "augment",
-    [{"crop": "none", "flip": True}, {"crop": "pad", "flip": True}, {"crop": "pad", "pad": 2}, {"crop": "pad", "pad": 0}],
+    [
+        {"crop": "none", "flip": True},
+        {"crop": "pad", "flip": True},
+        {"crop": "pad", "pad": 2},
+        {"crop": "pad", "pad": 0},
+    ],
 )
 def test_all_at_once_and_one_by_one_make_the_same_batch(channels, augment, monkeypatch):
     resize = 24 if augment["crop"] == "pad" else 20
@@ -124,7 +131,9 @@ def test_grey_and_colour_are_converted():
     images = maker(grey, channels=3).evaluation(np.array([0])).images
     assert torch.equal(images[:, 0], images[:, 2])
     colour = Listed([encoded(picture())])
-    assert maker(colour, channels=1, crop="random-resized", color_jitter=0.2).training(np.array([0]), 0).images.shape == (
+    assert maker(colour, channels=1, crop="random-resized", color_jitter=0.2).training(
+        np.array([0]), 0
+    ).images.shape == (
         1,
         1,
         20,
@@ -135,7 +144,13 @@ def test_grey_and_colour_are_converted():
 def test_every_augmentation_together():
     data = Listed([encoded(picture(seed=i), "JPEG") for i in range(4)])
     made = maker(
-        data, crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1, rand_augment="n2-m9", interpolation="bicubic"
+        data,
+        crop="random-resized",
+        flip=True,
+        color_jitter=0.4,
+        pca_noise=0.1,
+        rand_augment="n2-m9",
+        interpolation="bicubic",
     )
     first, again = made.training(np.arange(4), 0), made.training(np.arange(4), 0)
     assert torch.equal(first.images, again.images)

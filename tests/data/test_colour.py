@@ -3,12 +3,12 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from data.made import picture
 from PIL import Image, ImageEnhance
 
 from convoy.data import AugmentConfig
 from convoy.data.colour import ColourAugment, jitter, pca_noise, rand_augment
 from convoy.errors import ConvoyError
+from data.made import picture
 
 
 def test_jitter_without_strength_changes_nothing():
@@ -53,7 +53,7 @@ def test_rand_augment_depends_on_its_key_alone():
     first = rand_augment(image, (2, 9), key=5)
     assert (torch.get_rng_state() == state).all()
     torch.manual_seed(2)
-    np.random.seed(3)  # noqa: NPY002 (kornia could have used it)
+    np.random.seed(3)  # kornia could have used it
     assert rand_augment(image, (2, 9), key=5).tobytes() == first.tobytes()
     assert len({rand_augment(image, (2, 9), key).tobytes() for key in range(10)}) > 7
     assert first.size == image.size

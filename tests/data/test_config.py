@@ -46,7 +46,9 @@ def test_wrong_sections_are_refused_with_what_to_change(section, word):
 
 
 def test_defaults_survive_writing_and_reading():
-    config = DataConfig(path="x", augment=AugmentConfig(crop="random-resized", scale=(0.2, 1)), mix=MixConfig(mixup=0.2))
+    config = DataConfig(
+        path="x", augment=AugmentConfig(crop="random-resized", scale=(0.2, 1)), mix=MixConfig(mixup=0.2)
+    )
     assert DataConfig(**config.model_dump(mode="json")) == config
     assert DataConfig(**DataConfig().model_dump(mode="json")) == DataConfig()
 

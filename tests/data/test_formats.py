@@ -2,6 +2,12 @@
 
 import numpy as np
 import pytest
+from PIL import Image
+
+from convoy.data import DataConfig, evaluation_batches, open_data
+from convoy.data.known import CIFAR10, CIFAR100, IMAGENET, MNIST
+from convoy.data.mnist_mini import SPLIT_SEED
+from convoy.data.sources import PixelSource
 from data.made import (
     dump,
     encoded,
@@ -15,12 +21,6 @@ from data.made import (
     write_parquet,
     write_tar,
 )
-from PIL import Image
-
-from convoy.data import DataConfig, evaluation_batches, open_data
-from convoy.data.known import CIFAR10, CIFAR100, IMAGENET, MNIST
-from convoy.data.mnist_mini import SPLIT_SEED
-from convoy.data.sources import PixelSource
 
 
 def opened(path, **options):
@@ -99,7 +99,11 @@ def test_folders_with_a_split(tmp_path):
     (tmp_path / "train" / ".cache").mkdir()
     (tmp_path / "README.md").write_text("")
     data = opened(tmp_path)
-    assert (data.classes, data.train.labels.tolist(), data.test.labels.tolist()) == (["a", "b"], [0] * 3 + [1] * 3, [0, 0, 1, 1])
+    assert (data.classes, data.train.labels.tolist(), data.test.labels.tolist()) == (
+        ["a", "b"],
+        [0] * 3 + [1] * 3,
+        [0, 0, 1, 1],
+    )
     assert names(data.train)[:2] == ["train/a/000.jpg", "train/a/001.jpg"]
     assert data.train.load(0).size == (80, 70)
     assert (data.image_size, data.resize, data.channels, data.mean, data.std) == (224, 256, 3, *IMAGENET)
@@ -176,7 +180,12 @@ def test_parquet_with_names_in_its_metadata(tmp_path, struct):
     for split in ("train", "validation", "test"):
         withheld = [-1] * 10 if split == "test" else labels
         write_parquet(
-            tmp_path / f"data/{split}-00000-of-00001.parquet", images, withheld, ("x", "y", "z"), struct=struct, image="img"
+            tmp_path / f"data/{split}-00000-of-00001.parquet",
+            images,
+            withheld,
+            ("x", "y", "z"),
+            struct=struct,
+            image="img",
         )
     data = opened(tmp_path)
     assert (data.classes, data.train.labels.tolist(), len(data.test)) == (["x", "y", "z"], labels, 10)

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from data.made import encoded, picture
 from PIL import Image
 
 from convoy.data import AugmentConfig
 from convoy.data.decode import open_picture
 from convoy.data.geometry import Geometry
+from data.made import encoded, picture
 
 
 def geometry(image_size: int = 32, resize: int = 32, **augment) -> Geometry:

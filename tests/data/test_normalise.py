@@ -1,8 +1,8 @@
 import pytest
 import torch
-from data.made import pixels
 
 from convoy.data import normalise
+from data.made import pixels
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 

@@ -30,7 +30,9 @@ def test_the_order_is_frozen_for_good():
     assert Order(12, 4, seed=1).samples(0).tolist() == [4, 5, 1, 8, 11, 9, 3, 2, 10, 7, 0, 6]
 
 
-@pytest.mark.parametrize(("num", "batch", "word"), [(10, 11, "larger than the 10 training samples"), (10, 0, "batch 0")])
+@pytest.mark.parametrize(
+    ("num", "batch", "word"), [(10, 11, "larger than the 10 training samples"), (10, 0, "batch 0")]
+)
 def test_impossible_batches_are_refused(num, batch, word):
     with pytest.raises(ConvoyError, match=word) as error:
         Order(num, batch, seed=0)

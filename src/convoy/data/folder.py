@@ -96,7 +96,7 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
                 f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
                 "add some or remove the folder"
             )
-        files.extend(os.path.relpath(file, root) for file in found)
+        files.extend(file[len(str(root)) :].lstrip(os.sep) for file in found)
         counts.append(len(found))
     return FolderSource(root, files, np.repeat(np.arange(len(classes)), counts).astype(np.int64))
 

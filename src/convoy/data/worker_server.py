@@ -5,5 +5,7 @@ training process, which finishes its step with the batches that the workers stil
 """
 
 import os
+from contextlib import suppress
 
-os.setpgid(0, 0)
+with suppress(OSError):
+    os.setpgid(0, 0)

@@ -1,0 +1,281 @@
+"""Batches are the same whatever makes them, and nothing is left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from convoy.data import (
+    AugmentConfig,
+    Batch,
+    DataConfig,
+    Order,
+    evaluation_batches,
+    num_workers,
+    open_data,
+    training_batches,
+)
+from convoy.errors import ConvoyError
+from data.made import encoded, picture, tar_members, write_folder, write_mnist, write_parquet, write_tar
+
+ALL = AugmentConfig(crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    write_folder(root / "train", ("a", "b", "c"), num=7)
+    write_folder(root / "val", ("a", "b", "c"), num=3)
+    return root
+
+
+def config(path, **options) -> DataConfig:
+    return DataConfig(**({"path": str(path), "image_size": 24} | options))
+
+
+def batches(section: DataConfig, first: int = 0, num: int = 12, workers: int = 0, batch: int = 5) -> list[Batch]:
+    """By default three epochs of 21 pictures."""
+    data = open_data(section)
+    order = Order(len(data.train), batch, seed=7)
+    with closing(
+        training_batches(data, section, order, first_update=first, num_updates=num, seed=7, workers=workers)
+    ) as made:
+        return list(made)
+
+
+def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
+    return all(
+        torch.equal(a.images, b.images)
+        and torch.equal(a.labels, b.labels)
+        and torch.equal(a.samples, b.samples)
+        and (a.epoch, a.bad) == (b.epoch, b.bad)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def children() -> list[str]:
+    """Worker processes of this one, by any way of starting them."""
+    return [process.name for process in multiprocessing.active_children()]
+
+
+def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(photos):
+    section = config(photos, augment=ALL)
+    plain = batches(section)
+    assert [batch.epoch for batch in plain] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len({tuple(batch.samples.tolist()) for batch in plain}) == 12
+    for workers in (1, 2):
+        assert same(batches(section, workers=workers), plain)
+    for first in (1, 5, 8):
+        assert same(batches(section, first=first, num=12 - first, workers=first % 3), plain[first:])
+    assert not same(batches(section, first=1, num=11), plain[:11])
+    assert children() == []
+
+
+def test_rand_augment_is_the_same_in_workers(photos):
+    section = config(photos, image_size=200, augment=AugmentConfig(rand_augment="n2-m9"))
+    assert same(batches(section, num=3, workers=2), batches(section, num=3))
+
+
+def test_the_test_of_sameness_notices_a_generator_with_a_state(photos, monkeypatch):
+    """The negative control: random numbers that depend on what was drawn before."""
+    section = config(photos, augment=ALL)
+    plain = batches(section)
+    assert same(batches(section, first=5, num=7), plain[5:])
+    random = np.random.default_rng(0)
+    for module in ("batch", "geometry", "colour"):
+        monkeypatch.setattr(
+            f"convoy.data.{module}.uniforms",
+            lambda seed, purpose, epoch, samples, num: random.random((len(samples), num)),
+        )
+    assert not same(batches(section, first=5, num=7), plain[5:])
+    assert not same(batches(section), batches(section))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar", "pixels"])
+def test_the_other_sources_go_to_workers_too(tmp_path, kind):
+    if kind == "parquet":
+        images = [encoded(picture(seed=i), "JPEG") for i in range(12)]
+        write_parquet(tmp_path / "x.parquet", images, [i % 2 for i in range(12)])
+    elif kind == "tar":
+        write_tar(tmp_path / "x.tar", tar_members(12))
+    else:
+        write_mnist(tmp_path)
+    section = config(tmp_path, augment=AugmentConfig(crop="random-resized"))
+    assert same(batches(section, num=6, workers=2), batches(section, num=6))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch", [1, 4, 9, 50])
+def test_evaluation_counts_every_sample_once_and_in_order(photos, workers, batch):
+    section = config(photos)
+    data = open_data(section)
+    found = list(evaluation_batches(data, section, batch=batch, workers=workers))
+    assert torch.cat([part.samples for part in found]).tolist() == list(range(9))
+    assert torch.cat([part.labels for part in found]).tolist() == data.test.labels.tolist()
+    assert all(part.images.shape == (len(part), 3, 24, 24) for part in found)
+    whole = next(evaluation_batches(data, section, batch=9, workers=0))
+    assert torch.equal(torch.cat([part.images for part in found]), whole.images)
+
+
+def test_evaluation_of_the_training_split_is_not_augmented(photos):
+    section = config(photos, augment=ALL)
+    data = open_data(section)
+    first, again = (next(evaluation_batches(data, section, batch=21, workers=0, split="train")) for _ in range(2))
+    assert torch.equal(first.images, again.images)
+    assert len(first) == 21
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_pictures_are_skipped_and_reported(tmp_path, workers):
+    write_folder(tmp_path / "train", num=6)
+    write_folder(tmp_path / "val", num=3)
+    (tmp_path / "train" / "cat" / "002.jpg").write_bytes(b"")
+    (tmp_path / "val" / "dog" / "001.jpg").write_bytes(b"broken")
+    section = config(tmp_path, bad_images="skip", augment=AugmentConfig(flip=True))
+    made = batches(section, num=6, batch=4, workers=workers)
+    assert [bad for batch in made for bad in batch.bad] == [(2, "is an empty file")] * 2
+    assert all(len(batch) == 4 and 2 not in batch.samples for batch in made)
+    evaluated = list(evaluation_batches(open_data(section), section, batch=2, workers=workers))
+    assert torch.cat([batch.samples for batch in evaluated]).tolist() == [0, 1, 2, 3, 5]
+    assert [bad for batch in evaluated for bad in batch.bad] == [(4, "is no picture in a known format")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_is_one_sentence_even_from_a_worker(tmp_path, workers):
+    write_folder(tmp_path / "train", num=6)
+    write_folder(tmp_path / "val")
+    (tmp_path / "train" / "cat" / "002.jpg").write_bytes(b"")
+    with pytest.raises(ConvoyError) as error:
+        batches(config(tmp_path), workers=workers, batch=6, num=4)
+    assert str(error.value) == (
+        "train/cat/002.jpg is an empty file: mend or remove it, or set data.bad_images=skip (--bad-images skip)"
+    )
+    assert children() == []
+
+
+def test_a_file_that_vanishes_is_named(tmp_path):
+    write_folder(tmp_path / "train")
+    write_folder(tmp_path / "val")
+    section = config(tmp_path)
+    data = open_data(section)
+    (tmp_path / "val" / "cat" / "000.jpg").unlink()
+    with pytest.raises(ConvoyError, match=r"val/cat/000.jpg cannot be read \(No such file"):
+        list(evaluation_batches(data, section, batch=4, workers=0))
+
+
+def open_loader(section: DataConfig, num: int = 400):
+    data = open_data(section)
+    order = Order(len(data.train), 5, seed=7)
+    return training_batches(data, section, order, first_update=0, num_updates=num, seed=7, workers=2)
+
+
+def test_a_loader_that_is_left_half_way_ends_its_workers(photos):
+    section = config(photos)
+    made = open_loader(section)
+    next(made)
+    assert len(children()) == 2
+    made.close()
+    assert children() == []
+    made = open_loader(section)
+    next(made)
+    del made
+    assert children() == []
+
+
+def test_an_exception_in_the_loop_ends_the_workers(photos):
+    section = config(photos)
+    with pytest.raises(ZeroDivisionError), closing(open_loader(section)) as made:
+        for _ in made:
+            1 / 0  # noqa: B018
+    assert children() == []
+
+
+def test_a_worker_that_is_killed_ends_in_one_sentence(photos):
+    made = open_loader(config(photos))
+    next(made)
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ConvoyError, match=r"a process that loads pictures died .*data.workers") as error:
+        for _ in made:
+            pass
+    assert "\n" not in str(error.value)
+    assert children() == []
+
+
+def test_signals_to_the_whole_group_do_not_reach_the_workers(photos):
+    with closing(open_loader(config(photos))) as made:
+        next(made)
+        groups = {os.getpgid(process.pid) for process in multiprocessing.active_children()}
+        assert os.getpgid(0) not in groups
+
+
+def test_torchs_random_numbers_are_left_alone(photos):
+    section = config(photos, augment=ALL)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    for workers in (0, 1):
+        batches(section, num=2, workers=workers)
+        list(evaluation_batches(open_data(section), section, batch=4, workers=workers))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_in_memory_batches_cross_epochs_and_resume(tmp_path):
+    write_mnist(tmp_path)
+    section = DataConfig(path=str(tmp_path), augment=AugmentConfig(crop="pad", flip=True))
+    plain = batches(section, num=9, batch=12)
+    assert [batch.epoch for batch in plain] == [0] * 3 + [1] * 3 + [2] * 3
+    assert same(batches(section, first=4, num=5, batch=12), plain[4:])
+    assert same(batches(section, num=9, batch=12, workers=1), plain)
+    assert batches(section, first=3, num=0) == []
+
+
+def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
+    write_mnist(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def number(path, **options) -> int:
+        section = DataConfig(path=str(path), **options)
+        return num_workers(open_data(section), section)[0]
+
+    assert number(tmp_path) == 0
+    assert number(tmp_path, augment=AugmentConfig(crop="pad", flip=True)) == 0
+    assert number(tmp_path, augment=AugmentConfig(color_jitter=0.1)) == 12
+    assert number(tmp_path, image_size=32) == 12
+    assert number(photos) == 12
+    assert number(photos, workers=5) == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert number(photos) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert number(photos) == 1
+
+
+def test_wrong_arguments_are_refused_at_once(photos):
+    section = config(photos)
+    data = open_data(section)
+    with pytest.raises(ConvoyError, match="choose train or test"):
+        evaluation_batches(data, section, batch=4, split="val")
+    with pytest.raises(ConvoyError, match="at least 1"):
+        evaluation_batches(data, section, batch=0)
+
+
+def test_the_loader_adds_little_to_a_batch_in_memory(tmp_path):
+    """A net of LeNet's size takes 7 ms for a batch of 128 on two cores; a batch must cost far less."""
+    write_mnist(tmp_path, num_train=2000)
+    for augment in (AugmentConfig(), AugmentConfig(crop="pad", flip=True)):
+        section = DataConfig(path=str(tmp_path), augment=augment)
+        data = open_data(section)
+        order = Order(len(data.train), 128, seed=0)
+        times = []
+        with closing(training_batches(data, section, order, first_update=0, num_updates=100, seed=0)) as made:
+            start = time.perf_counter()
+            for _ in made:
+                times.append(time.perf_counter() - start)
+                start = time.perf_counter()
+        assert sorted(times)[50] < 0.0035
