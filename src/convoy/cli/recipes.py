@@ -2,8 +2,8 @@
 
 import click
 
-from convoy.training import load_recipe, recipe_names
-from convoy.training.recipe import recipe_summary, to_yaml
+from convoy.training import recipe_names
+from convoy.training.recipe import recipe_summary, recipe_text
 
 
 @click.command(
@@ -16,9 +16,12 @@ Examples:
 )
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """List the built-in recipes, or print the recipe NAME with every key, as YAML to start from."""
+    """List the built-in recipes, or print the recipe NAME as YAML to start from.
+
+    What a recipe does not say is as in the recipe default; docs/recipes.md has every key.
+    """
     if name is not None:
-        click.echo(to_yaml(load_recipe(name)), nl=False)
+        click.echo(recipe_text(name), nl=False)
         return
     width = max(map(len, recipe_names()))
     for known in recipe_names():
