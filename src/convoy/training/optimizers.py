@@ -83,8 +83,9 @@ class LarsConfig(_Common):
     """LARS (You, Gitman and Ginsburg, 2017, algorithm 1): each weight tensor has a learning rate of its own.
 
     v ← momentum · v + λ · (g + weight_decay · w), w ← w − lr · v, with the trust ratio
-    λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖). Biases and the scales of normalisation layers (every
-    parameter of one dimension) take plain SGD steps without decay, as in the authors' own code.
+    λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖). As with SGD, lr multiplies the momentum buffer. Biases and
+    the scales of normalisation layers (every parameter of one dimension) take plain SGD steps without decay, as in
+    TensorFlow's LARSOptimizer, to which the first author contributed.
     """
 
     name: Literal["lars"]
@@ -105,11 +106,11 @@ class LarsConfig(_Common):
 
 
 class LambConfig(_Decaying):
-    """LAMB (You et al., 2020, algorithm 2): Adam's direction, with a trust ratio for each weight tensor.
+    """LAMB (You et al., 2020, algorithm 2, with φ(z) = z): Adam's direction, and a trust ratio for each weight tensor.
 
-    r = m / (√v + eps) + weight_decay · w, w ← w − lr · (‖w‖ / ‖r‖) · r. The moments are not corrected for their start
-    at zero, as in version 3 of the paper, whose authors found that warm-up does the same. Parameters that do not decay
-    take Adam's step without the ratio, as in the authors' own code.
+    r = m / (√v + eps) + weight_decay · w, w ← w − lr · (‖w‖ / (‖r‖ + eps)) · r. The moments are not corrected for their
+    start at zero, as in version 3 of the paper: give it a warm-up. Biases and the scales of normalisation layers take
+    steps of r without decay and without the ratio, as in timm, unless `decay_norm_and_bias`.
     """
 
     scaling: ClassVar[Literal["linear", "sqrt"]] = "sqrt"
@@ -190,7 +191,8 @@ def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> torch.
     from pytorch_optimizer import Lamb
 
     for group in groups:
-        group["adam"] = group["weight_decay"] == 0 and config.weight_decay > 0  # True: without the trust ratio
+        exempt = not config.decay_norm_and_bias and all(parameter.ndim <= 1 for parameter in group["params"])
+        group["adam"] = exempt  # True: the trust ratio is 1
     optimizer = Lamb(
         groups,
         lr=lr,

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from convoy.training.derived import Derived, derive, num_microbatches, resolve
+from convoy.training.recipe import Recipe, load_recipe
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("imagenet-90", ["data.path=x", *overrides])
+
+
+def rows(*overrides: str, **options: object) -> dict[str, Derived]:
+    return {row.name: row for row in derive(recipe(*overrides), 1_281_167, **options)}  # type: ignore[arg-type]
+
+
+def test_goyal_at_batch_8192() -> None:
+    found = rows("batch=8192")
+    assert found["weight updates per epoch"].value == 156
+    assert found["weight updates"].value == 14_040
+    assert found["microbatches"].value == 256
+    assert found["samples per microbatch"].value == 32
+    assert found["peak learning rate"].value == pytest.approx(3.2)
+    assert found["peak learning rate"].formula == "0.1 · 8192 / 256"
+    assert "Goyal" in found["peak learning rate"].source
+    assert found["weight updates of warm-up"].value == 780
+    assert found["learning rate drops at updates"].value == "4680, 9360, 12480"
+    assert found["evaluation every"].value == 156
+
+
+def test_every_row_says_how_and_why_and_fits_into_json() -> None:
+    found = derive(
+        recipe("ema.decay=0.999", "optimizer.name=adamw", "optimizer.base_lr=0.001", "batch=1024"),
+        1_281_167,
+        workers=(4, "x"),
+    )
+    assert json.loads(json.dumps([row.as_dict() for row in found]))[0]["value"] == 1251
+    assert all(row.name and row.formula and row.source for row in found)
+    names = {row.name: row for row in found}
+    assert names["peak learning rate"].value == pytest.approx(0.002)
+    assert "timm" in names["peak learning rate"].source
+    assert names["updates in the averaged weights"].value == 1000
+    assert names["data workers"].value == 4
+
+
+def test_unequal_microbatches_and_devices() -> None:
+    found = rows("batch=100", "microbatches=3", num_devices=3)
+    assert found["samples per microbatch"].value == "1 of 34, 2 of 33"
+    assert found["samples per device"].value == "1 of 34, 2 of 33"
+    assert resolve(recipe("batch=100", "microbatches=3"), 1000).sizes == (34, 33, 33)
+
+
+@pytest.mark.parametrize(("batch", "microbatch", "number"), [(256, 32, 8), (250, 32, 8), (16, 32, 1), (33, 32, 2)])
+def test_microbatches_of_at_most_so_many_samples(batch: int, microbatch: int, number: int) -> None:
+    assert num_microbatches(recipe(f"batch={batch}", f"microbatch={microbatch}")) == number
+
+
+def test_threads() -> None:
+    assert rows("reproducible=true")["threads"].value == 1
+    assert rows("reproducible=true", "threads=3")["threads"].value == 3
+    assert rows()["threads"].formula == "cores that this process may use"
