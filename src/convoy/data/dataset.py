@@ -65,27 +65,12 @@ def open_data(config: DataConfig, progress: Progress | None = None) -> DataSet:
     """
     opened = _open(config, progress)
     check_classes(opened.name, opened.classes)
-    train, test = opened.train, opened.test
+    for option in ("validation_fraction", "split_seed"):
+        if opened.test is not None and getattr(config, option) is not None:
+            raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
+    own = _settle(opened, config.bad_images == "skip", progress)
     notes = list(opened.notes)
-    if test is None:
-        train, test = _split(opened, config, notes)
-    else:
-        for option in ("validation_fraction", "split_seed"):
-            if getattr(config, option) is not None:
-                raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
-    own: tuple[int, int, int] | None = None
-    if isinstance(train, EncodedSource) and isinstance(test, EncodedSource):
-        own = common_format(train, test)
-        if own is not None:
-            skip_bad = config.bad_images == "skip"
-            decoded = decode_all(train, own, "training", skip_bad, progress)
-            decoded_test = decode_all(test, own, "test", skip_bad, progress) if decoded else None
-            if decoded is not None and decoded_test is not None:
-                train, test = decoded, decoded_test
-            else:
-                own = None
-    elif isinstance(train, PixelSource):
-        own = train.pixels.shape[1:]
+    train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
     channels = config.channels or (own[2] if own else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):
         train, test = train.with_channels(channels), test.with_channels(channels)
@@ -157,6 +142,27 @@ def _suggestion(path: Path) -> str:
         return f": set --data to a file or folder, or to {MNIST_MINI}"
     known = MNIST_MINI if match[0] == MNIST_MINI else shown(path.parent / match[0])
     return f": did you mean {known}?"
+
+
+def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
+    """Puts into memory what belongs there; returns height, width and channels if all pictures share them there."""
+    splits = {"training": opened.train} | ({"test": opened.test} if opened.test is not None else {})
+    encoded = {what: source for what, source in splits.items() if isinstance(source, EncodedSource)}
+    if not encoded:
+        assert isinstance(opened.train, PixelSource)
+        height, width, channels = opened.train.pixels.shape[1:]
+        return height, width, channels
+    own = common_format(*encoded.values())
+    settled: dict[str, PixelSource | EncodedSource] = {}
+    for what, source in encoded.items():
+        pixels = decode_all(source, own, what, skip_bad, progress) if own is not None else None
+        if pixels is None:
+            own = None
+            settled = {what: source.settled(progress) for what, source in encoded.items()}
+            break
+        settled[what] = pixels
+    opened.train, opened.test = settled["training"], settled.get("test")
+    return own
 
 
 def _split(

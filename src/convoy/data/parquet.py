@@ -1,7 +1,7 @@
 """Parquet files in the Hugging Face image layout: a column of picture bytes and a column of labels.
 
-Rows are read from disk when they are needed, a row group at a time: the format knows nothing smaller. That is fast
-for groups of about 100 rows, as the hub writes them for pictures, and slow for very large ones.
+The format knows nothing smaller than a row group, so reading one picture means reading a hundred or more. Files that
+fit into a part of the memory are therefore read once; of larger ones, groups are read when they are needed.
 """
 
 import json
@@ -19,23 +19,26 @@ from numpy.typing import NDArray
 from convoy.data.decode import BadImage, printable
 from convoy.data.files import Opened, held_out, reading, shards, shown
 from convoy.data.labels import check_range, numbered_classes
-from convoy.data.sources import EncodedSource
+from convoy.data.shared_bytes import MemorySource, fits_in_memory
+from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
-_LARGE_GROUP = 256 * 2**20
 
 
 class ParquetSource(EncodedSource):
     """The rows of some parquet files; `column` is the path of the bytes within the schema."""
 
-    def __init__(self, files: list[Path], column: str, labels: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
+    def __init__(
+        self, files: list[Path], column: str, labels: NDArray[np.int64], groups: NDArray[np.int64], num_bytes: int
+    ) -> None:
         self._files = [str(file) for file in files]
         self._names = [printable(file.name) for file in files]
         self._column = column
         self.labels = labels
         # One row for each row group: file, group in the file, first row in the file, first sample.
         self._groups = groups
+        self._num_bytes = num_bytes
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
         """File, row group, row in the group, row in the file."""
@@ -58,6 +61,22 @@ class ParquetSource(EncodedSource):
         if value is None:
             raise BadImage(self.name(sample), "has no bytes in the file")
         return bytes(value)
+
+    def settled(self, progress: Progress | None) -> EncodedSource:
+        """The pictures in memory if they fit."""
+        if not fits_in_memory(self._num_bytes):
+            return self
+        return MemorySource(self, self._everything(progress))
+
+    def _everything(self, progress: Progress | None) -> Iterator[bytes]:
+        done = 0
+        for file, group, _, _ in self._groups.tolist():
+            with _arrow(Path(self._files[file])):
+                pictures = _row_group.__wrapped__(self._files[file], group, self._column)
+            yield from (picture or b"" for picture in pictures.to_pylist())
+            done += len(pictures)
+            if progress:
+                progress("reading parquet", done, len(self))
 
 
 @lru_cache(maxsize=64)
@@ -92,13 +111,7 @@ def open_parquet(path: Path) -> Opened:
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
-    notes = []
-    if layout.largest_group > _LARGE_GROUP:
-        notes.append(
-            f"{printable(path.name)} has row groups of {layout.largest_group / 2**20:.0f} MiB, and each picture read "
-            "at random reads one: write the file again with row groups of about 100 rows, or use WebDataset tars"
-        )
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test, notes)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
 
 
 class _Layout:
@@ -106,7 +119,6 @@ class _Layout:
 
     def __init__(self, image: str, label: str, text: bool, classes: list[str] | None, schema: pa.Schema) -> None:
         self.image, self.label, self.text, self.classes, self.schema = image, label, text, classes, schema
-        self.largest_group = 0
 
     @classmethod
     def of(cls, file: Path) -> "_Layout":
@@ -142,7 +154,7 @@ class _Layout:
         """The source, and the labels' names where the labels are text."""
         labels, groups = [], []
         names: list[str] = []
-        num = 0
+        num = num_bytes = 0
         for index, path in enumerate(files):
             file = _open(path)
             if not file.schema_arrow.equals(self.schema):
@@ -161,12 +173,12 @@ class _Layout:
             for group in range(file.num_row_groups):
                 groups.append((index, group, row, num))
                 meta = file.metadata.row_group(group)
-                self.largest_group = max(self.largest_group, meta.total_byte_size)
+                num_bytes += meta.total_byte_size
                 row += meta.num_rows
                 num += meta.num_rows
         if num == 0:
             raise ConvoyError(f"{shown(files[0])} holds no rows: fetch it again")
-        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64)), names
+        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), num_bytes), names
 
 
 def _open(path: Path) -> pq.ParquetFile:
