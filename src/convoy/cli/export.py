@@ -25,8 +25,8 @@ Examples:
 def command(run: Path, onnx: bool, to: Path | None) -> None:
     """Write the network of the finished run RUN in another format.
 
-    Its input is normalised pictures [batch, channels, height, width], its output logits [batch, classes]; mean, standard
-    deviation and classes are in the file's metadata. (The weights for PyTorch are RUN/weights.safetensors.)
+    Its input is normalised pictures [batch, channels, height, width], its output logits [batch, classes]; mean,
+    standard deviation and classes are in the file's metadata. (The weights for PyTorch: RUN/weights.safetensors.)
     """
     if not onnx:
         raise ConvoyError("say what to export: --onnx")

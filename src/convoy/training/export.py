@@ -23,7 +23,7 @@ def export_onnx(model: nn.Module, data: DataSet, path: Path) -> float:
         path: the file; written whole or not at all.
 
     Returns:
-        The largest difference between onnxruntime's and PyTorch's outputs on random images, relative to the largest output.
+        The largest difference between onnxruntime's and PyTorch's outputs on random images, as a part of the largest.
 
     Raises:
         ConvoyError: the extra `onnx` is not installed, or the network cannot be exported.

@@ -1,4 +1,4 @@
-"""Builds everything a run needs from its recipe, and nothing on disk: whatever is wrong is said before a file is made."""
+"""Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
 import contextlib
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Session:
         return autocast_of(self.recipe, self.device)
 
     def evaluate(self) -> Evaluation:
-        """Evaluate what the run would deliver now (the averaged weights, where there are any) on the whole test split."""
+        """Evaluate what the run would deliver now, with averaged weights where there are any, on the whole test split."""
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=sum(passes(self.quantities.sizes, self.merge)[0])
         )
@@ -167,8 +167,8 @@ def _probe(
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConvoyError(
-            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)} "
-            f"({reason}): change data.image_size, data.channels, the microbatch or the model"
+            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
+            f" ({reason}): change data.image_size, data.channels, the microbatch or the model"
         ) from error
 
 
