@@ -3,9 +3,12 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,6 +216,64 @@ def test_signals_to_the_whole_group_do_not_reach_the_workers(photos):
         next(made)
         groups = {os.getpgid(process.pid) for process in multiprocessing.active_children()}
         assert os.getpgid(0) not in groups
+
+
+SCRIPT = """
+import multiprocessing, sys, time
+from contextlib import closing
+from convoy.data import DataConfig, Order, open_data, training_batches
+
+if __name__ == "__main__":
+    section = DataConfig(path=sys.argv[1], image_size=24)
+    data = open_data(section)
+    order = Order(len(data.train), 5, seed=7)
+    with closing(training_batches(data, section, order, first_update=0, num_updates=400, seed=7, workers=2)) as made:
+        next(made)
+        try:
+            print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print(sum(len(next(made)) for _ in range(20)), flush=True)
+"""
+
+
+@pytest.fixture
+def started(tmp_path, photos):
+    """A script in a process group of its own that has two workers, and their process numbers."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(photos)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        workers = [int(number) for number in process.stdout.readline().split()]
+        assert len(workers) == 2
+        yield process, workers
+        process.kill()
+
+
+def gone(numbers: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{number}").exists() for number in numbers):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_nothing_outlives_a_killed_training_process(started):
+    process, workers = started
+    server = int(Path(f"/proc/{workers[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    process.kill()
+    process.wait()
+    assert gone([*workers, server])
+
+
+def test_ctrl_c_leaves_the_workers_to_finish_the_step(started):
+    process, workers = started
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert output.split() == ["100"]
+    assert process.returncode == 0
+    assert gone(workers)
 
 
 def test_torchs_random_numbers_are_left_alone(photos):

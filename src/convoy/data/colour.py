@@ -79,18 +79,18 @@ def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) 
 
 def rand_augment(image: Image.Image, numbers: tuple[int, int], key: int) -> Image.Image:
     """RandAugment (Cubuk et al., 2020), kornia's; the same for the same `key`, whatever else drew random numbers."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float().div_(255)
     threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # Not torch.manual_seed, which would seed the accelerator's generators as well.
-        torch.default_generator.manual_seed(key)
-        # A mean over pixels rounds differently on several threads, and workers have one.
-        torch.set_num_threads(1)
-        try:
-            pixels = _kornia(*numbers)(pixels)
-        finally:
-            torch.set_num_threads(threads)
-    return Image.fromarray(pixels[0].mul_(255).round_().clamp_(0, 255).byte().permute(1, 2, 0).contiguous().numpy())
+    # A mean over pixels rounds differently on several threads, and worker processes have one.
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # Not torch.manual_seed, which would seed the accelerator's generators as well.
+            torch.default_generator.manual_seed(key)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float().div_(255)
+            pixels = _kornia(*numbers)(pixels)[0].mul_(255).round_().clamp_(0, 255).byte()
+            return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    finally:
+        torch.set_num_threads(threads)
 
 
 @cache

@@ -69,7 +69,7 @@ def open_data(config: DataConfig, progress: Progress | None = None) -> DataSet:
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
     own = _settle(opened, config.bad_images == "skip", progress)
-    notes = list(opened.notes)
+    notes: list[str] = []
     train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
     channels = config.channels or (own[2] if own else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):

@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.data.decode import printable
@@ -29,7 +29,6 @@ class Opened:
     classes: list[str]
     train: PixelSource | EncodedSource
     test: PixelSource | EncodedSource | None
-    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -161,6 +162,7 @@ def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
         multiprocessing_context=_context() if workers else None,
+        worker_init_fn=_follow_parent if workers else None,
         # Its own generator: otherwise each loader would draw a number from torch's global one.
         generator=torch.Generator(),
     )
@@ -180,21 +182,38 @@ def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator
             shut_down()
 
 
-def _next(iterator: object) -> Batch | _Refusal | None:
+def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
     """The next item; None at the end."""
     try:
-        item: Batch | _Refusal | None = next(iterator, None)  # type: ignore[call-overload]
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        return next(iterator, None)
+    except (RuntimeError, OSError, EOFError) as error:
+        # What torch and multiprocessing say, depending on the moment when a worker dies.
+        by_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+        by_python = hasattr(iterator, "_workers") and not isinstance(error, RuntimeError)
+        if str(error).startswith("Caught ") or not (by_torch or by_python):
             raise
-        died = str(error).splitlines()[0]
-    else:
-        return item
+        died = str(error).partition("\n")[0] or type(error).__name__
     raise ConvoyError(
         f"a process that loads pictures died ({died}): it may have run out of memory or of /dev/shm (in a container, "
         "raise --shm-size), so lower data.workers; a script of your own that starts training needs "
         "`if __name__ == '__main__':`"
     )
+
+
+def _follow_parent(_: int) -> None:
+    """In a worker: end with the training process, however that ended.
+
+    Torch's own watch is for the process that forked the worker, and that is the fork server, which in turn stays as
+    long as it has workers.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _context() -> BaseContext:
