@@ -63,7 +63,8 @@ def look(report: Path, profile: Path, *, width: int, dark: bool = False) -> tupl
     frame = report.with_name("frame.html")
     frame.write_text(
         '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        f'<link rel="icon" href="data:,"><iframe src="{probed.name}" style="width: {width}px; height: 1000px; border: 0">'
+        '<link rel="icon" href="data:,">'
+        f'<iframe src="{probed.name}" style="width: {width}px; height: 1000px; border: 0">'
     )
     flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width + 100},1200"]
     flags.append(f"--blink-settings=preferredColorScheme={0 if dark else 1}")
@@ -74,7 +75,7 @@ def look(report: Path, profile: Path, *, width: int, dark: bool = False) -> tupl
     return json.loads(probes[0]), [line for line in said if not line.startswith("PROBE")]
 
 
-@pytest.mark.parametrize(("width", "dark"), [(400, False), (760, True), (1600, True)])
+@pytest.mark.parametrize(("width", "dark"), [(400, False), (820, True), (1600, True)])
 def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool) -> None:
     names = ["airplane", "<script>alert(1)</script>", "w" * 300, *map(str, range(9))]
     bad = [{"name": "deep/" * 60 + "x.png", "reason": "truncated", "split": "train"}]

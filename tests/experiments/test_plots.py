@@ -88,7 +88,13 @@ def test_an_error_of_zero_stays_on_the_axis(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "scale"), [([0.1] * 5 + [0.01] * 5 + [0.001] * 5, "log"), (np.linspace(0.1, 0, 15), "linear")]
+    ("rates", "scale"),
+    [
+        ([0.1] * 5 + [0.01] * 5 + [0.001] * 5, "log"),
+        (np.linspace(0.1, 0, 15), "linear"),
+        ([0.05, 0.03, 0.0001, 0.00001], "linear"),
+        ([0.1] * 5, "linear"),
+    ],
 )
 def test_a_learning_rate_that_falls_by_factors_has_a_logarithmic_axis(tmp_path: Path, rates: Any, scale: str) -> None:
     lines = [{"split": "train", "step": step, "lr": float(rate)} for step, rate in enumerate(rates, start=1)]

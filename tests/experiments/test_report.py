@@ -65,7 +65,7 @@ def test_a_complete_run_has_every_part(tmp_path: Path) -> None:
         "2 min 14 s",
         "61 706",
         "833 kFLOP",
-        "1.2 % of the time waiting for data",
+        "median; 1.2 % of the time waiting for data",
         "One epoch is 31 updates.",
         "Most confused pairs",
         "0.2 · 128 / 256",

@@ -139,10 +139,9 @@ def wide_axis(axes: Axes, values: np.ndarray) -> None:
     low, high = float(positive.min()), float(positive.max())
     ticks = _ticks(low, high)
     if (values == 0).any():
-        floor = max(tick for tick in (*ticks, ticks[0] / 10) if tick <= low)
-        axes.set_yscale("symlog", linthresh=floor, linscale=0.35)
+        axes.set_yscale("symlog", linthresh=low, linscale=0.4)
         axes.set_ylim(0, 1.15 * high)
-        ticks = [0.0, *(tick for tick in ticks if tick >= floor)]
+        ticks = [0.0, *(tick for tick in ticks if tick >= low)]
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.15, 1.15 * high)

@@ -116,13 +116,18 @@ def _learning_rate(run: Run) -> Panel:
     figure = ax.new_figure()
     axes = ax.add_axes(figure, title, "updates", above=ax.TITLE)
     _draw(axes, run, curve, "updates")
-    # Rates that stay for long at a hundredth of the largest fall in steps by factors, which a linear axis would hide.
-    if np.mean(curve.y <= 0.011 * np.nanmax(curve.y)) > 0.2:
+    if _falls_by_factors(curve.y):
         ax.wide_axis(axes, curve.y)
     else:
         ax.linear_axis(axes, curve.y)
     _finish(axes, run, "updates")
     return Panel(name, title, _describe(curve), figure)
+
+
+def _falls_by_factors(rates: np.ndarray) -> bool:
+    """Whether the learning rate mostly stays as it is and yet falls far: steps that a linear axis would hide."""
+    known = rates[np.isfinite(rates) & (rates > 0)]
+    return len(known) > 2 and known[-1] < 0.02 * known.max() and bool(np.mean(np.diff(known) == 0) > 0.5)
 
 
 def _speed(run: Run) -> Panel:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from convoy.experiments import formats
+from convoy.experiments.metrics import column
 from convoy.experiments.run_directory import Run, RunSummary
 
 
@@ -20,7 +23,7 @@ def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
     summary = run.summary or RunSummary()
     tiles = [_accuracy(run, summary), _best(run, summary), _top5(run, summary), _loss(run, summary)]
-    tiles += [_length(run, summary), _time(run, summary), _speed(summary), _model(summary), _data(summary)]
+    tiles += [_length(run, summary), _time(run, summary), _speed(run, summary), _model(summary), _data(summary)]
     return [tile for tile in tiles if tile is not None]
 
 
@@ -107,12 +110,14 @@ def _time(run: Run, summary: RunSummary) -> Tile | None:
     return None if seconds is None else Tile("Time", formats.duration(seconds), f"on {device}" if device else "")
 
 
-def _speed(summary: RunSummary) -> Tile | None:
-    if summary.images_per_s is None:
+def _speed(run: Run, summary: RunSummary) -> Tile | None:
+    speeds = column(run.metrics.train, "images_per_s")
+    speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
+    if speed is None:
         return None
     wait = summary.data_wait_share
-    note = "" if wait is None else f"{formats.percent(wait)} of the time waiting for data"
-    return Tile("Images per second", formats.count(round(summary.images_per_s)), note)
+    note = "median" if wait is None else f"median; {formats.percent(wait)} of the time waiting for data"
+    return Tile("Images per second", formats.count(round(speed)), note)
 
 
 def _model(summary: RunSummary) -> Tile | None:
