@@ -1,6 +1,7 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ import convoy
 from convoy.errors import ConvoyError
 
 VERBS = {
-    "train": "convoy.cli.train",
-    "eval": "convoy.cli.evaluate",
-    "export": "convoy.cli.export",
-    "report": "convoy.cli.report",
-    "models": "convoy.cli.models",
-    "recipes": "convoy.cli.recipes",
-    "data": "convoy.cli.data",
+    "train": ("convoy.cli.train", "Train a network and write a report."),
+    "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
+    "export": ("convoy.cli.export", "Write a trained network as ONNX."),
+    "report": ("convoy.cli.report", "Write the report of a run again."),
+    "models": ("convoy.cli.models", "List the networks with parameters and FLOPs."),
+    "recipes": ("convoy.cli.recipes", "List the built-in recipes, print one, or list every key."),
+    "data": ("convoy.cli.data", "Say what is in a data set, and check its pictures."),
 }
 
 
@@ -32,9 +33,14 @@ class Verbs(click.Group):
         """The verb's command, or None."""
         if name not in VERBS:
             return None
-        command = importlib.import_module(VERBS[name]).command
+        command = importlib.import_module(VERBS[name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of verbs, without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -55,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 for success, 2 for a mistake of the user, 1 for anything else.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # Before torch loads OpenMP: a thread that waits should sleep. Spinning for a core that another process has makes
+    # training many times slower on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False)
     except ConvoyError as error:

@@ -1,9 +1,13 @@
 """`convoy recipes`: the recipes that come with Convoy."""
 
+from dataclasses import asdict
+
 import click
 
-from convoy.training import recipe_names
+from convoy.cli import options, tables
+from convoy.training import Recipe, recipe_names
 from convoy.training.recipe import recipe_summary, recipe_text
+from convoy.training.schema import describe_keys
 
 
 @click.command(
@@ -11,18 +15,23 @@ from convoy.training.recipe import recipe_summary, recipe_text
     epilog="""\b
 Examples:
   convoy recipes
+  convoy recipes --keys
   convoy recipes imagenet-90 > mine.yaml     # then: convoy train --recipe mine.yaml
 """,
 )
 @click.argument("name", required=False)
-def command(name: str | None) -> None:
+@click.option("--keys", is_flag=True, help="List every key of a recipe with its default and meaning.")
+@options.as_json
+@options.verbose
+def command(name: str | None, keys: bool, as_json: bool) -> None:
     """List the built-in recipes, or print the recipe NAME as YAML to start from.
 
-    What a recipe does not say is as in the recipe default; docs/recipes.md has every key.
+    What a recipe does not say has its default: --keys lists them.
     """
+    if keys:
+        tables.show([asdict(key) for key in describe_keys(Recipe)], as_json)
+        return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
-    width = max(map(len, recipe_names()))
-    for known in recipe_names():
-        click.echo(f"{known:{width}}  {recipe_summary(known)}")
+    tables.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)

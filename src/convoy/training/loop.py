@@ -125,7 +125,7 @@ class Loop:
 
     def _log(self) -> None:
         window, self.window = self.window, Window()
-        values = window.averages()
+        seconds, values = window.seconds, window.averages()
         if not math.isfinite(values["loss"]):
             before = (
                 f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
@@ -134,12 +134,13 @@ class Loop:
                 f"the loss became {values['loss']} before update {self.done}: lower optimizer.lr, lengthen "
                 f"schedule.warmup or set clip_norm ({before})"
             )
+        self.progress.train_s += seconds
         self.progress.data_wait_s += window.data_wait_s
         self.progress.num_images += window.num_images
         rate = self.session.quantities.schedule.lr(self.done - 1)
         self._metrics.write("train", self.done, self._epoch(), self._time(), **values, lr=rate)
         self._shown = time.perf_counter()
-        wait = self.progress.data_wait_s / max(self._time(), 1e-9)
+        wait = window.data_wait_s / max(seconds, 1e-9)
         self.reporter.advance(
             self.done,
             f"epoch {self._epoch():.2f}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "

@@ -13,6 +13,9 @@ class Reporter(Protocol):
     def say(self, text: str) -> None:
         """One sentence or line that stays."""
 
+    def prepare(self, what: str, done: int, total: int) -> None:
+        """Long work before the training, such as decoding pictures into memory: `done` of `total` are done."""
+
     def begin(self, done: int, total: int) -> None:
         """Training begins after `done` of `total` updates."""
 
@@ -34,8 +37,22 @@ class ConsoleReporter:
         """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
+    def prepare(self, what: str, done: int, total: int) -> None:
+        """Draw a bar that goes away with the work, on a terminal."""
+        if not self.console.is_terminal:
+            return
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=total)
+        self._bar.update(self._task, description=what, completed=done, total=total)
+        if done >= total:
+            self.end()
+
     def begin(self, done: int, total: int) -> None:
         """Draw the bar, on a terminal."""
+        self.end()
         if not self.console.is_terminal:
             return
         self._bar = Progress(

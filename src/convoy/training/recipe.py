@@ -148,7 +148,16 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
-    """A built-in recipe as its file says it, with the sources in comments."""
+    """A built-in recipe as its file says it, with the sources in comments.
+
+    Raises:
+        ConvoyError: there is no such recipe.
+    """
+    names = recipe_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
+        raise ConvoyError(f"there is no recipe {name}: {hint}")
     return (_built_in() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -199,16 +208,12 @@ def validate(document: dict[str, Any]) -> Recipe:
 
 def _read(name_or_path: str) -> dict[str, Any]:
     path = Path(name_or_path)
-    names = recipe_names()
-    if name_or_path in names:
-        document = parse(recipe_text(name_or_path), f"{name_or_path}.yaml")
-        assert isinstance(document, dict)
-        return document
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists():
+    is_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists()
+    if is_path and name_or_path not in recipe_names():
         return read_mapping(path, "recipe")
-    close = difflib.get_close_matches(name_or_path, names, 1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
-    raise ConvoyError(f"there is no recipe {name_or_path}: {hint}")
+    document = parse(recipe_text(name_or_path), f"{name_or_path}.yaml")
+    assert isinstance(document, dict)
+    return document
 
 
 def _default_sections() -> dict[str, Any]:

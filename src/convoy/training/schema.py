@@ -2,9 +2,12 @@
 
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+
+from convoy.training.overrides import show
 
 Path = Sequence[str | int]
 
@@ -18,6 +21,37 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
             keys |= all_keys(kind, f"{prefix}{name}.")
         if not kinds:
             keys[f"{prefix}{name}"] = field.annotation
+    return keys
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key for people: where it stands, its default, what it accepts and means.
+
+    Attributes:
+        default: as YAML writes it; empty where a value is needed.
+    """
+
+    key: str
+    default: str
+    accepts: str
+    meaning: str
+
+
+def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[Key]:
+    """Every key of a document in order, those of each kind of a section after one another."""
+    keys: list[Key] = []
+    for name, field in model.model_fields.items():
+        kinds = section_classes(field.annotation)
+        for section in kinds:
+            variant = choices(section.model_fields["name"].annotation) if len(kinds) > 1 else []
+            keys += describe_keys(section, f"{prefix}{name}.", f" ({variant[0]})" if variant else kind)
+        if not kinds:
+            default = (
+                "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
+            )
+            options = [show(choice) for choice in choices(field.annotation)]
+            keys.append(Key(f"{prefix}{name}{kind}", default, " | ".join(options), field.description or ""))
     return keys
 
 

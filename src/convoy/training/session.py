@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy import models
-from convoy.data import DataSet, Order, evaluation_batches, open_data
+from convoy.data import DataSet, Order, evaluation_batches, num_workers, open_data
+from convoy.data.sources import Progress
 from convoy.engine import GradientTree, Probe, StepContext, passes, prepare, probe
 from convoy.errors import ConvoyError
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
@@ -53,7 +54,7 @@ class Session:
         return autocast_of(self.recipe, self.device)
 
     def evaluate(self) -> Evaluation:
-        """Evaluate what the run would deliver now, with averaged weights where there are any, on the whole test split."""
+        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split."""
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=sum(passes(self.quantities.sizes, self.merge)[0])
         )
@@ -80,15 +81,20 @@ class Session:
         )
 
 
-def set_up(recipe: Recipe, device: torch.device) -> Session:
+def set_up(recipe: Recipe, device: torch.device, progress: Progress | None = None) -> Session:
     """Open the data, build the network and everything around it.
+
+    Args:
+        recipe: what to train, and how.
+        device: where.
+        progress: is told of long work on the data: what, done, total.
 
     Raises:
         ConvoyError: the recipe, the data or the weights cannot be used as they are.
     """
     set_numerics(recipe)
     check_precision(recipe.precision, device)
-    data = open_data(recipe.data)
+    data = open_data(recipe.data, progress)
     quantities = resolve(recipe, len(data.train))
     model, notes = build_model(recipe, data)
     context = prepare(model, recipe.seed, recipe.batch_norm)
@@ -112,8 +118,12 @@ def set_up(recipe: Recipe, device: torch.device) -> Session:
         forward=torch.compile(model) if recipe.compile else model,
         probe=found,
         merge=merge,
-        derived=derive(recipe, len(data.train)),
-        notes=[*recipe.notes(), *notes, reason],
+        derived=[
+            *derive(recipe, len(data.train)),
+            Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"),
+            Derived("processes that load data", *num_workers(data, recipe.data), "Convoy"),
+        ],
+        notes=[*recipe.notes(), *data.notes, *notes],
     )
 
 
@@ -185,12 +195,12 @@ def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: i
 def _merge(recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device) -> tuple[int, str]:
     num = len(sizes)
     if recipe.reproducible:
-        return 1, f"reproducible: {num} microbatches one by one, gradients added in a fixed tree"
+        return 1, "reproducible: one by one"
     if recipe.batch_norm != "microbatch":
-        return num, f"batch norm over the whole batch ({recipe.batch_norm}): {num} microbatches in one pass"
+        return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
     merge = found.merge(sizes, device)
     if found.draws:
-        return 1, "microbatches run one by one: the network draws random numbers outside of dropout layers"
+        return 1, "one by one: the network draws random numbers outside of dropout layers"
     if not found.separable:
-        return 1, "microbatches run one by one: the network couples the samples of a batch"
-    return merge, f"{merge} of {num} microbatches run in one pass"
+        return 1, "one by one: the network couples the samples of a batch"
+    return merge, f"as many of {num} as fit in memory, {found.bytes_per_sample / 2**20:.1f} MiB a sample"

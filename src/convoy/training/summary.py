@@ -17,14 +17,16 @@ class Progress:
     """What the loop remembers over a stop; stored in every checkpoint.
 
     Attributes:
-        time_s: seconds of training so far, over all resumptions.
-        data_wait_s: seconds of them spent waiting for data.
+        time_s: seconds of the run so far, over all resumptions.
+        train_s: seconds of them without evaluations and checkpoints.
+        data_wait_s: seconds of those spent waiting for data.
         num_images: training images seen.
         best_top1, best_step: the best evaluation so far.
         bad_images: pictures that could not be read: name, reason, split.
     """
 
     time_s: float = 0.0
+    train_s: float = 0.0
     data_wait_s: float = 0.0
     num_images: int = 0
     best_top1: float | None = None
@@ -61,8 +63,8 @@ def write_summary(
         "best_top1": progress.best_top1,
         "best_step": progress.best_step,
         "time_s": progress.time_s,
-        "images_per_s": progress.num_images / progress.time_s if progress.time_s else None,
-        "data_wait_share": progress.data_wait_s / progress.time_s if progress.time_s else 0.0,
+        "images_per_s": progress.num_images / progress.train_s if progress.train_s else None,
+        "data_wait_share": progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
         "bad_images": progress.bad_images,
         "derived": [asdict(row) for row in session.derived],
         "notes": session.notes,

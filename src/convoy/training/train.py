@@ -66,7 +66,7 @@ def train(
     else:
         run.check_free()
     device = device or environment.choose_device(None)
-    session = set_up(recipe, device)
+    session = set_up(recipe, device, reporter.prepare)
     on_start(session)
     loop = Loop(session, run, reporter)
     if resuming:

@@ -39,7 +39,7 @@ class Window:
         return {
             "loss": loss / self.num_updates,
             "top1": correct / self.num_images,
-            "images_per_s": self.num_images / max(self._seconds(), 1e-9),
+            "images_per_s": self.num_images / max(self.seconds, 1e-9),
             "data_wait_s": self.data_wait_s,
         }
 
@@ -51,8 +51,10 @@ class Window:
             "num_correct": float(self.num_correct),
             "loss": float(self.loss),
             "data_wait_s": self.data_wait_s,
-            "before_s": self._seconds(),
+            "before_s": self.seconds,
         }
 
-    def _seconds(self) -> float:
+    @property
+    def seconds(self) -> float:
+        """Seconds of work."""
         return self.before_s + time.perf_counter() - self.started - self.paused_s
