@@ -11,7 +11,8 @@ from convoy.training.documents import dump, parse, read_mapping
     ("text", "value"),
     [
         ("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("-2", -2), ("090", 90), ("0x10", "0x10"),
-        ("1_000", "1_000"), ("no", "no"), ("on", "on"), ("True", True), ("false", False), ("null", None), ("~", None), ("", None),
+        ("1_000", "1_000"), ("no", "no"), ("on", "on"), ("True", True), ("false", False),
+        ("null", None), ("~", None), ("", None),
         ("1:30", "1:30"), ("2026-01-01", "2026-01-01"), ("1.2.3", "1.2.3"), ("'1'", "1"),
         ("[1, a, 2.5]", [1, "a", 2.5]),
     ],

@@ -49,8 +49,9 @@ def test_written_and_read_again_it_is_the_same(name: str, changes: list[str], tm
     assert yaml.safe_load(to_yaml(recipe))["batch"] == recipe.batch
 
 
-def test_the_default_recipe_says_the_defaults() -> None:
-    assert built_in("default") == Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"path": "mnist-mini"}})
+def test_the_default_recipe_says_the_defaults_and_clips() -> None:
+    plain = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"path": "mnist-mini"}})
+    assert built_in("default") == plain.model_copy(update={"clip_norm": 1.0})
 
 
 def test_a_recipe_of_ones_own_may_be_short(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def recipe_summary(name: str) -> str:
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[str] | None = None) -> Recipe:
     """Read a recipe, change it, check it.
 
-    What the recipe leaves out has `Recipe`'s defaults, which are those of the built-in recipe `default`.
+    What the recipe leaves out has `Recipe`'s defaults.
 
     Args:
         name_or_path: a built-in name, or the path of a YAML file such as a run's config.yaml.
