@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends with the weights of the run that was left alone. Real processes, SIGKILL."""
+"""A run that is killed again and again ends with the weights of the run that was left alone. Real processes."""
 
 import hashlib
 import json

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import TinyNet, write_mnist
 
 from convoy.cli import main
 from convoy.cli.app import VERBS
+from tiny import TinyNet, write_mnist
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tiny import TinyNet, write_mnist
 
 from convoy.cli import main
 from convoy.training import ConsoleReporter, load_recipe, train
+from tiny import TinyNet, write_mnist
 
 LENET = "train lenet --data {data} --batch 24"
 TINY = "train tiny:TinyNet --data {data} --batch 24"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
 from convoy.errors import ConvoyError
 from convoy.training import Outcome, Recipe, load_recipe, train
 from convoy.training.checkpoint import CheckpointStore
+from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
 BASE = {
     "model.name": "tiny:TinyNet",
@@ -144,7 +144,7 @@ def test_merged_and_single_microbatches_train_alike(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(data, tmp_path / "merged")
-    monkeypatch.setattr("convoy.engine.merge.MEMORY_SHARE", {"cpu": 0.0})
+    monkeypatch.setattr("convoy.engine.merge.CPU_BUDGET", 0)
     run(data, tmp_path / "single")
     for name, merged in (("merged", 3), ("single", 1)):
         derived = json.loads((tmp_path / name / "summary.json").read_text())["derived"]

@@ -6,7 +6,7 @@ from convoy.data.dataset import DataSet, open_data
 from convoy.data.decode import BadImage
 from convoy.data.loader import evaluation_batches, num_workers, training_batches
 from convoy.data.mixing import mix
-from convoy.data.normalise import normalise
+from convoy.data.normalise import Normalise
 from convoy.data.order import Order
 from convoy.data.sources import Source
 
@@ -17,11 +17,11 @@ __all__ = [
     "DataConfig",
     "DataSet",
     "MixConfig",
+    "Normalise",
     "Order",
     "Source",
     "evaluation_batches",
     "mix",
-    "normalise",
     "num_workers",
     "open_data",
     "training_batches",

@@ -140,9 +140,13 @@ class BatchMaker:
             corners = self.geometry.pad_offsets(width, height, self.geometry.draws(self.seed, epoch, samples))
             windows = sliding_window_view(padded, (size, size), axis=(1, 2))
             planes = windows[np.arange(num), corners[:, 1], corners[:, 0]]
-        images[places] = planes
-        mirrored = places[self._flips(samples, epoch)]
-        images[mirrored] = images[mirrored][..., ::-1]
+        if len(places) == len(images):
+            images[:] = planes
+        else:
+            images[places] = planes
+        if self.geometry.augment.flip:
+            mirrored = places[self._flips(samples, epoch)]
+            images[mirrored] = images[mirrored][..., ::-1]
         known_bad = self.source.bad if isinstance(self.source, PixelSource) else {}
         if not known_bad:
             return []

@@ -6,26 +6,30 @@ import torch
 from torch import Tensor
 
 
-def normalise(
-    images: Tensor,
-    mean: Sequence[float],
-    std: Sequence[float],
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> Tensor:
-    """(images / 255 - mean) / std for each channel, on the device where the images are.
+class Normalise:
+    """(images / 255 - mean) / std for each channel, on the device where the images are, in float32.
 
     Args:
-        images: uint8 [samples, channels, height, width].
         mean: of each channel, pixels from 0 to 1.
         std: of each channel, pixels from 0 to 1.
-        dtype: of the result; half precisions are computed in float32.
+        device: where the images will be.
         memory_format: of the result.
     """
-    exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    shape = (1, images.shape[1], 1, 1)
-    offset = torch.tensor(mean, dtype=torch.float64).mul_(255).to(images.device, exact).view(shape)
-    scale = torch.tensor(std, dtype=torch.float64).mul_(255).reciprocal_().to(images.device, exact).view(shape)
-    # In place on a contiguous copy: three times as fast on a CPU as broadcasting over channels that lie innermost.
-    result = images.to(exact, memory_format=torch.contiguous_format).sub_(offset).mul_(scale)
-    return result.to(dtype=dtype, memory_format=memory_format)
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device | None = None,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        scale = torch.tensor(std, dtype=torch.float64).mul_(255).reciprocal_()
+        shift = torch.tensor(mean, dtype=torch.float64).mul_(-255).mul_(scale)
+        self._scale, self._shift = (values.to(device, torch.float32).view(1, -1, 1, 1) for values in (scale, shift))
+        self._memory_format = memory_format
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Float32 [samples, channels, height, width] from uint8 of the same shape."""
+        # On a contiguous copy: three times as fast on a CPU as broadcasting over channels that lie innermost.
+        pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
+        return torch.addcmul(self._shift, pixels, self._scale).contiguous(memory_format=self._memory_format)

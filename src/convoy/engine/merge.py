@@ -5,7 +5,6 @@ would by itself. Layers that couple samples (batch norm) or draw random numbers 
 do. Whether anything else in the network couples samples or draws is seen by running it both ways.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from convoy.engine.context import StepContext
 
 PROBE_SAMPLES = 2
 TOLERANCE = 1e-2
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.5}
+CPU_BUDGET = 16 * 2**20
+CUDA_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,16 @@ class Probe:
     bytes_per_sample: int
 
     def merge(self, sizes: tuple[int, ...], device: torch.device) -> int:
-        """Microbatches in one pass: all of them, as many as fit in the device's share of memory, or one."""
+        """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
+
+        A GPU's budget is half of its memory. On a CPU large passes fall out of the caches and are slower than small
+        ones, so that a pass keeps 16 MiB for the backward pass at most.
+        """
         if self.draws or not self.separable:
             return 1
-        budget = _memory(device) * MEMORY_SHARE.get(device.type, 0.25)
+        budget = (
+            CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else CPU_BUDGET
+        )
         return max(1, min(len(sizes), int(budget // max(1, self.bytes_per_sample * max(sizes)))))
 
 
@@ -127,9 +133,3 @@ def _random_state(device: torch.device) -> Tensor:
     if device.type == "cuda":
         return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
     return torch.get_rng_state()
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

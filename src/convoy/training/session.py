@@ -203,4 +203,4 @@ def _merge(recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.d
         return 1, "one by one: the network draws random numbers outside of dropout layers"
     if not found.separable:
         return 1, "one by one: the network couples the samples of a batch"
-    return merge, f"as many of {num} as fit in memory, {found.bytes_per_sample / 2**20:.1f} MiB a sample"
+    return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"

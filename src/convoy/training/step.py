@@ -9,24 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.data import Batch, DataSet, MixConfig, mix, normalise
+from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
 from convoy.engine import GradientTree, StepContext
 from convoy.engine.random import fold
 from convoy.training.loss import ClassificationLoss, num_correct
 
 
-@dataclass(frozen=True)
 class InputPipeline:
     """Takes a batch's uint8 pictures to the device and normalises them there."""
 
-    data: DataSet
-    device: torch.device
-    memory_format: torch.memory_format
+    def __init__(self, data: DataSet, device: torch.device, memory_format: torch.memory_format) -> None:
+        self.data = data
+        self.device = device
+        self.normalise = Normalise(data.mean, data.std, device, memory_format)
 
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
-        images = batch.images[start:end].to(self.device, non_blocking=True)
-        return normalise(images, self.data.mean, self.data.std, memory_format=self.memory_format)
+        return self.normalise(batch.images[start:end].to(self.device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,9 @@ class TrainingStep:
                 torch.manual_seed(fold(self.context.seed, update, start))
             with self.autocast():
                 outputs = self.forward(images)
-                loss = self.loss(outputs, targets) * ((end - start) / total)
+                loss = self.loss(outputs, targets)
+                if end - start < total:
+                    loss = loss * ((end - start) / total)
             self.scaler.scale(loss).backward()
             if self.tree is not None:
                 self.tree.add()
