@@ -154,6 +154,13 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator[Batch, None, None]:
+    if workers == 0:
+        batches = (job.make(number) for number in numbers)
+        return (batch.pin_memory() for batch in batches) if pin_memory else batches
+    return _run_workers(job, numbers, workers, pin_memory)
+
+
+def _run_workers(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator[Batch, None, None]:
     loader = DataLoader(
         job,
         sampler=numbers,
@@ -161,7 +168,7 @@ def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
-        multiprocessing_context=_context() if workers else None,
+        multiprocessing_context=_context(),
         worker_init_fn=_follow_parent if workers else None,
         # Its own generator: otherwise each loader would draw a number from torch's global one.
         generator=torch.Generator(),

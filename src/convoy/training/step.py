@@ -30,10 +30,12 @@ class InputPipeline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss and number of right answers over the global batch, as tensors on the device."""
+    """What the passes of one update gave, as scalars on the device: `losses` add up to the mean loss, `correct` to the
+    number of right answers. They are not added here: on small networks every operation counts.
+    """
 
-    loss: Tensor
-    correct: Tensor
+    losses: list[Tensor]
+    correct: list[Tensor]
 
 
 @dataclass
@@ -79,8 +81,8 @@ class TrainingStep:
         total = len(batch.labels)
         device = self.pipeline.device
         labels = batch.labels.to(device, non_blocking=True)
-        loss_sum = torch.zeros((), device=device)
-        correct = torch.zeros((), dtype=torch.int64, device=device)
+        losses: list[Tensor] = []
+        correct: list[Tensor] = []
         start = 0
         for sizes in self.passes:
             end = start + sum(sizes)
@@ -106,9 +108,9 @@ class TrainingStep:
             self.scaler.scale(loss).backward()
             if self.tree is not None:
                 self.tree.add()
-            loss_sum += loss.detach()
-            correct += num_correct(outputs, targets)
+            losses.append(loss.detach())
+            correct.append(num_correct(outputs, targets))
             start = end
         if self.tree is not None:
             self.tree.finish()
-        return StepResult(loss_sum, correct)
+        return StepResult(losses, correct)

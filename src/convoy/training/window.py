@@ -19,37 +19,40 @@ class Window:
 
     num_updates: int = 0
     num_images: int = 0
-    num_correct: Tensor | float = 0.0
-    loss: Tensor | float = 0.0
+    num_correct: float = 0.0
+    loss: float = 0.0
     data_wait_s: float = 0.0
     before_s: float = 0.0
     paused_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+    _losses: list[Tensor] = field(default_factory=list)
+    _correct: list[Tensor] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update."""
         self.num_updates += 1
         self.num_images += num_images
-        self.loss = self.loss + result.loss
-        self.num_correct = self.num_correct + result.correct
+        self._losses += result.losses
+        self._correct += result.correct
 
     def averages(self) -> dict[str, float]:
         """Mean loss, share of right answers, images a second (pauses apart) and seconds waited for data."""
-        loss, correct = float(self.loss), float(self.num_correct)
+        self._collect()
         return {
-            "loss": loss / self.num_updates,
-            "top1": correct / self.num_images,
+            "loss": self.loss / self.num_updates,
+            "top1": self.num_correct / self.num_images,
             "images_per_s": self.num_images / max(self.seconds, 1e-9),
             "data_wait_s": self.data_wait_s,
         }
 
     def pack(self) -> dict[str, float]:
         """The sums, for a checkpoint; `Window(**sums)` goes on with them."""
+        self._collect()
         return {
             "num_updates": self.num_updates,
             "num_images": self.num_images,
-            "num_correct": float(self.num_correct),
-            "loss": float(self.loss),
+            "num_correct": self.num_correct,
+            "loss": self.loss,
             "data_wait_s": self.data_wait_s,
             "before_s": self.seconds,
         }
@@ -58,3 +61,11 @@ class Window:
     def seconds(self) -> float:
         """Seconds of work."""
         return self.before_s + time.perf_counter() - self.started - self.paused_s
+
+    def _collect(self) -> None:
+        """Read the device: one after the other and in double precision, so that a stop in between changes nothing."""
+        for value in self._losses:
+            self.loss += value.item()
+        for value in self._correct:
+            self.num_correct += value.item()
+        self._losses, self._correct = [], []
