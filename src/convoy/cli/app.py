@@ -61,9 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 for success, 2 for a mistake of the user, 1 for anything else.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # Before torch loads OpenMP: a thread that waits should sleep. Spinning for a core that another process has makes
-    # training many times slower on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Before torch loads OpenMP: a thread that waits spins shortly, then sleeps. Spinning on for a core that another
+    # process has makes training many times slower on a busy machine (docs/decisions.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False)
     except ConvoyError as error:
