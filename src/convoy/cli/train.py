@@ -80,8 +80,8 @@ def command(
         out, model = Path(model), None
     if resume and out is None:
         raise ConvoyError("--resume needs the run to go on with: convoy train RUN --resume")
-    resolved, out = _resolve(model, recipe, [*overrides, *settings], out, resume)
     console = Console(highlight=False)
+    resolved, out = _resolve(model, recipe, [*overrides, *settings], out, resume, console)
     with ConsoleReporter(console) as reporter:
         outcome = train(
             resolved,
@@ -106,7 +106,7 @@ def command(
 
 
 def _resolve(
-    model: str | None, recipe: str | None, overrides: list[str], out: Path | None, resume: bool
+    model: str | None, recipe: str | None, overrides: list[str], out: Path | None, resume: bool, console: Console
 ) -> tuple[Recipe, Path]:
     """The recipe of this command line, and the folder of its run."""
     if model is not None:
@@ -117,7 +117,11 @@ def _resolve(
         raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
     elif model is None and recipe is None:
         raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-    resolved = load_recipe(recipe or "default", overrides)
+    notes: list[str] = []
+    resolved = load_recipe(recipe or "default", overrides, notes)
+    for note in notes:
+        if note not in resolved.notes():  # those are printed, and kept, with the session's
+            console.print(note, markup=False, soft_wrap=True)
     return resolved, out or _free_folder(resolved)
 
 
@@ -137,7 +141,13 @@ def show_start(session: Session, console: Console) -> None:
     )
     width = max(len(row.name) for row in session.derived)
     for row in session.derived:
-        value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
+        value = (
+            row.value
+            if isinstance(row.value, str)
+            else f"{row.value:,}"
+            if row.value == int(row.value)
+            else f"{row.value:.6g}"
+        )
         console.print(f"  {row.name:{width}}  {value} = {row.formula}  ({row.source})", markup=False, soft_wrap=True)
     for note in session.notes:
         console.print(note, markup=False, soft_wrap=True)

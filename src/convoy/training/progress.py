@@ -1,5 +1,6 @@
 """How a run shows itself while it works: a live bar on a terminal, plain lines in a log file."""
 
+import time
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -26,12 +27,16 @@ class Reporter(Protocol):
         """Training has ended or stopped."""
 
 
+LINE_EVERY_S = 5.0
+
+
 class ConsoleReporter:
-    """Shows a run on a console: a bar where it is a terminal, a line for every news where it is not."""
+    """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
+        self._line_at = -LINE_EVERY_S
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -75,7 +80,8 @@ class ConsoleReporter:
                 self._bar.update(self._task, completed=done)
             else:
                 self._bar.update(self._task, completed=done, description=text)
-        elif text is not None:
+        elif text is not None and time.monotonic() - self._line_at >= LINE_EVERY_S:
+            self._line_at = time.monotonic()
             self.say(text)
 
     def end(self) -> None:

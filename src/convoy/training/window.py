@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from convoy.training.step import StepResult
@@ -64,8 +65,8 @@ class Window:
 
     def _collect(self) -> None:
         """Read the device: one after the other and in double precision, so that a stop in between changes nothing."""
-        for value in self._losses:
-            self.loss += value.item()
-        for value in self._correct:
-            self.num_correct += value.item()
-        self._losses, self._correct = [], []
+        if self._losses:
+            for value in torch.stack(self._losses).tolist():
+                self.loss += value
+            self.num_correct += int(torch.stack(self._correct).sum())
+            self._losses, self._correct = [], []
