@@ -53,6 +53,9 @@ OPTIONS = {
     "warm-up longer than the training": (f"{LENET} --epochs 2 --set schedule.warmup=3ep", "warmup"),
     "negative workers": (f"{LENET} --workers -1", "data.workers"),
     "unknown way with bad images": (f"{LENET} --bad-images ignore", "skip"),
+    "reproducible with sync": (f"{LENET} --reproducible --batch-norm sync", "batch_norm"),
+    "a name that is too long": ("train lenet --data " + "x" * 300, "too long"),
+    "an empty name": ("data ", "PATH"),
     "option of another model": (f"{LENET} --set model.options.dropout=0.5", "dropout"),
 }
 

@@ -16,7 +16,7 @@ def checkpoint(step: int) -> Checkpoint:
         "model.count": torch.tensor(step),
         "model.half": torch.randn(5, generator=generator).bfloat16(),
     }
-    return Checkpoint(step, tensors, {"loss": 0.1 + 0.2, "name": "x", "list": [1, None]})
+    return Checkpoint(step, "run", tensors, {"loss": 0.1 + 0.2, "name": "x", "list": [1, None]})
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(store: CheckpointS
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         path.write_bytes({"truncated": content[:middle], "one bit": flipped, "empty": b""}[damage])
-    found, refused = store.load_latest()
+    found, refused = store.load_latest("run")
     assert found is not None
     assert found.step == 1
     assert len(refused) == 1
@@ -73,7 +73,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(store: CheckpointS
 def test_without_damage_the_newest_is_used(store: CheckpointStore) -> None:
     store.save(checkpoint(1))
     store.save(checkpoint(2))
-    found, refused = store.load_latest()
+    found, refused = store.load_latest("run")
     assert found is not None
     assert (found.step, refused) == (2, [])
 
@@ -82,7 +82,7 @@ def test_foreign_folder_is_refused(store: CheckpointStore) -> None:
     place = store.save(checkpoint(3))
     (place / "checkpoint.json").write_text(json.dumps({"format": "other", "record_sha256": "", "sha256": {}}))
     with pytest.raises(DamagedCheckpointError, match="foreign format 'other'"):
-        store.load_latest()
+        store.load_latest("run")
 
 
 def test_a_file_that_was_put_in_is_refused(store: CheckpointStore) -> None:
@@ -112,4 +112,4 @@ def test_a_write_that_fails_leaves_the_one_before(store: CheckpointStore, monkey
 
 
 def test_no_checkpoint_at_all(store: CheckpointStore) -> None:
-    assert store.load_latest() == (None, [])
+    assert store.load_latest("run") == (None, [])

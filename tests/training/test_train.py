@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,6 +172,38 @@ def test_the_newest_whole_checkpoint_is_used_and_named(data: Path, tmp_path: Pat
     assert f"6 of {TOTAL}" in watcher.said
 
 
+def test_new_checkpoints_stay_where_damaged_newer_ones_lie(data: Path, tmp_path: Path) -> None:
+    settings = ["checkpoint.every=1ba", "checkpoint.keep=1", "log_every=1ba"]
+    run(data, tmp_path / "run", settings, Watcher(3))
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step-00000003", folder / "step-00000099")
+    stopped = run(data, tmp_path / "run", settings, Watcher(5), resume=True)
+    assert stopped.steps == 5
+    watcher = Watcher()
+    run(data, tmp_path / "run", settings, watcher, resume=True)
+    assert f"5 of {TOTAL}" in watcher.said
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(data: Path, tmp_path: Path) -> None:
+    settings = ["log_every=1ba"]
+    run(data, tmp_path / "run", settings, Watcher(3))
+    run(data, tmp_path / "other", [*settings, "seed=1"], Watcher(5))
+    foreign = "step-00000005"
+    shutil.copytree(tmp_path / "other" / "checkpoints" / foreign, tmp_path / "run" / "checkpoints" / foreign)
+    watcher = Watcher()
+    run(data, tmp_path / "run", settings, watcher, resume=True)
+    assert f"3 of {TOTAL}" in watcher.said
+    assert any(foreign in sentence and "another run" in sentence for sentence in watcher.said)
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_metrics(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run")
+    keys = ("split", "step", "loss", "top1", "lr")
+    before = metrics(tmp_path / "run", *keys)
+    run(data, tmp_path / "run", resume=True)
+    assert metrics(tmp_path / "run", *keys) == before
+
+
 def test_another_recipe_does_not_go_on_with_a_run(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", ["log_every=1ba"], Watcher(3))
     with pytest.raises(ConvoyError, match=r"seed=0 and cannot go on with seed=1"):
@@ -179,8 +212,12 @@ def test_another_recipe_does_not_go_on_with_a_run(data: Path, tmp_path: Path) ->
 
 
 def test_a_loss_that_is_no_number_stops_the_run(data: Path, tmp_path: Path) -> None:
+    settings = ["optimizer.lr=1e30", "schedule.warmup=0ba", "checkpoint.every=1ba", "log_every=100ba"]
     with pytest.raises(ConvoyError, match=r"the loss became .* lower optimizer.lr"):
-        run(data, tmp_path / "run", ["optimizer.lr=1e30", "schedule.warmup=0ba"])
+        run(data, tmp_path / "run", settings)
+    for step in CheckpointStore(tmp_path / "run" / "checkpoints").steps():
+        tensors = CheckpointStore(tmp_path / "run" / "checkpoints").load(step).tensors
+        assert step == 1 or all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 def test_nothing_is_made_when_something_is_wrong(data: Path, tmp_path: Path) -> None:

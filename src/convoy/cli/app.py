@@ -1,5 +1,6 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
+import errno
 import importlib
 import os
 import sys
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _fail(f"the name {str(error.filename)[:60]}... is too long for a file: shorten it", 2, arguments)
         hint = "" if _verbose(arguments) else " (add -v for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{hint}", 1, arguments)
     return status if isinstance(status, int) else 0

@@ -3,7 +3,8 @@
 import click
 
 from convoy.cli import options, tables
-from convoy.data import BadImage, DataConfig, open_data
+from convoy.data import BadImage, open_data
+from convoy.training import load_recipe
 
 
 @click.command(
@@ -23,7 +24,7 @@ def command(path: str, check: bool, as_json: bool) -> int:
 
     With --check the exit status is 1 if any picture cannot be read.
     """
-    data = open_data(DataConfig(path=path))
+    data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}"]).data)
     rows = []
     bad: list[str] = []
     for split, source in (("train", data.train), ("test", data.test)):

@@ -36,7 +36,7 @@ KEYS = {
 Examples:
   convoy train lenet --data mnist-mini
   convoy train --recipe cifar-quick --data /data/cifar10 --out runs/cifar
-  convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --set optimizer.lr=0.4
+  convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --batch 1024
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
 """,
@@ -97,11 +97,12 @@ def command(
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
             f"go on with: convoy train {out} --resume",
+            markup=False,
             soft_wrap=True,
         )
         return 1
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
-    console.print(f"report: {report}", soft_wrap=True)
+    console.print(f"report: {report}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -137,6 +138,7 @@ def show_start(session: Session, console: Console) -> None:
     console.print(
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
+        markup=False,
         soft_wrap=True,
     )
     width = max(len(row.name) for row in session.derived)

@@ -14,7 +14,7 @@ _RAND_AUGMENT_OPERATIONS = 15
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AugmentConfig(_Section):

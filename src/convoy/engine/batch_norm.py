@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.context import StepContext
+from convoy.errors import ConvoyError
 
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -33,7 +34,11 @@ class MicrobatchNorm(_BatchNorm):
         sizes = self.context.sizes
         if not self.training or len(sizes) < 2:
             return super().forward(input)
-        assert sum(sizes) == len(input), f"{sum(sizes)} samples announced, {len(input)} given"
+        if sum(sizes) != len(input):
+            raise ConvoyError(
+                f"a batch norm of {self.num_features} channels sees {len(input)} samples of a batch of {sum(sizes)}: "
+                "the network folds something into the batch, so set batch_norm=sync"
+            )
         return torch.cat([super(MicrobatchNorm, self).forward(piece) for piece in input.split(sizes)])
 
 

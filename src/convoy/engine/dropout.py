@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from convoy.engine.context import StepContext
 from convoy.engine.random import layer_key, random_bits
+from convoy.errors import ConvoyError
 
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -19,6 +20,7 @@ class SampleDropout(nn.Module):
         super().__init__()
         self.p = p
         self.channels = channels
+        self.name = name
         self.key = layer_key(name)
         self.context = context
         context.draws = True
@@ -28,7 +30,11 @@ class SampleDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         keys = self.context.keys
-        assert len(keys) == len(x), f"{len(keys)} samples announced, {len(x)} given"
+        if len(keys) != len(x):
+            raise ConvoyError(
+                f"the dropout layer {self.name} sees {len(x)} samples of a batch of {len(keys)}: the network folds "
+                "something into the batch, so its masks cannot follow the samples; remove that dropout"
+            )
         shape = x.shape[:2] if self.channels else x.shape
         bits = random_bits(keys, self.key, shape[1:].numel()).view(shape)
         threshold = min(int(self.p * 2**32), 2**32 - 1) - 2**31

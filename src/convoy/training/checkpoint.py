@@ -39,11 +39,13 @@ class Checkpoint:
 
     Attributes:
         step: weight updates done.
+        identity: of the run: checkpoints of others are not taken.
         tensors: everything that is a tensor, by name.
         values: everything else, as JSON can hold it.
     """
 
     step: int
+    identity: str
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
@@ -71,7 +73,8 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self._place(checkpoint.step)
         temporary = place.with_name(f".{place.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        for unfinished in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         try:
             self._write(temporary, checkpoint)
             if place.exists():
@@ -81,7 +84,7 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync(self.folder)
-        self._prune(best_step)
+        self._prune(checkpoint.step, best_step)
         return place
 
     def load(self, step: int) -> Checkpoint:
@@ -101,10 +104,10 @@ class CheckpointStore:
                 if isinstance(entry, TensorStorageMetadata)
             }
             state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
-        return Checkpoint(step, tensors, record["values"])
+        return Checkpoint(step, record["identity"], tensors, record["values"])
 
-    def load_latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Read the newest checkpoint that is whole.
+    def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:
+        """Read the newest checkpoint that is whole and of the run with this identity.
 
         Returns:
             The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
@@ -115,7 +118,10 @@ class CheckpointStore:
         refused: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return self.load(step), refused
+                checkpoint = self.load(step)
+                if checkpoint.identity != identity:
+                    raise DamagedCheckpointError(f"checkpoint {self._place(step)} is foreign: it is of another run")
+                return checkpoint, refused
             except DamagedCheckpointError as error:
                 refused.append(str(error))
         if refused:
@@ -140,14 +146,17 @@ class CheckpointStore:
         record: dict[str, Any] = {
             "format": FORMAT,
             "step": checkpoint.step,
+            "identity": checkpoint.identity,
             "values": json.loads(to_json(checkpoint.values)),
             "sha256": {path.name: _sha256(path) for path in files},
         }
         record["record_sha256"] = _record_digest(record)
         write_json(folder / "checkpoint.json", record)
 
-    def _prune(self, best_step: int | None) -> None:
-        for step in self.steps()[: -self.keep]:
+    def _prune(self, newest: int, best_step: int | None) -> None:
+        """Keep the last ones up to `newest`; later ones are damaged leftovers of before a resumption."""
+        steps = [step for step in self.steps() if step <= newest]
+        for step in steps[: -self.keep]:
             if step != best_step:
                 shutil.rmtree(self._place(step), ignore_errors=True)
 

@@ -25,7 +25,7 @@ def choose_device(name: str | None) -> torch.device:
         raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConvoyError(f"--device {name} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
         raise ConvoyError(f"--device {name} is not here: torch sees {torch.cuda.device_count()} GPUs; use --device cpu")
     return device
 

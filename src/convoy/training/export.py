@@ -1,6 +1,7 @@
 """Export to ONNX, checked by running the file."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def export_onnx(model: nn.Module, data: DataSet, path: Path) -> float:
         raise ConvoyError(f"ONNX export needs {error.name}: pip install 'convoy-nn[onnx]'") from error
     if not path.parent.is_dir():
         raise ConvoyError(f"the folder {path.parent} does not exist: make it, or choose another --to")
+    if path.is_dir():
+        raise ConvoyError(f"{path} is a folder: name a file, e.g. --to {path / 'model.onnx'}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
     model = model.eval()
     images = torch.rand(2, data.channels, data.image_size, data.image_size, generator=torch.Generator().manual_seed(0))
     try:

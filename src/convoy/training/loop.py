@@ -12,6 +12,7 @@ from convoy.training.evaluate import Evaluation
 from convoy.training.interrupt import Interrupt
 from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
+from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.summary import Progress
@@ -34,6 +35,7 @@ class Loop:
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
         self.run = run
+        self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = Progress()
         self.window = Window()
         self.done = 0
@@ -47,7 +49,7 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
-        checkpoint, refused = self.store.load_latest()
+        checkpoint, refused = self.store.load_latest(self.identity)
         for sentence in refused:
             self.session.notes.append(f"{sentence}; the one before it was used")
             self.reporter.say(self.session.notes[-1])
@@ -55,7 +57,7 @@ class Loop:
             values = self.session.state.unpack(checkpoint)
             self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
             self.done = self._saved = checkpoint.step
-        self.run.forget_metrics_after(self.done)
+        self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -90,6 +92,7 @@ class Loop:
             first_update=self.done,
             num_updates=self.session.quantities.total_updates - self.done,
             seed=recipe.seed,
+            pin_memory=self.session.device.type == "cuda",
         )
 
     def _updates(self, batches: Iterator[Batch]) -> Iterator[None]:
@@ -109,31 +112,24 @@ class Loop:
                 averaged.update_parameters(self.session.model)
             self.done += 1
             self.window.add(result, len(batch.labels))
-            paused = time.perf_counter()
             if self.done % quantities.log_every == 0 or self.done == total:
                 self._log()
-            elif paused - self._shown > SHOW_EVERY_S:
-                self._shown = paused
+            elif time.perf_counter() - self._shown > SHOW_EVERY_S:
+                self._shown = time.perf_counter()
                 self.reporter.advance(self.done)
+            self.window.pause()
             if self.done % quantities.evaluate_every == 0 and self.done < total:
                 self._evaluate()
             if self.done % quantities.checkpoint_every == 0 and self.done < total:
                 self._save()
             yield
+            self.window.go_on()
             asked = time.perf_counter()
-            self.window.paused_s += asked - max(paused, self.window.started)
 
     def _log(self) -> None:
         window, self.window = self.window, Window()
         seconds, values = window.seconds, window.averages()
-        if not math.isfinite(values["loss"]):
-            before = (
-                f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
-            )
-            raise ConvoyError(
-                f"the loss became {values['loss']} before update {self.done}: lower optimizer.lr, lengthen "
-                f"schedule.warmup or set clip_norm ({before})"
-            )
+        self._check_loss(values["loss"])
         self.progress.train_s += seconds
         self.progress.data_wait_s += window.data_wait_s
         self.progress.num_images += window.num_images
@@ -146,6 +142,14 @@ class Loop:
             f"epoch {self._epoch():.2f}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
             f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
         )
+
+    def _check_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            saved = f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
+            raise ConvoyError(
+                f"the loss became {loss} by update {self.done}: lower optimizer.lr, lengthen schedule.warmup or set "
+                f"clip_norm ({saved})"
+            )
 
     def _evaluate(self) -> None:
         result = self.evaluation = self.session.evaluate()
@@ -176,8 +180,10 @@ class Loop:
         if self._saved == self.done:
             return
         self._time()
-        values = {"progress": vars(self.progress), "window": self.window.pack()}
-        self.store.save(self.session.state.pack(self.done, values), self.progress.best_step)
+        window = self.window.pack()
+        self._check_loss(window["loss"])
+        values = {"progress": vars(self.progress), "window": window}
+        self.store.save(self.session.state.pack(self.done, self.identity, values), self.progress.best_step)
         self._saved = self.done
 
     def _epoch(self) -> float:

@@ -15,7 +15,7 @@ class MetricsWriter:
 
     def __init__(self, metrics: Path, tensorboard: Path, first_step: int = 0) -> None:
         self._file = metrics.open("a", encoding="utf-8", buffering=1)
-        self._board = SummaryWriter(str(tensorboard), purge_step=first_step or None)
+        self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
 
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""

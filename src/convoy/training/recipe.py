@@ -82,7 +82,7 @@ class Recipe(Section):
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
-    ema: EmaConfig | None = Field(None, description="evaluate an average of the weights too")
+    ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     batch_norm: Literal["microbatch", "sync", "local"] = Field(
         "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
@@ -105,6 +105,11 @@ class Recipe(Section):
             raise ValueError(
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
                 "or raise batch"
+            )
+        if self.reproducible and self.batch_norm != "microbatch" and self.microbatches != 1:
+            raise ValueError(
+                f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
+                "at once: set batch_norm=microbatch, or microbatches=1"
             )
         if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             raise ValueError(

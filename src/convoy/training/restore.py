@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from convoy.data import DataConfig, DataSet, evaluation_batches, open_data
+from convoy.data import DataSet, evaluation_batches, open_data
 from convoy.errors import ConvoyError
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.recipe import Recipe, load_recipe
@@ -56,7 +56,7 @@ def restore(path: Path, data_path: str | None = None) -> Trained:
     without_weights = recipe.model.model_copy(update={"weights": None})
     recipe = recipe.model_copy(update={"model": without_weights})
     if data_path is not None:
-        config = DataConfig(**{**recipe.data.model_dump(), "path": data_path, "format": "auto"})
+        config = load_recipe(str(run.config), [f"data.path={data_path}", "data.format=auto"]).data
         recipe = recipe.model_copy(update={"data": config})
     set_numerics(recipe)
     data = open_data(recipe.data)

@@ -1,5 +1,7 @@
 """Whether a recipe may go on with a run that another one began."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +32,20 @@ def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]
     """Keys that define the result and differ, with both values."""
     now, before = (dict(_leaves(each.model_dump(mode="json"))) for each in (recipe, begun))
     for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE):
+        if now.get(key) != before.get(key) and not _is_free(key):
             yield key, now.get(key), before.get(key)
+
+
+def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
+    """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
+    leaves = dict(_leaves(recipe.model_dump(mode="json")))
+    fixed = {key: value for key, value in leaves.items() if not _is_free(key)}
+    text = json.dumps([fixed, num_train, num_test], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
 def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

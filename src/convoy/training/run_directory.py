@@ -72,14 +72,20 @@ class RunDirectory:
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the metrics of updates that will be done again; a half-written last line goes too."""
+    def forget_metrics_after(self, step: int, final: bool = False) -> None:
+        """Drop the metrics of updates that will be done again; a half-written last line goes too.
+
+        Args:
+            step: weight updates that are done.
+            final: they are all, and only the last evaluation will be done again.
+        """
         if not self.metrics.exists():
             return
         kept = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                entry = json.loads(line)
+                if entry["step"] < step or (entry["step"] == step and not (final and entry["split"] == "test")):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue

@@ -119,9 +119,8 @@ def set_up(recipe: Recipe, device: torch.device, progress: Progress | None = Non
         probe=found,
         merge=merge,
         derived=[
-            *derive(recipe, len(data.train)),
+            *derive(recipe, len(data.train), workers=num_workers(data, recipe.data)),
             Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"),
-            Derived("processes that load data", *num_workers(data, recipe.data), "Convoy"),
         ],
         notes=[*recipe.notes(), *data.notes, *notes],
     )
@@ -174,7 +173,7 @@ def _probe(
         return probe(model, context, shape, device, samples=min(2, *sizes))
     except ConvoyError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConvoyError(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"

@@ -29,8 +29,8 @@ class RunState:
         """The network that the run is for: with averaged weights, where there are any."""
         return self.model if self.averaged is None else self.averaged.module
 
-    def pack(self, step: int, loop: Mapping[str, Any]) -> Checkpoint:
-        """The state after `step` updates, with the loop's own values beside it."""
+    def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
+        """The state after `step` updates of a run, with the loop's own values beside it."""
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         if self.averaged is not None:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.averaged.state_dict().items()}
@@ -50,7 +50,7 @@ class RunState:
             "optimizer": {"scalars": scalars, "groups": groups},
             "scaler": self.scaler.state_dict(),
         }
-        return Checkpoint(step, tensors, values)
+        return Checkpoint(step, identity, tensors, values)
 
     def unpack(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Take over a checkpoint's state; nothing is changed if it does not fit.
@@ -59,7 +59,7 @@ class RunState:
             The loop's own values, as they were given to `pack`.
 
         Raises:
-            DamagedCheckpointError: the checkpoint is of another model or optimiser.
+            DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
         self._check("model.", self.model, checkpoint)
@@ -77,7 +77,7 @@ class RunState:
                 state[index] = entry
         groups = self.optimizer.state_dict()["param_groups"]
         for group, saved in zip(groups, values["optimizer"]["groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key in group})
+            group.update(saved)
         self.model.load_state_dict(_below("model.", tensors))
         if self.averaged is not None:
             self.averaged.load_state_dict(_below("ema.", tensors))

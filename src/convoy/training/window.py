@@ -16,6 +16,7 @@ class Window:
     Attributes:
         before_s: seconds of work before the run was stopped and resumed.
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
+        paused_at: when the pause began that lasts now.
     """
 
     num_updates: int = 0
@@ -25,6 +26,7 @@ class Window:
     data_wait_s: float = 0.0
     before_s: float = 0.0
     paused_s: float = 0.0
+    paused_at: float | None = None
     started: float = field(default_factory=time.perf_counter)
     _losses: list[Tensor] = field(default_factory=list)
     _correct: list[Tensor] = field(default_factory=list)
@@ -35,6 +37,16 @@ class Window:
         self.num_images += num_images
         self._losses += result.losses
         self._correct += result.correct
+
+    def pause(self) -> None:
+        """Evaluations and checkpoints begin."""
+        self.paused_at = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Training goes on."""
+        if self.paused_at is not None:
+            self.paused_s += time.perf_counter() - self.paused_at
+            self.paused_at = None
 
     def averages(self) -> dict[str, float]:
         """Mean loss, share of right answers, images a second (pauses apart) and seconds waited for data."""
@@ -61,7 +73,8 @@ class Window:
     @property
     def seconds(self) -> float:
         """Seconds of work."""
-        return self.before_s + time.perf_counter() - self.started - self.paused_s
+        now = time.perf_counter() if self.paused_at is None else self.paused_at
+        return self.before_s + now - self.started - self.paused_s
 
     def _collect(self) -> None:
         """Read the device: one after the other and in double precision, so that a stop in between changes nothing."""
