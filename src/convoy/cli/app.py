@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _fail(f"the name {str(error.filename)[:60]}... is too long for a file: shorten it", 2, arguments)
         hint = "" if _verbose(arguments) else " (add -v for the traceback)"
-        return _fail(f"{type(error).__name__}: {error}{hint}", 1, arguments)
+        reason = str(error).partition("\n")[0]
+        return _fail(f"{type(error).__name__}: {reason}{hint}", 1, arguments)
     return status if isinstance(status, int) else 0
 
 

@@ -17,7 +17,8 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool, right: Sequence[str] = (
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in rows[0] if rows else ():
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        first = not table.columns
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=first)
     for row in rows:
         table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
     Console(highlight=False).print(table)

@@ -76,10 +76,13 @@ def command(
     MODEL may be left out where the recipe names it.
     """
     overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    if resume and out is None and model is not None and RunDirectory(Path(model)).is_run():
+    if out is None and model is not None and RunDirectory(Path(model)).is_run():
+        if not resume:
+            raise ConvoyError(f"{model} is a run: go on with it by convoy train {model} --resume")
         out, model = Path(model), None
     if resume and out is None:
-        raise ConvoyError("--resume needs the run to go on with: convoy train RUN --resume")
+        named = f"{model} is no run directory: " if model is not None else ""
+        raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
     console = Console(highlight=False)
     resolved, out = _resolve(model, recipe, [*overrides, *settings], out, resume, console)
     with ConsoleReporter(console) as reporter:

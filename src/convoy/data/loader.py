@@ -103,7 +103,9 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
         return 0, "pictures in memory need no worker processes"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    return min(max(cores // ranks, 1), _MAX_AUTOMATIC), f"min({cores} cores / {ranks} ranks here, {_MAX_AUTOMATIC})"
+    return min(
+        max(cores // ranks, 1), _MAX_AUTOMATIC
+    ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"
 
 
 def _maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:

@@ -1,6 +1,7 @@
 """Export to ONNX, checked by running the file."""
 
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ def export_onnx(model: nn.Module, data: DataSet, path: Path) -> float:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ConvoyError(f"ONNX export needs {error.name}: pip install 'convoy-nn[onnx]'") from error
+        raise ConvoyError(f"ONNX export needs {error.name or 'onnx'}: pip install 'convoy-nn[onnx]'") from error
     if not path.parent.is_dir():
         raise ConvoyError(f"the folder {path.parent} does not exist: make it, or choose another --to")
     if path.is_dir():
@@ -44,6 +45,7 @@ def export_onnx(model: nn.Module, data: DataSet, path: Path) -> float:
     model = model.eval()
     images = torch.rand(2, data.channels, data.image_size, data.image_size, generator=torch.Generator().manual_seed(0))
     try:
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision's operators are absent
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(

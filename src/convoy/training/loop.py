@@ -169,7 +169,7 @@ class Loop:
         quantities = self.session.quantities
         epochs = quantities.total_updates / quantities.updates_per_epoch
         self.reporter.say(
-            f"epoch {self._epoch():g} of {epochs:g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
+            f"epoch {self._epoch():.3g} of {epochs:.3g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
             f" over {result.num_images:,} images"
         )
         if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
