@@ -1,6 +1,7 @@
 """The verbs, as a person calls them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from convoy.cli import main
 from convoy.cli.app import VERBS
+from convoy.training.restore import restore
 from tiny import TinyNet, write_mnist
 
 
@@ -65,6 +67,19 @@ def test_eval_gives_what_the_run_measured(run: Path, capsys: pytest.CaptureFixtu
     assert row["loss"] == pytest.approx(summary["loss"], rel=1e-6)
     assert main(["eval", str(run)]) == 0
     assert "%" in capsys.readouterr().out
+
+
+def test_eval_prepares_other_data_as_the_run_did(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = f"--data {run.parent / 'data'} --batch 24 --epochs 1ba --set data.mean=[0.9] --set data.std=[0.1]"
+    assert main(f"train tiny:TinyNet {settings} --out {tmp_path / 'run'}".split()) == 0
+    loss = json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]
+    copy = shutil.copytree(run.parent / "data", tmp_path / "copy")
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--data", str(copy), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == pytest.approx(loss, rel=1e-6)
+    with_own_statistics = restore(tmp_path / "run")
+    object.__setattr__(with_own_statistics.data, "mean", (0.1,))
+    assert with_own_statistics.evaluate(torch.device("cpu")).loss != pytest.approx(loss, rel=1e-6)
 
 
 def test_export_to_onnx_runs_elsewhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

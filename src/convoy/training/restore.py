@@ -1,14 +1,16 @@
 """Brings back what a run delivered: its recipe, its data and its trained network."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from convoy.data import DataSet, evaluation_batches, open_data
+from convoy.data import DataConfig, DataSet, evaluation_batches, open_data
 from convoy.errors import ConvoyError
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.recipe import Recipe, load_recipe
@@ -37,6 +39,33 @@ class Trained:
         return evaluate(self.model, batches, pipeline, num_classes, lambda: autocast_of(self.recipe, device))
 
 
+def network_input(data: DataSet) -> dict[str, Any]:
+    """What a network is given: kept with the run, so that other data is prepared for it in the same way."""
+    return {
+        "classes": data.classes,
+        "channels": data.channels,
+        "image_size": data.image_size,
+        "resize": data.resize,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
+
+
+def _recorded_input(run: RunDirectory) -> dict[str, Any]:
+    path = run.path / "environment.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["input"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConvoyError(f"{path} does not say how pictures were prepared: evaluate without --data") from error
+    return found
+
+
+def _other_data(run: RunDirectory, data_path: str) -> DataConfig:
+    settings = {"path": data_path, "format": "auto", "validation_fraction": "null", "split_seed": "null"}
+    settings |= {key: value for key, value in _recorded_input(run).items() if key != "classes"}
+    return load_recipe(str(run.config), [f"data.{key}={value}" for key, value in settings.items()]).data
+
+
 def restore(path: Path, data_path: str | None = None) -> Trained:
     """Load a finished run.
 
@@ -56,10 +85,11 @@ def restore(path: Path, data_path: str | None = None) -> Trained:
     without_weights = recipe.model.model_copy(update={"weights": None})
     recipe = recipe.model_copy(update={"model": without_weights})
     if data_path is not None:
-        config = load_recipe(str(run.config), [f"data.path={data_path}", "data.format=auto"]).data
-        recipe = recipe.model_copy(update={"data": config})
+        recipe = recipe.model_copy(update={"data": _other_data(run, data_path)})
     set_numerics(recipe)
     data = open_data(recipe.data)
+    if data_path is not None and data.classes != _recorded_input(run)["classes"]:
+        raise ConvoyError(f"{data_path} has other classes than {path} was trained on: give data with the same classes")
     model, _ = build_model(recipe, data)
     try:
         model.load_state_dict(load_file(run.weights))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
 from convoy.data import DataSet, Order, evaluation_batches, num_workers, open_data
@@ -97,6 +98,8 @@ def set_up(recipe: Recipe, device: torch.device, progress: Progress | None = Non
     data = open_data(recipe.data, progress)
     quantities = resolve(recipe, len(data.train))
     model, notes = build_model(recipe, data)
+    if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     context = prepare(model, recipe.seed, recipe.batch_norm)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]

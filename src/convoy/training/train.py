@@ -11,6 +11,7 @@ from convoy.training.files import write_json
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.restore import network_input
 from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
@@ -73,7 +74,7 @@ def train(
         loop.resume()
         reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
     else:
-        run.create(to_yaml(recipe), environment.describe(command, device))
+        run.create(to_yaml(recipe), {**environment.describe(command, device), "input": network_input(session.data)})
     write_summary(run, session, loop.progress, "running", loop.done, None)
     signal = loop.run_to_end()
     if signal is None:
