@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -120,11 +121,11 @@ class _Refusal:
     sentence: str
 
 
-class _Job(Dataset[Batch | _Refusal]):
+class _Job(Dataset[Batch | _Refusal], ABC):
     """Makes a batch from its number."""
 
-    def make(self, number: int) -> Batch:
-        raise NotImplementedError
+    @abstractmethod
+    def make(self, number: int) -> Batch: ...
 
     def __getitem__(self, number: int) -> Batch | _Refusal:
         try:
