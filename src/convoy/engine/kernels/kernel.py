@@ -1,0 +1,40 @@
+"""What is known when a rank's version of a call is built."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from convoy.engine.context import StepContext
+from convoy.engine.groups import Groups
+from convoy.graph.graph import Call, Graph
+from convoy.plans.layout import Indices, Layout
+from convoy.plans.mesh import Coordinates, Mesh
+
+Kernel = Callable[..., Sequence[Tensor]]
+"""Takes the rank's tensors of `call.inputs`, in order, and gives those of `call.outputs`, in order."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call on one rank.
+
+    Attributes:
+        layouts: of every input and output of the call, as its rule asked for them.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    coordinates: Coordinates
+    groups: Groups
+    context: StepContext
+    call: Call
+    layouts: Mapping[str, Layout]
+
+    def parts(self, name: str, dim: int) -> Indices:
+        """The global indices of a dimension that this rank holds of a value."""
+        return self.layouts[name].parts(dim, self.mesh, self.coordinates, self.graph.shape(name)[dim])
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what this rank holds of a value."""
+        return self.layouts[name].local_shape(self.graph.shape(name), self.mesh, self.coordinates)

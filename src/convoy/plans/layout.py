@@ -1,0 +1,103 @@
+"""How one tensor lies over the mesh."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from convoy.plans.mesh import Axes, Mesh
+
+Indices = range | tuple[int, ...]
+
+
+def indices(numbers: Iterable[int]) -> Indices:
+    """Indices in their one form: a range where they are consecutive."""
+    listed = tuple(numbers)
+    if not listed:
+        return range(0)
+    run = range(listed[0], listed[0] + len(listed))
+    return run if tuple(run) == listed else listed
+
+
+def balanced(total: int, parts: int) -> tuple[range, ...]:
+    """Cut `total` into consecutive ranges as even as can be, the larger ones first."""
+    size, larger = divmod(total, parts)
+    ends = [index * size + min(index, larger) for index in range(parts + 1)]
+    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Consecutive ranges of the given sizes."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(range(start, start + size))
+        start += size
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dimension that is divided over mesh axes.
+
+    Attributes:
+        axes: the mesh axes, ascending.
+        parts: the global indices that each place on these axes holds, in the order of `Mesh.index`. The parts of a
+            tensor that a layer gives are disjoint and cover the dimension; those that a layer asks for may overlap.
+    """
+
+    axes: Axes
+    parts: tuple[Indices, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor are, axis by axis.
+
+    On an axis that stands in none of the fields the tensor and its gradient are whole and identical on every rank.
+
+    Attributes:
+        splits: tensor dimension to how it is divided.
+        partial: axes over which the ranks' tensors must be added to give the tensor. Its gradient is whole.
+        copied: axes on which the tensor is whole but each rank has only a share of its gradient, to be added over the
+            axis. A layer asks for this where it does a part of the work with a whole tensor.
+    """
+
+    splits: tuple[tuple[int, Split], ...] = ()
+    partial: frozenset[int] = field(default_factory=frozenset)
+    copied: frozenset[int] = field(default_factory=frozenset)
+
+    @staticmethod
+    def of(
+        splits: Mapping[int, Split] | None = None, partial: Iterable[int] = (), copied: Iterable[int] = ()
+    ) -> "Layout":
+        """Build a layout from a mapping of dimensions."""
+        return Layout(tuple(sorted((splits or {}).items())), frozenset(partial), frozenset(copied))
+
+    def split(self, dim: int) -> Split | None:
+        """How a dimension is divided, or None where every rank has all of it."""
+        return dict(self.splits).get(dim)
+
+    def parts(self, dim: int, mesh: Mesh, coordinates: Sequence[int], size: int) -> Indices:
+        """The global indices of a dimension of `size` that the rank at `coordinates` holds."""
+        split = self.split(dim)
+        return range(size) if split is None else split.parts[mesh.index(coordinates, split.axes)]
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinates: Sequence[int]) -> tuple[int, ...]:
+        """Shape of what a rank holds of a tensor of the whole `shape`."""
+        return tuple(len(self.parts(dim, mesh, coordinates, size)) for dim, size in enumerate(shape))
+
+    def dim_of(self, axis: int) -> int | None:
+        """The dimension that an axis divides."""
+        return next((dim for dim, split in self.splits if axis in split.axes), None)
+
+    @property
+    def split_axes(self) -> frozenset[int]:
+        """All axes that divide some dimension."""
+        return frozenset(axis for _, split in self.splits for axis in split.axes)
+
+    def describe(self, mesh: Mesh) -> str:
+        """For people: `split dim 1 over filter`, `whole`, …"""
+        names = [f"dim {dim} over {'·'.join(mesh.names[a] for a in split.axes)}" for dim, split in self.splits]
+        names += [f"partial over {mesh.names[axis]}" for axis in sorted(self.partial)]
+        return ", ".join(names) or "whole"
+
+
+WHOLE = Layout()

@@ -1,0 +1,70 @@
+"""The devices as a grid with named axes."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Axes = tuple[int, ...]
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Names and sizes of the axes, outermost first; ranks are numbered in row-major order.
+
+    Inside the library an axis is given by its position, which the names map to.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def axes(self) -> range:
+        """Positions of all axes."""
+        return range(len(self.sizes))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank stands, one number for each axis."""
+        place = []
+        for size in reversed(self.sizes):
+            rank, remainder = divmod(rank, size)
+            place.append(remainder)
+        return tuple(reversed(place))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        """The rank at a place."""
+        return self.index(coordinates, tuple(self.axes))
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks in a group over these axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def index(self, coordinates: Sequence[int], axes: Axes) -> int:
+        """Position of a rank in its group over `axes` (ascending)."""
+        position = 0
+        for axis in axes:
+            position = position * self.sizes[axis] + coordinates[axis]
+        return position
+
+    def group(self, coordinates: Sequence[int], axes: Axes) -> list[Coordinates]:
+        """Places of all ranks that differ from this one on `axes` only, in the order of `index`."""
+        choices = [range(size) if axis in axes else (coordinates[axis],) for axis, size in enumerate(self.sizes)]
+        return list(itertools.product(*choices))
+
+    def groups(self, axes: Axes) -> list[list[int]]:
+        """Ranks of every group over `axes`, the groups in order of their first rank."""
+        seen: dict[tuple[Coordinates, ...], list[int]] = {}
+        for rank in range(self.num_devices):
+            places = self.group(self.coordinates(rank), axes)
+            seen.setdefault(tuple(places), [self.rank(place) for place in places])
+        return list(seen.values())
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) or "one device"

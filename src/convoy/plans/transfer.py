@@ -1,0 +1,217 @@
+"""Redistribution: the steps that take an activation from the layout it has to the layout that a layer asks for.
+
+Every step moves values one way in the forward pass and gradients the other way in the backward pass, as conjugate
+pairs (Shoeybi et al., Megatron-LM, 2019, figure 3; Hewett and Grady, DistDL, 2020):
+
+| step           | forward                                  | backward                                        |
+| -------------- | ---------------------------------------- | ----------------------------------------------- |
+| reduce         | partial → whole: add over the group      | nothing                                         |
+| copy           | whole → copied: nothing                  | add over the group                              |
+| keep           | copied → whole: nothing                  | first rank keeps its gradient, others zero      |
+| slice          | whole → split: take the own part         | collect the parts                               |
+| gather         | split → whole: collect the parts         | take the own part                               |
+| move           | split → split or copied: send each rank  | send every gradient back to its owner, add      |
+|                | what it asks for                         | there                                           |
+| reduce_scatter | partial → split: add, keep the own part  | collect the parts                               |
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+
+Kind = Literal["reduce", "copy", "keep", "slice", "gather", "move", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One communication over the groups of `axes`; `source` and `target` are the layouts before and after it."""
+
+    kind: Kind
+    axes: Axes
+    source: Layout
+    target: Layout
+
+
+def transfer(source: Layout, target: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Step, ...]:
+    """The steps from one layout of a tensor to another, none where they are the same.
+
+    Args:
+        source: as some layer gives it; only a parameter's may be `copied`.
+        target: as some layer asks for it.
+        mesh: the devices.
+        shape: of the whole tensor.
+    """
+    return tuple(_Walk(source, mesh, shape).to(target))
+
+
+class _Walk:
+    def __init__(self, source: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
+        self.here = source
+        self.mesh = mesh
+        self.shape = shape
+
+    def to(self, target: Layout) -> Iterator[Step]:
+        assert target.partial <= self.here.partial, f"cannot make {target} of {self.here}"
+        yield from self._keep(target)
+        yield from self._reduce(target)
+        yield from self._slice(target)
+        yield from self._copy(target)
+        yield from self._move(target)
+        yield from self._gather(target)
+        assert self.here == target, f"{self.here} is not {target}"
+
+    def _step(self, kind: Kind, axes: Sequence[int], after: Layout) -> Iterator[Step]:
+        if axes:
+            before, self.here = self.here, after
+            yield Step(kind, tuple(sorted(axes)), before, after)
+
+    def _keep(self, target: Layout) -> Iterator[Step]:
+        """Axes on which the gradient would be added although the layer gives all of it on every rank."""
+        axes = self.here.copied - target.copied - target.split_axes
+        yield from self._step("keep", sorted(axes), replace(self.here, copied=self.here.copied - axes))
+
+    def _reduce(self, target: Layout) -> Iterator[Step]:
+        for dim, wanted in target.splits:
+            new = set(wanted.axes) - set(self._axes(dim))
+            if new and new <= self.here.partial - target.partial and self._refines(dim, wanted) and _disjoint(wanted):
+                after = replace(self._with(dim, wanted), partial=self.here.partial - new)
+                yield from self._step("reduce_scatter", sorted(new), after)
+        axes = self.here.partial - target.partial
+        yield from self._step("reduce", sorted(axes), replace(self.here, partial=self.here.partial - axes))
+
+    def _slice(self, target: Layout) -> Iterator[Step]:
+        """Divide over axes on which the tensor is whole, before anything is sent."""
+        for dim, wanted in target.splits:
+            new = set(wanted.axes) - self.here.split_axes
+            if not new:
+                continue
+            after = self._with(dim, wanted) if self._refines(dim, wanted) else self._intersected(dim, wanted, new)
+            yield from self._step("slice", sorted(new), replace(after, copied=after.copied - new))
+
+    def _copy(self, target: Layout) -> Iterator[Step]:
+        axes = target.copied - self.here.copied - self.here.split_axes
+        yield from self._step("copy", sorted(axes), replace(self.here, copied=self.here.copied | axes))
+
+    def _move(self, target: Layout) -> Iterator[Step]:
+        """Exchange over all axes of the dimensions that are divided otherwise before and after."""
+        changed = {dim for layout in (self.here, target) for dim, _ in layout.splits}
+        changed = {dim for dim in changed if self.here.split(dim) != target.split(dim)}
+        axes = {axis for dim in changed for axis in (*self._axes(dim), *_axes(target, dim))}
+        if not axes & target.split_axes - self._settled(target, changed):
+            return
+        splits = {dim: split for dim, split in self.here.splits if dim not in changed}
+        splits |= {dim: split for dim, split in target.splits if dim in changed}
+        after = Layout.of(splits, self.here.partial, self.here.copied | (axes - target.split_axes))
+        left = after.copied - target.copied
+        if left:  # axes that end whole with a whole gradient: gather them first, then exchange over the others
+            yield from self._gather(target, left)
+            yield from self._move(target)
+            return
+        yield from self._step("move", sorted(axes), after)
+
+    def _settled(self, target: Layout, changed: set[int]) -> set[int]:
+        """Axes of dimensions that only need a gather."""
+        found: set[int] = set()
+        for dim in changed:
+            wanted = target.split(dim)
+            if wanted is None or self._collects(dim, wanted):
+                found |= set(_axes(target, dim))
+        return found
+
+    def _gather(self, target: Layout, only: frozenset[int] | None = None) -> Iterator[Step]:
+        for dim, split in self.here.splits:
+            wanted = target.split(dim)
+            old = set(split.axes) - (set(wanted.axes) if wanted else set())
+            if only is not None:
+                old &= only
+            for copied in (True, False):
+                axes = {axis for axis in old if (axis in target.copied) == copied}
+                if not axes:
+                    continue
+                after = self._with(dim, self._united(dim, axes, wanted))
+                after = replace(after, copied=after.copied | axes) if copied else after
+                yield from self._step("move" if copied else "gather", sorted(axes), after)
+
+    def _axes(self, dim: int) -> Axes:
+        return _axes(self.here, dim)
+
+    def _with(self, dim: int, split: Split | None) -> Layout:
+        splits = dict(self.here.splits)
+        splits.pop(dim, None)
+        if split is not None:
+            splits[dim] = split
+        return replace(self.here, splits=tuple(sorted(splits.items())))
+
+    def _part(self, split: Split | None, dim: int, place: Coordinates) -> Indices:
+        return range(self.shape[dim]) if split is None else split.parts[self.mesh.index(place, split.axes)]
+
+    def _refines(self, dim: int, wanted: Split) -> bool:
+        """Whether every rank already holds what it wants of a dimension."""
+        if not set(self._axes(dim)) <= set(wanted.axes):
+            return False
+        here = self.here.split(dim)
+        return here is None or all(
+            set(self._part(wanted, dim, place)) <= set(self._part(here, dim, place))
+            for place in _places(self.mesh, wanted.axes)
+        )
+
+    def _collects(self, dim: int, wanted: Split) -> bool:
+        """Whether the groups that give a dimension up together hold what each of their ranks wants."""
+        here = self.here.split(dim)
+        if here is None or not set(wanted.axes) <= set(here.axes):
+            return False
+        old = tuple(axis for axis in here.axes if axis not in wanted.axes)
+        return bool(old) and all(
+            set(self._part(wanted, dim, place))
+            == {i for other in self.mesh.group(place, old) for i in self._part(here, dim, other)}
+            for place in _places(self.mesh, here.axes)
+        )
+
+    def _intersected(self, dim: int, wanted: Split, new: set[int]) -> Layout:
+        here = self.here.split(dim)
+        axes = tuple(sorted({*self._axes(dim), *new}))
+        if not set(self._axes(dim)) & set(wanted.axes):
+            parts = (
+                indices(i for i in self._part(wanted, dim, place) if i in set(self._part(here, dim, place)))
+                for place in _places(self.mesh, axes)
+            )
+            return self._with(dim, Split(axes, tuple(parts)))
+        parts = (self._share(here, dim, place, tuple(sorted(new))) for place in _places(self.mesh, axes))
+        return self._with(dim, Split(axes, tuple(parts)))
+
+    def _share(self, here: Split | None, dim: int, place: Coordinates, new: Axes) -> Indices:
+        """An even share of what the rank holds, among the ranks that hold the same."""
+        mine = tuple(self._part(here, dim, place))
+        count, index = self.mesh.size(new), self.mesh.index(place, new)
+        return indices(mine[len(mine) * index // count : len(mine) * (index + 1) // count])
+
+    def _united(self, dim: int, axes: set[int], wanted: Split | None) -> Split | None:
+        here = self.here.split(dim)
+        assert here is not None
+        left = tuple(axis for axis in here.axes if axis not in axes)
+        if wanted is not None and left == wanted.axes:
+            return wanted
+        if not left:
+            return None
+        parts = (
+            indices(sorted(i for other in self.mesh.group(place, tuple(axes)) for i in self._part(here, dim, other)))
+            for place in _places(self.mesh, left)
+        )
+        return Split(left, tuple(parts))
+
+
+def _axes(layout: Layout, dim: int) -> Axes:
+    split = layout.split(dim)
+    return split.axes if split else ()
+
+
+def _places(mesh: Mesh, axes: Axes) -> list[Coordinates]:
+    return mesh.group((0,) * len(mesh.sizes), axes)
+
+
+def _disjoint(split: Split) -> bool:
+    listed = [i for part in split.parts for i in part]
+    return len(listed) == len(set(listed))
