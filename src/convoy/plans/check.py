@@ -1,4 +1,4 @@
-"""Whether a layer can be divided as a plan says; where it cannot, the sentence names the layer, the axis and the way out."""
+"""Whether a layer can be divided as a plan says; if not, the sentence names the layer, the axis and the way out."""
 
 from collections.abc import Sequence
 
@@ -76,8 +76,8 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
     if mesh.num_devices != num_devices:
         needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
         raise ConvoyError(
-            f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: "
-            f"start it with --devices {mesh.num_devices} or change the plan's sizes so that their product is {num_devices}"
+            f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
+            f"--devices {mesh.num_devices}, or change the plan's sizes so that their product is {num_devices}"
         )
 
 

@@ -1,0 +1,113 @@
+"""The names of the strategies, and what is right for a mesh and its layers, however they were written."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Mesh
+
+Layers = tuple[tuple[str, Mapping[str, str]], ...]
+"""Patterns over module names, each with a strategy for the mesh axes that it names."""
+
+Place = Callable[[tuple[str, ...]], str]
+"""Where a part of a plan stands, as the beginning of a sentence about it."""
+
+STRATEGIES = ("sample", "filter", "channel", "height", "width", "replicate", "owt")
+
+_LARGEST = 1_000_000
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_OTHER_WORDS = {
+    "sample": "data batch dp ddp samples images n",
+    "filter": "model tensor tp mp filters output out_channels column f k",
+    "channel": "channels input in_channels row c",
+    "height": "spatial rows h",
+    "width": "columns cols w",
+    "replicate": "none whole replicated full copy serial",
+    "owt": "weird one-weird-trick krizhevsky",
+}
+
+
+def strategy_error(word: Any) -> str:
+    """The sentence about a word that should be a strategy."""
+    text = show(word)
+    plain = text.lower()
+    close = [strategy for strategy, words in _OTHER_WORDS.items() if plain in words.split()]
+    close = close or difflib.get_close_matches(plain, STRATEGIES, 1)
+    hint = f"did you mean {close[0]}?" if close else f"it must be {', '.join(STRATEGIES[:-1])} or {STRATEGIES[-1]}"
+    return f"{text} is no strategy: {hint}"
+
+
+def show(value: Any) -> str:
+    """A value in a sentence, shortened."""
+    text = "empty" if value is None or value == "" else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def check_axes(names: Sequence[Any], sizes: Sequence[Any], at: Place) -> None:
+    """Refuse axes that cannot be.
+
+    Args:
+        names: of the axes.
+        sizes: of the axes.
+        at: where the path ("mesh", name) stands.
+
+    Raises:
+        ConvoyError: the sentence names the axis.
+    """
+    if len(names) != len(sizes):
+        raise ConvoyError(f"{at(('mesh',))}the mesh has {len(names)} names and {len(sizes)} sizes: give each axis both")
+    for name, size in zip(names, sizes, strict=True):
+        here = at(("mesh", str(name)))
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConvoyError(f"{here}{show(name)!r} is no name for a mesh axis: use letters, digits, - and _")
+        if list(names).count(name) > 1:
+            raise ConvoyError(f"{here}the mesh has two axes {name}: give each a name of its own")
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+            raise ConvoyError(f"{here}the size of axis {name} is {show(size)}: write a whole number from 1, e.g. 2")
+
+
+def check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh, at: Place) -> None:
+    """Refuse patterns and strategies that cannot be on a mesh.
+
+    Args:
+        layers: patterns with their strategies.
+        mesh: the devices.
+        at: where the paths ("layers", pattern) and ("layers", pattern, axis) stand.
+
+    Raises:
+        ConvoyError: the sentence names the pattern.
+    """
+    earlier: list[str] = []
+    for pattern, strategies in layers:
+        here = at(("layers", str(pattern)))
+        if not isinstance(pattern, str) or not pattern.strip():
+            raise ConvoyError(f"{here}a pattern must be text, e.g. features.* or * for every layer")
+        if not isinstance(strategies, Mapping):
+            example = ", ".join(f"{name}: sample" for name in mesh.names) or "sample: sample"
+            raise ConvoyError(
+                f"{here}{pattern} has {show(strategies)}, but needs a strategy for each axis: write {{{example}}}"
+            )
+        for axis, strategy in strategies.items():
+            _check_strategy(pattern, axis, strategy, mesh, at(("layers", pattern, str(axis))))
+        for other in earlier:
+            if other == pattern:
+                raise ConvoyError(f"{here}the pattern {pattern} is there twice: the first match wins, so leave one out")
+            if not set("?[") & set(other) and fnmatch.fnmatchcase(pattern, other):
+                raise ConvoyError(
+                    f"{here}{pattern} comes after {other}, which matches the same layers first: put {pattern} above it"
+                )
+        earlier.append(pattern)
+
+
+def _check_strategy(pattern: str, axis: Any, strategy: Any, mesh: Mesh, here: str) -> None:
+    if axis not in mesh.names:
+        close = difflib.get_close_matches(str(axis), mesh.names, 1)
+        axes = ", ".join(mesh.names)
+        hint = f"did you mean {close[0]}?" if close else f"the mesh has {axes or 'no axes'}"
+        raise ConvoyError(f"{here}{pattern} names an axis {show(axis)} that is not in the mesh: {hint}")
+    if strategy not in STRATEGIES:
+        raise ConvoyError(f"{here}{pattern} on axis {axis}: {strategy_error(strategy)}")
