@@ -1,0 +1,129 @@
+"""Joining the other ranks, and the process groups over the axes of a mesh."""
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join(timeout: float = 600.0) -> torch.device:
+    """Join the process group that torchrun's variables describe, unless some group is joined already.
+
+    CPU tensors go through gloo. Where every local rank can have a CUDA device of its own, CUDA tensors go through NCCL
+    and the rank's device is made the current one; where ranks share a device all goes through gloo. Without the
+    variables nothing is joined: one device.
+
+    Args:
+        timeout: seconds that ranks wait for each other, here and in every collective.
+
+    Returns:
+        The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
+
+    Raises:
+        ConvoyError: only some of the variables are set, they are no numbers, or the other ranks are not to be reached.
+    """
+    local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % devices) if devices else torch.device("cpu")
+    own_device = devices >= max(local_size, local_rank + 1)
+    if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        _check_variables(os.environ)
+        if own_device:
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (dist.DistError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ConvoyError(
+                f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
+            ) from error
+    return device
+
+
+def leave() -> None:
+    """Leave the process group, if one is joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    missing = [name for name in _VARIABLES if not environment.get(name)]
+    if missing:
+        present = [name for name in _VARIABLES if environment.get(name)]
+        raise ConvoyError(
+            f"{' and '.join(present)} set but not {' and '.join(missing)}: start the ranks with torchrun, "
+            "which sets all of them, or unset them to run on one device"
+        )
+    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= world:
+        raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={world}")
+    _number("MASTER_PORT", 0)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConvoyError(f"{name}={text!r} must be a whole number")
+    return int(text)
+
+
+class Groups:
+    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
+
+    A group is made when it is first asked for, which all ranks must do in the same order.
+
+    Args:
+        mesh: its number of devices must be the number of ranks, if a process group is joined.
+        rank: this one; by default its number in the process group, 0 without one.
+        subsets: axes whose groups are made at once.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int | None = None, subsets: Iterable[Axes] = ()) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            if mesh.num_devices != world:
+                raise ConvoyError(
+                    f"The plan's mesh {mesh} is for {mesh.num_devices} devices, but {world} ranks run: "
+                    f"start {mesh.num_devices} ranks or change the sizes of the axes"
+                )
+        self.mesh = mesh
+        self.rank = rank
+        self.coordinates: Coordinates = mesh.coordinates(rank)
+        self._made: dict[Axes, dist.ProcessGroup] = {}
+        for axes in subsets:
+            self.of(axes)
+
+    def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
+        wide = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
+        if not wide:
+            return None
+        if wide not in self._made:
+            self._made[wide] = self._make(wide)
+        return self._made[wide]
+
+    def _make(self, axes: Axes) -> dist.ProcessGroup:
+        assert dist.is_initialized(), "several devices without a process group"
+        if self.mesh.size(axes) == self.mesh.num_devices:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.mesh.groups(axes):
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":
+        return self

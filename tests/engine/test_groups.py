@@ -1,0 +1,97 @@
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from convoy.engine.groups import Groups, join, leave
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Mesh
+from ranks import run_ranks
+
+MESH = Mesh(("a", "b", "c"), (2, 1, 2))
+
+
+def _groups():
+    groups = Groups(MESH, subsets=[(0,)])
+    found = {}
+    for axes in [(2,), (0,), (0, 1), (1,), (), (0, 1, 2)]:
+        group = groups.of(axes)
+        found[axes] = None if group is None else dist.get_process_group_ranks(group)
+    assert groups.of((0,)) is groups.of((0, 1)) and groups.of((0, 2)) is dist.group.WORLD
+    assert copy.deepcopy({"here": groups})["here"] is groups
+    return groups.coordinates, found
+
+
+def test_groups_over_every_subset_of_axes():
+    for rank, (coordinates, found) in enumerate(run_ranks(_groups, 4)):
+        a, c = divmod(rank, 2)
+        assert coordinates == (a, 0, c)
+        assert found == {
+            (2,): [2 * a, 2 * a + 1],
+            (0,): [c, 2 + c],
+            (0, 1): [c, 2 + c],
+            (1,): None,
+            (): None,
+            (0, 1, 2): [0, 1, 2, 3],
+        }
+
+
+def _join():
+    first = join(timeout=30)
+    assert dist.is_initialized() and dist.get_backend() == "gloo"
+    assert join() == first
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    leave()
+    leave()
+    assert not dist.is_initialized()
+    return first.type, x.item()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would take the devices")
+def test_join_follows_the_variables_of_torchrun():
+    assert run_ranks(_join, 2, join=False) == [("cpu", 2.0)] * 2
+
+
+def _wrong_mesh():
+    with pytest.raises(ConvoyError, match=r"mesh sample=4 is for 4 devices, but 2 ranks run"):
+        Groups(Mesh(("sample",), (4,)))
+
+
+def test_a_mesh_of_another_size_is_refused():
+    run_ranks(_wrong_mesh, 2)
+
+
+def test_without_variables_there_is_one_device(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    join()
+    assert not dist.is_initialized()
+    groups = Groups(Mesh(("sample",), (1,)))
+    assert groups.of((0,)) is None and groups.coordinates == (0,)
+    assert Groups(MESH, rank=3).coordinates == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, r"^RANK set but not WORLD_SIZE and MASTER_ADDR and MASTER_PORT: start the ranks with torchrun"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "but not RANK:"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK='x' must be a whole"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+            "RANK=2 must be below WORLD_SIZE",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "Rank 1 cannot join .*:9 "),
+    ],
+)
+def test_half_set_variables_are_refused(monkeypatch, variables, message):
+    for name in [*os.environ]:
+        if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith("TORCHELASTIC"):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConvoyError, match=message):
+        join(timeout=1)

@@ -1,0 +1,216 @@
+"""Run a test function on several real processes: `run_ranks(function, world, *args)`.
+
+    def body(scale):                       # at module level; runs on every rank with the process group joined
+        x = torch.ones(1) * scale
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_sum():
+        assert run_ranks(body, 2, 3.0) == [6.0, 6.0]
+
+The processes are forked from a server that has torch imported and live until the session ends, so that a run takes
+milliseconds. Each run joins a new gloo group by torchrun's variables and leaves it; the seed, the default dtype and
+one thread are set before. A failing or hanging rank has all processes replaced and raises RankFailed with the
+traceback of the first rank that failed, or with the stack of every rank that did not come back.
+"""
+
+import atexit
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "convoy"]
+
+
+class RankFailed(AssertionError):  # noqa: N818 (it is the failure of a test)
+    """A rank raised, died or did not come back."""
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, join: bool = True) -> list:
+    """What `function(*args)` returns on each of `world` processes, in order of rank.
+
+    Args:
+        function: of a module's top level.
+        world: number of processes.
+        args: for the function; they and the results are pickled.
+        timeout: seconds for everything; a collective waits for half of it.
+        join: whether the process group is joined before; torchrun's variables are set in any case.
+    """
+    return _pool.run(function, world, args, timeout, join)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.stacks = tempfile.NamedTemporaryFile(prefix="convoy-stacks-", delete=False)  # noqa: SIM115
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, self.stacks.name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stack(self) -> str:
+        """Where the process is now."""
+        if self.process.pid and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return Path(self.stacks.name).read_text(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+        self.stacks.close()
+        Path(self.stacks.name).unlink(missing_ok=True)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def run(self, function: Callable[..., Any], world: int, args: tuple, timeout: float, join: bool) -> list:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self.workers) < world:
+            self.workers.append(_Worker())
+        workers = self.workers[:world]
+        module = sys.modules[function.__module__]
+        payload = pickle.dumps(args)
+        for rank, worker in enumerate(workers):
+            variables = _variables(rank, world, store.port)
+            worker.pipe.send(
+                (module.__name__, module.__file__, function.__qualname__, payload, variables, timeout, join)
+            )
+        try:
+            return self._collect(workers, function.__qualname__, time.monotonic() + timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, workers: list[_Worker], name: str, deadline: float) -> list:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        ranks = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        while len(results) + len(failures) < len(workers):
+            left = [pipe for pipe, rank in ranks.items() if rank not in results and rank not in failures]
+            ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = ranks[pipe]
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    workers[rank].process.join(5)
+                    status = workers[rank].process.exitcode
+                    failures = {rank: f"rank {rank} died with exit status {status}\n{workers[rank].stack()}"} | failures
+                    deadline = 0.0
+                    continue
+                if ok:
+                    results[rank] = value
+                else:
+                    failures[rank] = f"rank {rank} failed:\n{value}"
+                    deadline = min(deadline, time.monotonic() + 0.3)  # others may know more
+        if len(results) == len(workers):
+            return [results[rank] for rank in range(len(workers))]
+        left = sorted(set(range(len(workers))) - set(results) - set(failures))
+        stuck = [f"rank {rank} did not come back, it is at:\n{workers[rank].stack()}" for rank in left]
+        raise RankFailed("\n".join([f"{name} on {len(workers)} ranks", *failures.values(), *stuck]))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+
+
+_pool = _Pool()
+atexit.register(_pool.close)
+
+
+def _variables(rank: int, world: int, port: int) -> dict[str, str]:
+    """As torchrun's agent, which holds the store, sets them."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _serve(pipe: Connection, stacks: str) -> None:
+    """A process of the pool: one task after another until the parent is gone."""
+    with Path(stacks).open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file=file)
+        while True:
+            try:
+                task = pipe.recv()
+            except (EOFError, KeyboardInterrupt):
+                return
+            try:
+                answer = pickle.dumps((True, _run(*task)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
+
+
+def _run(
+    module: str, file: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, join: bool
+) -> Any:
+    function: Any = _load(module, file)
+    for part in name.split("."):
+        function = getattr(function, part)
+    args = pickle.loads(payload)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    try:
+        if join:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout / 2))
+        result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early would cut the connections of the others
+        return result
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+
+
+def _load(name: str, file: str) -> Any:
+    """The test's module under the name that pytest gave it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
