@@ -1,0 +1,132 @@
+"""Which rows of its input a part of the output of a convolution or a pooling needs, along one dimension."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from convoy.plans.layout import Split, balanced, indices
+from convoy.plans.mesh import Axes, Mesh
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank needs for its rows of the output.
+
+    Attributes:
+        rows: of the input, inside the tensor.
+        before: for `Window`, rows of padding that go before `rows`, only where they lie outside the tensor. For
+            `Transposed`, rows of zeros to put before the local result, or to cut off it where negative.
+        after: likewise at the end.
+    """
+
+    rows: range
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window that slides over a dimension of `size`, as in convolution and pooling.
+
+    Output row o covers the input rows o·stride − before + dilation·j for 0 ≤ j < kernel.
+
+    Attributes:
+        before, after: padding at the two ends.
+        ceil_mode: whether a last window may reach past the padding at the end, as torch's pooling has it.
+    """
+
+    size: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+    ceil_mode: bool = False
+
+    @property
+    def span(self) -> int:
+        """Input rows from the first to the last of one window."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def output_size(self) -> int:
+        """Number of windows: those that start in the padding at the end are dropped."""
+        room = self.size + self.before + self.after - self.span
+        if not self.ceil_mode:
+            return room // self.stride + 1
+        count = -(-room // self.stride) + 1
+        return count - ((count - 1) * self.stride >= self.size + self.before)
+
+    def needed(self, output: range) -> Need:
+        """What the output rows of a consecutive range need."""
+        if not output:
+            return Need(range(0), 0, 0)
+        start = output[0] * self.stride - self.before
+        stop = output[-1] * self.stride - self.before + self.span
+        rows = range(min(max(start, 0), self.size), min(max(stop, 0), self.size))
+        length = stop - start
+        return Need(rows, min(max(-start, 0), length), min(max(stop - self.size, 0), length))
+
+    def counts(self, output: range, include_padding: bool) -> tuple[int, ...]:
+        """How many input rows each window averages, for undilated windows."""
+        low, high = (-self.before, self.size + self.after) if include_padding else (0, self.size)
+        starts = (row * self.stride - self.before for row in output)
+        return tuple(max(1, min(start + self.kernel, high) - max(start, low)) for start in starts)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The window of a transposed convolution: input row i touches the output rows i·stride − before + dilation·j.
+
+    The local work for a range of output rows: the transposed convolution of `Need.rows` with the same stride and
+    dilation, but without padding, output padding and bias; then `Need.before` and `Need.after` rows of zeros around it
+    (negative: so many rows cut off), which `torch.nn.functional.pad` takes as they are; then the bias. A need without
+    rows is `Need.after` rows of zeros.
+    """
+
+    size: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+    output_padding: int = 0
+
+    @property
+    def span(self) -> int:
+        """Output rows from the first to the last that one input row touches."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def output_size(self) -> int:
+        """Rows of the whole output."""
+        return (self.size - 1) * self.stride + self.span - self.before - self.after + self.output_padding
+
+    def needed(self, output: range) -> Need:
+        """The input rows that touch a consecutive range of output rows."""
+        if not output:
+            return Need(range(0), 0, 0)
+        first = -((self.span - 1 - self.before - output[0]) // self.stride)
+        last = (output[-1] + self.before) // self.stride
+        rows = range(max(first, 0), min(last + 1, self.size))
+        if not rows:
+            return Need(range(0), 0, len(output))
+        start = rows[0] * self.stride - self.before
+        stop = rows[-1] * self.stride - self.before + self.span
+        return Need(rows, start - output[0], output[-1] + 1 - stop)
+
+
+def output_split(size: int, mesh: Mesh, axes: Axes) -> Split:
+    """Rows of an output, as even as can be over the axes."""
+    return Split(axes, balanced(size, mesh.size(axes)))
+
+
+def halo_split(window: Window | Transposed, output: Split) -> Split:
+    """The overlapping parts of the input that the parts of the output need."""
+    return Split(output.axes, tuple(indices(need.rows) for need in needs(window.needed, output)))
+
+
+def needs(needed: Callable[[range], Need], output: Split) -> Iterator[Need]:
+    """What each part of an output needs."""
+    for part in output.parts:
+        assert isinstance(part, range), "rows of an output are consecutive"
+        yield needed(part)
