@@ -51,7 +51,8 @@ def parse_yaml(text: str, source: str = "the plan") -> tuple[Mesh, Layers]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConvoyError(f"{source}{line}: this is no YAML ({error.problem}): {_FORM}") from error
+        hint = "put a pattern that begins with * in quotes: '*'" if "alias" in (error.context or "") else _FORM
+        raise ConvoyError(f"{source}{line}: this is no YAML ({error.problem}): {hint}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConvoyError(f"{source}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
     document = None if node is None else _value(node, (), lines, source)

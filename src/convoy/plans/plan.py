@@ -3,14 +3,13 @@
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.plans.document import dump_yaml, parse_document, parse_yaml, read_file
-from convoy.plans.mesh import Axes, Mesh
-from convoy.plans.strategies import Layers, check_axes, check_layers, show
+from convoy.plans.mesh import Mesh
+from convoy.plans.strategies import STRATEGIES, Layers, check_axes, check_layers, show
 from convoy.plans.text import parse_text, to_text
 
 
@@ -87,12 +86,6 @@ class Plan:
         """The pattern that decides about a layer, or None where nothing matches it."""
         return next((pattern for pattern, _ in self.layers if fnmatch.fnmatchcase(layer, pattern)), None)
 
-    @cached_property
-    def sample_axes(self) -> Axes:
-        """The axes over which the samples of a batch are divided: those on which some layer has `sample` or `owt`."""
-        used = {name for _, given in self.layers for name, strategy in given.items() if strategy in ("sample", "owt")}
-        return tuple(axis for axis, name in enumerate(self.mesh.names) if name in used)
-
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
@@ -127,7 +120,9 @@ def _is_path(text: str) -> bool:
     text = text.strip()
     if text.lower().endswith((".yaml", ".yml", ".json")):
         return True
+    if not text or "=" in text or text in ("serial", *STRATEGIES):
+        return False
     try:
-        return "=" not in text and bool(text) and ("/" in text or Path(text).exists())
+        return "/" in text or Path(text).exists()
     except (OSError, ValueError):
         return False

@@ -63,11 +63,16 @@ def check_axes(names: Sequence[Any], sizes: Sequence[Any], at: Place) -> None:
     for name, size in zip(names, sizes, strict=True):
         here = at(("mesh", str(name)))
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConvoyError(f"{here}{show(name)!r} is no name for a mesh axis: use letters, digits, - and _")
+            raise ConvoyError(
+                f"{here}{show(name)!r} is no name for a mesh axis: use a letter, then letters, digits, - and _"
+            )
         if list(names).count(name) > 1:
             raise ConvoyError(f"{here}the mesh has two axes {name}: give each a name of its own")
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
-            raise ConvoyError(f"{here}the size of axis {name} is {show(size)}: write a whole number from 1, e.g. 2")
+            quoted = " in quotes" if isinstance(size, str) and size.isdigit() else ""
+            raise ConvoyError(
+                f"{here}the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2"
+            )
 
 
 def check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh, at: Place) -> None:
@@ -89,7 +94,7 @@ def check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh, at: Place) -> No
         if not isinstance(strategies, Mapping):
             example = ", ".join(f"{name}: sample" for name in mesh.names) or "sample: sample"
             raise ConvoyError(
-                f"{here}{pattern} has {show(strategies)}, but needs a strategy for each axis: write {{{example}}}"
+                f"{here}{pattern} has {'nothing' if strategies is None else show(strategies)}, but needs a strategy for each axis: write {{{example}}}"
             )
         for axis, strategy in strategies.items():
             _check_strategy(pattern, axis, strategy, mesh, at(("layers", pattern, str(axis))))

@@ -69,8 +69,9 @@ def _part(part: str, text: str) -> tuple[str, int]:
         raise ConvoyError(f"{where}: put a comma between two parts, as in sample=2,filter=2")
     match = _PART.fullmatch(part)
     if not match:
-        if ":" in part and part.split(":")[0].strip() in STRATEGIES:
-            raise ConvoyError(f"{where}: write {stripped.replace(':', '=').replace(' ', '')} instead of {stripped}")
+        words = re.fullmatch(r"(\w+)(?: *: *| +|==)([0-9]+)", stripped)
+        if words and words[1] in STRATEGIES:
+            raise ConvoyError(f"{where}: write {words[1]}={words[2]} instead of {stripped}")
         raise ConvoyError(f"{where}: {show(stripped)} is no part of a plan: {_EXAMPLES}")
     strategy, size = match.groups()
     if strategy in ("serial", "auto"):
