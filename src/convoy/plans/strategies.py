@@ -93,9 +93,8 @@ def check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh, at: Place) -> No
             raise ConvoyError(f"{here}a pattern must be text, e.g. features.* or * for every layer")
         if not isinstance(strategies, Mapping):
             example = ", ".join(f"{name}: sample" for name in mesh.names) or "sample: sample"
-            raise ConvoyError(
-                f"{here}{pattern} has {'nothing' if strategies is None else show(strategies)}, but needs a strategy for each axis: write {{{example}}}"
-            )
+            has = "nothing" if strategies is None else show(strategies)
+            raise ConvoyError(f"{here}{pattern} has {has}, but needs a strategy for each axis: write {{{example}}}")
         for axis, strategy in strategies.items():
             _check_strategy(pattern, axis, strategy, mesh, at(("layers", pattern, str(axis))))
         for other in earlier:
