@@ -1,3 +1,19 @@
 """Convoy: train convolutional networks on one to many devices, with the same result on every one of them."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
+
+__all__ = ["gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and torch with it, when it is first used: `convoy --help` needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from convoy.engine import parallelize as engine
+
+    return getattr(engine, name)

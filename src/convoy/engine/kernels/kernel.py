@@ -1,6 +1,6 @@
 """What is known when a rank's version of a call is built."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,3 +38,7 @@ class Site:
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what this rank holds of a value."""
         return self.layouts[name].local_shape(self.graph.shape(name), self.mesh, self.coordinates)
+
+    def is_first(self, axes: Iterable[int]) -> bool:
+        """Whether this rank is the first of its group over `axes`."""
+        return all(self.coordinates[axis] == 0 for axis in axes)

@@ -1,0 +1,146 @@
+"""`convoy.parallelize`: a plain network becomes this rank's part of it."""
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from convoy.engine.collectives import broadcast
+from convoy.engine.context import StepContext
+from convoy.engine.gradients import GradientReducer
+from convoy.engine.groups import Groups, join
+from convoy.engine.network import Network, Signature, named_tensors
+from convoy.engine.shards import collect, cut
+from convoy.errors import ConvoyError
+from convoy.plans import Layout
+from convoy.plans.layout import balanced
+from convoy.plans.plan import Plan
+
+Model = TypeVar("Model", bound=nn.Module)
+BatchNorm = Literal["sync", "microbatch", "local"]
+
+
+def parallelize(
+    model: Model,
+    plan: "str | Path | dict[str, Any] | Plan",
+    example: Tensor | tuple[Tensor, ...],
+    *,
+    batch_norm: BatchNorm = "sync",
+    seed: int | None = None,
+) -> Model:
+    """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
+
+    Training is then that of the plain network on the global batch: `loss.backward()` leaves the gradient of the mean
+    loss over the samples of all ranks, in whatever way the plan divides the work. Any optimiser works on
+    `model.parameters()`. Under torchrun's variables the process group is joined, without them one device is used.
+
+    Args:
+        model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count.
+        plan: how the layers are divided: `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
+        example: one rank's batch, [samples, channels, height, width]; only shapes and types matter.
+        batch_norm: statistics over the global batch (`sync`: those of the plain layer), each microbatch, or each
+            rank's samples (`local`: not what one device computes).
+        seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
+
+    Raises:
+        ConvoyError: a layer cannot be divided as the plan says, or the plan is not for as many devices as there are.
+    """
+    if hasattr(model, "_convoy"):
+        raise ConvoyError("this network is parallelized already: build it anew for another plan")
+    examples = example if isinstance(example, tuple) else (example,)
+    join()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parsed = Plan.parse(plan, num_devices=world)
+    groups = Groups(parsed.mesh)
+    context = StepContext(torch.initial_seed() if seed is None else seed)
+    network = Network(model, parsed, groups, context)
+    network.place_parameters(_signature(model, examples, parsed.mesh.num_devices))
+    _take_shards(network)
+    parameters = dict(model.named_parameters())
+    network.reducer = GradientReducer(
+        [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
+    )
+    model._convoy = network  # type: ignore[assignment]
+    model.forward = network.forward  # type: ignore[method-assign]
+    return model
+
+
+def state_dict(net: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors under the names of the plain network, the same on every plan and every rank. All ranks call it."""
+    network = network_of(net)
+    tensors = net.state_dict()
+    return {name: _whole(network, name, tensor) for name, tensor in tensors.items()}
+
+
+def load_state_dict(net: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load whole tensors under the names of the plain network, as `state_dict` or the plain network gives them.
+
+    Raises:
+        ConvoyError: names or shapes differ; nothing is loaded then.
+    """
+    network = network_of(net)
+    own = net.state_dict()
+    wrong = sorted(set(own) ^ set(state))
+    if wrong:
+        where = "the network" if wrong[0] in own else "the state"
+        raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
+    for name, tensor in state.items():
+        shape = _entry(network, name)[0]
+        if tuple(tensor.shape) != shape:
+            raise ConvoyError(f"{name} is {list(tensor.shape)} in the state, but {list(shape)} in the network")
+    mesh, place = network.groups.mesh, network.groups.coordinates
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(cut(tensor, _entry(network, name)[1], mesh, place))
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient of the mean loss over the global batch, by serial name. All ranks call it."""
+    network = network_of(net)
+    return {name: _whole(network, name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def local_samples(net: nn.Module, num_samples: int) -> slice:
+    """The slice of a global batch that this rank computes: consecutive, as even as can be over the sample ranks."""
+    network = network_of(net)
+    part = balanced(num_samples, network.num_sample_ranks)[network.sample_rank]
+    return slice(part.start, part.stop)
+
+
+def network_of(net: nn.Module) -> Network:
+    """What runs a parallelized network."""
+    network = getattr(net, "_convoy", None)
+    if not isinstance(network, Network):
+        raise ConvoyError("this network is not parallelized: pass what convoy.parallelize returned")
+    return network
+
+
+def _signature(model: nn.Module, examples: tuple[Tensor, ...], num_devices: int) -> Signature:
+    if not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
+        raise ConvoyError("example must be a tensor, or a tuple of tensors, with one rank's samples along dim 0")
+    rest = tuple((tuple(x.shape[1:]), x.dtype) for x in examples)
+    return Signature(model.training, (len(examples[0]) * num_devices,), rest)
+
+
+def _take_shards(network: Network) -> None:
+    mesh, place = network.groups.mesh, network.groups.coordinates
+    world = network.groups.of(tuple(mesh.axes))
+    with torch.no_grad():
+        for name, tensor in named_tensors(network.model).items():
+            broadcast(tensor, world)
+            tensor.data = cut(tensor.data, network.layouts[name], mesh, place)
+
+
+def _whole(network: Network, name: str, tensor: Tensor) -> Tensor:
+    shape, layout = _entry(network, name)
+    return collect(tensor, layout, shape, network.groups)
+
+
+def _entry(network: Network, name: str) -> tuple[tuple[int, ...], Layout]:
+    """Serial shape and layout under a name of the state, which a tied tensor has several of."""
+    if name not in network.shapes:
+        tensor = network.model.state_dict(keep_vars=True)[name]
+        name = next(other for other, own in named_tensors(network.model).items() if own is tensor)
+    return network.shapes[name][0], network.layouts[name]

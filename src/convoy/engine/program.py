@@ -1,0 +1,121 @@
+"""A placed network on one rank: kernels and transfers in the order in which they run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from convoy.engine.context import StepContext
+from convoy.engine.groups import Groups
+from convoy.engine.kernels import Site, build_kernel
+from convoy.engine.shards import cut
+from convoy.engine.transfer import redistribute
+from convoy.plans.layout import Layout
+from convoy.plans.place import Placement
+from convoy.plans.transfer import Step
+
+Place = tuple[str, Layout]
+"""A value in one layout: what a slot of the program holds."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Takes the tensors of some slots, fills others, and empties those that nobody reads any more."""
+
+    run: Callable[..., Sequence[Tensor]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+class Program:
+    """Runs a network's forward pass on this rank.
+
+    Attributes:
+        sources: names of the tensors that it is given, in order: inputs, parameters and buffers.
+        outputs: names of those that it gives, in order.
+    """
+
+    def __init__(self, placement: Placement, groups: Groups, context: StepContext) -> None:
+        self._slots: dict[Place, int] = {}
+        self._instructions: list[Instruction] = []
+        self._placement = placement
+        self._groups = groups
+        graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
+        constants = graph.constants
+        self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
+        self.sources = [name for name in self.sources if name in placement.layouts]
+        self._sources = [self._slot(name, placement.layouts[name]) for name in self.sources]
+        self._constants = {
+            self._slot(name, placement.layouts[name]): cut(value, placement.layouts[name], mesh, coordinates)
+            for name, value in constants.items()
+            if name in placement.layouts
+        }
+        for placed in placement.calls:
+            for name, steps in placed.transfers.items():
+                self._transfer(name, placed.placed.inputs[name], steps)
+            layouts = {**placed.placed.inputs, **placed.placed.outputs}
+            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
+            inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
+            outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
+            self._add(build_kernel(site), inputs, outputs)
+        for name, steps in placement.outputs.items():
+            self._transfer(name, placement.output_layouts[name], steps)
+        self.outputs = list(placement.outputs)
+        self._outputs = [self._slot(name, placement.output_layouts[name]) for name in self.outputs]
+        self._instructions = self._freeing()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the pass.
+
+        Args:
+            tensors: this rank's part of every source, in order.
+
+        Returns:
+            This rank's part of every output, in order.
+        """
+        slots: list[Tensor | None] = [None] * len(self._slots)
+        for slot, constant in self._constants.items():
+            slots[slot] = constant
+        for slot, tensor in zip(self._sources, tensors, strict=True):
+            slots[slot] = tensor
+        for instruction in self._instructions:
+            results = instruction.run(*[slots[slot] for slot in instruction.inputs])
+            for slot, result in zip(instruction.outputs, results, strict=True):
+                slots[slot] = result
+            for slot in instruction.free:
+                slots[slot] = None
+        found = [slots[slot] for slot in self._outputs]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _slot(self, name: str, layout: Layout) -> int:
+        return self._slots.setdefault((name, layout), len(self._slots))
+
+    def _add(self, run: Callable[..., Sequence[Tensor]], inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), ()))
+
+    def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...]) -> None:
+        """Redistribute a value, once for all who want it in the same layout."""
+        if not steps or (name, target) in self._slots:
+            return
+        placement = self._placement
+        source = self._slot(name, steps[0].source)
+        shape = placement.graph.shape(name)
+        move = redistribute(steps, placement.mesh, self._groups.coordinates, self._groups, shape)
+        self._add(lambda x: [move(x)], [source], [self._slot(name, target)])
+
+    def _freeing(self) -> list[Instruction]:
+        """The instructions, each emptying the slots that it reads last."""
+        wanted = set(self._outputs) | set(self._constants)
+        found: list[Instruction] = []
+        for instruction in reversed(self._instructions):
+            read = set(instruction.inputs) | set(instruction.outputs)
+            free = tuple(sorted(read - wanted))
+            wanted |= read
+            found.append(Instruction(instruction.run, instruction.inputs, instruction.outputs, free))
+        return found[::-1]
+
+
+def arguments(program: Program, inputs: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of a program's sources, from the network's inputs and its parameters and buffers."""
+    return [inputs[name] if name in inputs else named[name] for name in program.sources]

@@ -1,0 +1,42 @@
+"""Whole tensors and the parts of them that ranks hold."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from convoy.engine.groups import Groups
+from convoy.engine.transfer import redistribute
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.transfer import transfer
+
+
+def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) -> Tensor:
+    """A rank's own part of a whole tensor: a copy, or the tensor itself where the rank holds all of it."""
+    if not layout.splits:
+        return tensor
+    channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    for dim, _ in layout.splits:
+        part = layout.parts(dim, mesh, coordinates, tensor.shape[dim])
+        if isinstance(part, range):
+            tensor = tensor.narrow(dim, part.start, len(part))
+        else:
+            tensor = tensor.index_select(dim, torch.tensor(part, device=tensor.device))
+    return tensor.clone(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups) -> Tensor:
+    """The whole tensor on every rank, from every rank's part. All ranks must call it.
+
+    Args:
+        tensor: this rank's part.
+        layout: how the parts lie; `copied` plays no role.
+        shape: of the whole tensor.
+        groups: of the mesh.
+    """
+    steps = transfer(Layout(layout.splits), WHOLE, groups.mesh, shape)
+    if not steps:
+        return tensor.detach().clone()
+    with torch.no_grad():
+        return redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(tensor.detach()).clone()

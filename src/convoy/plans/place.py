@@ -1,0 +1,113 @@
+"""Puts a network's calls on the mesh as a plan says: the layout of every tensor, and what is sent between calls."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.graph.graph import Call, Graph
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.mesh import Mesh
+from convoy.plans.rules import RULES, Batch, Placed, Situation
+from convoy.plans.rules.whole import rule as whole
+from convoy.plans.transfer import Step, transfer
+
+
+class Strategies(Protocol):
+    """What placing needs of a plan."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+
+    def strategy(self, layer: str, op: str) -> tuple[str, ...]:
+        """The strategy of a layer on each mesh axis."""
+
+
+@dataclass(frozen=True)
+class PlacedCall:
+    """A call, how it is divided, and how its inputs get there.
+
+    Attributes:
+        strategy: of its layer, one for each mesh axis.
+        transfers: for every input that is not where the call wants it, the steps from where it is.
+    """
+
+    call: Call
+    strategy: tuple[str, ...]
+    placed: Placed
+    transfers: dict[str, tuple[Step, ...]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A network on a mesh.
+
+    Attributes:
+        layouts: where every value is kept; a parameter's `copied` axes are those over which its gradient is added.
+        outputs: for each of the network's outputs, the steps to the samples of its rank.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    batch: Batch
+    calls: tuple[PlacedCall, ...]
+    layouts: dict[str, Layout]
+    outputs: dict[str, tuple[Step, ...]]
+    output_layouts: dict[str, Layout]
+
+
+def sample_axes(graph: Graph, plan: Strategies) -> tuple[int, ...]:
+    """The axes on which some layer is divided by samples: each rank is given the samples of its place on them."""
+    strategies = [plan.strategy(call.layer, call.op) for call in graph.calls if call.op in ("conv", "linear")]
+    return tuple(axis for axis in plan.mesh.axes if any(strategy[axis] == "sample" for strategy in strategies))
+
+
+def place(
+    graph: Graph,
+    plan: Strategies,
+    batch: Batch,
+    outputs: Iterable[str],
+    kept: Callable[[str], Layout | None] = lambda name: None,
+) -> Placement:
+    """Apply the rules to one call after the other.
+
+    Args:
+        graph: the network at its whole batch.
+        plan: strategies of the layers.
+        batch: how the samples are divided.
+        outputs: names of the values that the network returns.
+        kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
+
+    Raises:
+        ConvoyError: a layer cannot be divided as the plan says.
+    """
+    mesh = plan.mesh
+    samples = batch.split(batch.axes)
+    of_batch = Layout.of({0: samples}) if samples else WHOLE
+    layouts: dict[str, Layout] = {}
+    for name in graph.inputs:
+        shape = graph.shape(name)
+        layouts[name] = of_batch if shape and shape[0] == batch.num_samples else WHOLE
+    calls = []
+    for call in graph.calls:
+        strategy = plan.strategy(call.layer, call.op)
+        given = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
+        placed = RULES.get(call.op, whole)(Situation(graph, mesh, batch, call, strategy, given))
+        steps = {}
+        for name, wanted in placed.inputs.items():
+            if name not in layouts:
+                before = kept(name)
+                layouts[name] = wanted if before is None else before
+            if layouts[name] != wanted:
+                steps[name] = transfer(layouts[name], wanted, mesh, graph.shape(name))
+        layouts |= placed.outputs
+        calls.append(PlacedCall(call, strategy, placed, steps))
+    targets = {name: _own(graph.shape(name), batch, of_batch) for name in outputs}
+    for name in targets:
+        layouts.setdefault(name, kept(name) or WHOLE)
+    last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
+    return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
+
+
+def _own(shape: tuple[int, ...], batch: Batch, of_batch: Layout) -> Layout:
+    return of_batch if shape and shape[0] == batch.num_samples else WHOLE

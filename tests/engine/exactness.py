@@ -1,0 +1,165 @@
+"""Trains a network under a plan and serially, in float64 on real processes, and tells how far apart they are."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_nets import SMALL_NETS
+from torch import Tensor, nn
+
+import convoy
+from convoy import models
+
+STEPS = 5
+IMAGE = {"lenet": (1, 28), "squeezenet1_1": (3, 48), "alexnet": (3, 64), "alexnet-2012": (3, 67), "googlenet": (3, 64)}
+
+
+@dataclass
+class Distance:
+    """The worst relative error of each kind; `control` is how far a serial run drifts when its weights are perturbed."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    input_gradient: float = 0.0
+    state: float = 0.0
+    control: float = 0.0
+    where: dict[str, str] = field(default_factory=dict)
+
+    def note(self, kind: str, name: str, error: float) -> None:
+        if error > getattr(self, kind) or error != error:
+            setattr(self, kind, error)
+            self.where[kind] = name
+
+    @property
+    def ok(self) -> bool:
+        tight = max(self.loss, self.gradient, self.input_gradient) <= 1e-9
+        return tight and self.state <= max(1e-9, 10 * self.control)
+
+
+def build(name: str, size: int | None = None) -> tuple[nn.Module, tuple[int, int, int]]:
+    """A network of Convoy's or of `small_nets`, for 10 classes, and the shape of its images."""
+    torch.manual_seed(0)
+    channels, default = IMAGE.get(name, (3, 32))
+    size = size or default
+    if name in SMALL_NETS:
+        return SMALL_NETS[name]().double(), (channels, size, size)
+    options: dict[str, Any] = {"image_size": size} if models.accepts(name, "image_size") else {}
+    return models.create(name, num_classes=10, in_channels=channels, **options).double(), (channels, size, size)
+
+
+def relative(got: Tensor, want: Tensor, scale: float) -> float:
+    return ((got - want).abs().max() / max(want.abs().max().item(), 1e-9 * scale, 1e-300)).item()
+
+
+def distance(
+    name: str,
+    plan: Any,
+    batches: tuple[int, ...] = (6, 7),
+    steps: int = STEPS,
+    sabotage: str | None = None,
+    size: int | None = None,
+    eval_size: int | None = None,
+) -> Distance:
+    """Run on every rank; the same on each of them.
+
+    Args:
+        name: the network.
+        plan: the plan.
+        batches: sizes of the global batch, one after the other.
+        steps: weight updates.
+        sabotage: name of a function in `sabotages` that breaks the engine on purpose.
+    """
+    serial, shape = build(name, size)
+    serial.train()
+    _without_chance(serial)
+    perturbed = copy.deepcopy(serial)
+    with torch.no_grad():
+        for p in perturbed.parameters():
+            p.mul_(1 + 1e-15 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign())
+    ranks = torch.distributed.get_world_size()
+    net = convoy.parallelize(copy.deepcopy(serial), plan, example=torch.zeros(2, *shape, dtype=torch.float64))
+    if sabotage is not None:
+        import sabotages
+
+        getattr(sabotages, sabotage)(net, ranks)
+    nets = {"serial": serial, "perturbed": perturbed, "parallel": net}
+    optimizers = {
+        kind: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4) for kind, n in nets.items()
+    }
+    generator = torch.Generator().manual_seed(1)
+    found = Distance()
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 10, (batch,), generator=generator)
+        mine = convoy.local_samples(net, batch)
+        losses, inputs = {}, {}
+        for kind, n in nets.items():
+            xs, ys = (x[mine], y[mine]) if kind == "parallel" else (x, y)
+            inputs[kind] = xs.clone().requires_grad_()
+            optimizers[kind].zero_grad()
+            losses[kind] = _loss(n(inputs[kind]), ys)
+            losses[kind].backward()
+        if step < len(batches):
+            _compare_gradients(found, serial, net)
+            loss = losses["parallel"].detach().nan_to_num() * len(y[mine]) / batch
+            _compare_loss(found, net, loss, losses["serial"].detach())
+            if inputs["parallel"].numel():
+                want = inputs["serial"].grad[mine]
+                found.note("input_gradient", "input", relative(inputs["parallel"].grad, want, 1.0))
+        for optimizer in optimizers.values():
+            optimizer.step()
+    want, drifted, got = serial.state_dict(), perturbed.state_dict(), convoy.state_dict(net)
+    assert want.keys() == got.keys(), set(want) ^ set(got)
+    for key, value in want.items():
+        assert got[key].shape == value.shape, (key, got[key].shape, value.shape)
+        found.note("state", key, relative(got[key].double(), value.double(), 1.0))
+        found.note("control", key, relative(drifted[key].double(), value.double(), 1.0))
+    for n in nets.values():
+        n.eval()
+    x = torch.randn(5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64)
+    mine = convoy.local_samples(net, 5)
+    with torch.no_grad():
+        outputs, whole = _first(net(x[mine])), _first(serial(x))
+    if outputs.numel():
+        found.note("loss", "evaluation", relative(outputs, whole[mine], 1.0) if found.state < 1e-7 else 0.0)
+    return found
+
+
+def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> None:
+    want = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
+    got = convoy.gradients(net)
+    assert want.keys() == got.keys(), set(want) ^ set(got)
+    scale = max(gradient.abs().max().item() for gradient in want.values())
+    for name, gradient in want.items():
+        found.note("gradient", name, relative(got[name], gradient, scale))
+
+
+def _compare_loss(found: Distance, net: nn.Module, share: Tensor, want: Tensor) -> None:
+    """Shares of the ranks that have different samples add up to the loss."""
+    from convoy.engine.parallelize import network_of
+
+    group = network_of(net).groups.of(network_of(net).sample_axes)
+    if group is not None:
+        torch.distributed.all_reduce(share, group=group)
+    found.note("loss", "loss", abs(share.item() - want.item()) / abs(want.item()))
+
+
+def _loss(outputs: Any, labels: Tensor) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return F.cross_entropy(outputs, labels)
+    heads = [head for head in (vars(outputs).values() if hasattr(outputs, "__dict__") else outputs) if head is not None]
+    weights = (1.0, 0.3, 0.3)
+    return sum(w * F.cross_entropy(head, labels) for w, head in zip(weights, heads, strict=False))  # type: ignore[return-value]
+
+
+def _first(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else next(iter(outputs))
+
+
+def _without_chance(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
