@@ -1,7 +1,7 @@
 """What a network computes, as a list of calls on named values: nothing here knows of devices."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -95,3 +95,15 @@ class Graph:
             for name in call.inputs:
                 found[name].append(call)
         return found
+
+    def prefixed(self, prefix: str) -> "Graph":
+        """The same graph as that of a part of a larger network, whose layers' names begin with `prefix`."""
+        calls = (
+            replace(call, name=f"{prefix}#{number}" if number else prefix, layer=_join(prefix, call.layer))
+            for number, call in enumerate(self.calls)
+        )
+        return replace(self, calls=tuple(calls))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if name else prefix

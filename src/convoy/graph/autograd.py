@@ -1,0 +1,32 @@
+"""Custom autograd functions are one call each: what they do inside has a backward pass of their own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from convoy.graph.functions import Apply
+
+Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
+
+
+@contextmanager
+def custom_functions(record: Record) -> Iterator[None]:
+    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`.
+
+    Activation checkpointing, which is such a function too, runs what it is given as if it were called directly.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return args[0](*args[2:])
+        return record(Apply(cls), args, kwargs, original.__get__(None, cls))
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]

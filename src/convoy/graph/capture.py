@@ -1,0 +1,185 @@
+"""From a module to the list of the calls that it makes.
+
+The network runs once on tensors without numbers while every torch function it calls is written down, so python's own
+control flow over shapes and modes is followed as it is. A graph therefore holds for one mode and one size of input.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from convoy.graph import tree
+from convoy.graph.autograd import custom_functions
+from convoy.graph.errors import CaptureError
+from convoy.graph.fake import Fakes
+from convoy.graph.graph import Call, Graph, Ref
+from convoy.graph.layers import LayerStack
+from convoy.graph.recorder import Recorder
+
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+def capture(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    training: bool | None = None,
+    *,
+    shapes: Shapes | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Graph:
+    """The calls that `model(*inputs)` makes, with the shapes of every tensor.
+
+    Args:
+        model: is left as it is: parameters, buffers, modes and random states.
+        inputs: tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing
+            else is used; a bare shape stands for a tensor of the default type; other objects are passed on.
+        training: the mode to capture in; None is the one that each module is in.
+        shapes: serial shapes and types of parameters and buffers by name, where the module holds others.
+        forward: what to run in place of `model.forward`.
+
+    Raises:
+        CaptureError: the network does something that a graph cannot say; its message names the layer.
+    """
+    fakes, layers = Fakes(), LayerStack(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
+    with _untouched(model), _mode(model, training), torch.enable_grad():
+        mode = model.training
+        with fakes:
+            stand_ins = {name: _stand_in(tensor, device, (shapes or {}).get(name)) for name, tensor in tensors.items()}
+            given = [_fake_input(value, device) for value in inputs]
+        sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
+        recorder = Recorder(fakes, layers, sizes[0][0] if sizes else None)
+        buffers = {name for name, _ in model.named_buffers()}
+        for name, tensor in stand_ins.items():
+            recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
+        if shapes is None:
+            recorder.know(tensors.items())
+        names = _input_names(forward or model.forward, given, set(tensors))
+        for name, value in zip(names, given, strict=True):
+            if isinstance(value, Tensor):
+                recorder.give(name, value, "input")
+        output = _run(model, forward or model.forward, stand_ins, given, fakes, layers, recorder)
+    return _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
+
+
+def _run(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    stand_ins: dict[str, Tensor],
+    given: Sequence[Any],
+    fakes: Fakes,
+    layers: LayerStack,
+    recorder: Recorder,
+) -> Any:
+    root = _Root(model, forward)
+    swapped = {f"model.{name}": tensor for name, tensor in stand_ins.items()}
+    before = dict(swapped)
+    try:
+        with fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+            output = torch.func.functional_call(root, swapped, tuple(given))
+        output = recorder.reference(output)
+    except CaptureError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError(f"{type(error).__name__} without numbers: {first}", layers.name) from error
+    for name, tensor in swapped.items():
+        if tensor is not before[name] and not name.endswith("num_batches_tracked"):
+            raise CaptureError(f"it replaces {name.removeprefix('model.')} in its forward pass")
+    if recorder.updates:
+        raise CaptureError(f"it counts in {recorder.updates[0]}, which no batch norm uses")
+    return output
+
+
+class _Root(nn.Module):
+    """Runs a module's forward without the module's own hooks, which run around the parallel network too."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = forward
+
+    def forward(self, *args: Any) -> Any:
+        """Run it."""
+        return self._forward(*args)
+
+
+def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:
+    """Leave out the calls whose results nobody uses."""
+    needed = {ref.name for ref in tree.leaves(output, Ref)}
+    calls: list[Call] = []
+    for call in reversed(recorder.calls):
+        updates = call.op == "batch_norm" and call.attributes["training"] and call.attributes["running_mean"]
+        if updates or needed.intersection(call.outputs):
+            calls.append(call)
+            needed.update(call.inputs, call.outputs)
+            needed.update(filter(None, [call.attributes.get("num_batches_tracked")]))
+    values = {name: value for name, value in recorder.values.items() if name in needed or name in inputs}
+    constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
+    return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
+
+
+def _stand_in(tensor: Tensor, device: torch.device, given: tuple[Sequence[int], torch.dtype] | None) -> Tensor:
+    shape, dtype = given or (tensor.shape, tensor.dtype)
+    place = device if tensor.device.type == "meta" else tensor.device
+    fake = torch.empty(tuple(shape), dtype=dtype, device=place)
+    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _fake_input(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+    if isinstance(value, torch.Size) or (isinstance(value, tuple) and all(type(size) is int for size in value)):
+        return torch.empty(tuple(value), device=device)
+    return value
+
+
+def _input_names(forward: Callable[..., Any], given: Sequence[Any], taken: set[str]) -> list[str]:
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):
+        names = []
+    names = [names[place] if place < len(names) else f"input_{place}" for place in range(len(given))]
+    return [f"{name}_" if name in taken else name for name in names]
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if training is not None:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what the forward pass leaves behind in modules and random states."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+        if random.getstate() != python or not _same(np.random.get_state(), numpy):
+            raise CaptureError("it draws from the random numbers of python or numpy in its forward pass")
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, saved in attributes:
+            vars(module).clear()
+            vars(module).update(saved)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,110 @@
+"""Functions that are several simpler ones, for which there are rules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Steps = Callable[[], Any] | None
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Steps:
+    if kwargs or not tensors:
+        return None
+    dim = dim % (tensors[0].dim() + 1)
+    return lambda: torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _channel_shuffle(input: Tensor, groups: int) -> Steps:
+    n, c, *size = input.shape
+    return lambda: input.reshape(n, groups, c // groups, *size).transpose(1, 2).reshape(n, c, *size)
+
+
+def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Steps:
+    if input.dim() != 4:
+        return None
+    n, c, h, w = input.shape
+    r = upscale_factor
+    return lambda: input.reshape(n, c // r**2, r, r, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // r**2, h * r, w * r)
+
+
+def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Steps:
+    if input.dim() != 4:
+        return None
+    n, c, h, w = input.shape
+    r = downscale_factor
+    return lambda: (
+        input.reshape(n, c, h // r, r, w // r, r).permute(0, 1, 3, 5, 2, 4).reshape(n, c * r**2, h // r, w // r)
+    )
+
+
+def _glu(input: Tensor, dim: int = -1) -> Steps:
+    def steps() -> Tensor:
+        value, gate = input.chunk(2, dim)
+        return value * gate.sigmoid()
+
+    return steps
+
+
+def _getitem(input: Tensor, index: Any) -> Steps:
+    """`x[:, None]`: plain ranges first, new dimensions afterwards."""
+    if not isinstance(index, tuple) or not any(item is None for item in index):
+        return _unsqueeze(input) if index is None else None
+    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
+        return None
+    given = sum(item is not None and item is not Ellipsis for item in index)
+    plain: list[Any] = []
+    new: list[int] = []
+    place = 0
+    for item in index:
+        if item is None:
+            new.append(place)
+            place += 1
+        elif item is Ellipsis:
+            plain.append(item)
+            place += input.dim() - given
+        else:
+            plain.append(item)
+            place += isinstance(item, slice)
+
+    def steps() -> Tensor:
+        made = input[tuple(plain)] if any(item is not Ellipsis and item != slice(None) for item in plain) else input
+        for dim in new:
+            made = made.unsqueeze(dim)
+        return made
+
+    return steps
+
+
+def _unsqueeze(input: Tensor) -> Steps:
+    return lambda: input.unsqueeze(0)
+
+
+def _upsample(input: Tensor, *args: Any, **kwargs: Any) -> Steps:
+    return lambda: F.interpolate(input, *args, **kwargs)
+
+
+def _view_as(input: Tensor, other: Tensor) -> Steps:
+    return lambda: input.reshape(other.shape)
+
+
+def _pair(function: Callable[..., Any]) -> Callable[..., Steps]:
+    return lambda input, other, **kwargs: None if kwargs else lambda: function(other, input)
+
+
+EXPANSIONS: dict[str, Callable[..., Steps]] = {
+    "__getitem__": _getitem,
+    "__rmatmul__": _pair(torch.matmul),
+    "channel_shuffle": _channel_shuffle,
+    "glu": _glu,
+    "native_channel_shuffle": _channel_shuffle,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "reshape_as": _view_as,
+    "stack": _stack,
+    "upsample": _upsample,
+    "view_as": _view_as,
+}
+"""By name of the function: called with its arguments, gives what to call instead, or None to leave it as it is."""

@@ -1,0 +1,53 @@
+"""Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeTensor", "Fakes", "storage"]
+
+
+class Fakes(FakeTensorMode):
+    """While it is entered, every tensor operation computes shapes only.
+
+    Attributes:
+        draws: how many operations so far have asked for random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def note(self, operation: Any) -> None:
+        """Count an operation that is about to run."""
+        self.draws += int(torch.Tag.nondeterministic_seeded in operation.tags)
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """Within it operations compute numbers."""
+        with unset_fake_temporarily(), _Count(self):
+            yield
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__()
+        self._fakes = fakes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._fakes.note(func)
+        return func(*args, **(kwargs or {}))
+
+
+def storage(tensor: Tensor) -> int:
+    """The same number for tensors that share their memory."""
+    return int(tensor.untyped_storage()._cdata)

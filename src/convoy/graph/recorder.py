@@ -1,0 +1,307 @@
+"""Writes down the torch functions that a network calls."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from convoy.graph import tree
+from convoy.graph.aliases import Aliases
+from convoy.graph.constants import Constants
+from convoy.graph.errors import CaptureError
+from convoy.graph.expansions import EXPANSIONS
+from convoy.graph.fake import Fakes, FakeTensor
+from convoy.graph.functions import draw
+from convoy.graph.graph import Call, Origin, Ref, Value
+from convoy.graph.in_place import out_of_place
+from convoy.graph.layers import LayerStack
+from convoy.graph.normalise import Normal, Seen, normalise
+
+QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
+FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
+EMPTY = {"empty", "new_empty", "empty_like"}
+UNIFORM = {"rand", "rand_like"}
+
+
+class Recorder(TorchFunctionMode):
+    """While it is entered, every torch function is called on fake tensors and becomes a `Call`.
+
+    Attributes:
+        calls: so far, in order.
+        values: every tensor that a call takes or gives, and the network's inputs.
+        constants: the numbers of those that are neither parameters nor buffers.
+        updates: buffers that count batches and wait for their batch norm.
+    """
+
+    def __init__(self, fakes: Fakes, layers: LayerStack, num_samples: int | None) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.values: dict[str, Value] = {}
+        self.constants = Constants(fakes)
+        self.updates: list[str] = []
+        self._fakes = fakes
+        self._layers = layers
+        self._num_samples = num_samples
+        self._names: dict[int, str] = {}
+        self._aliases = Aliases()
+        self._given: dict[str, Value] = {}
+        self._data: set[str] = set()
+        self._blank: set[int] = set()
+        self._inside = False
+
+    def give(self, name: str, tensor: Tensor, origin: Origin) -> None:
+        """Announce an input, parameter or buffer."""
+        value = Value(name, tuple(tensor.shape), tensor.dtype, origin)
+        self._given[name] = value
+        self._names[id(tensor)] = name
+        self._aliases.add(tensor)
+        if origin == "input":
+            self.values[name] = value
+            self._data.add(name)
+        else:
+            self._aliases.protect(tensor, name)
+
+    def know(self, real: Iterable[tuple[str, nn.Parameter | Tensor]]) -> None:
+        """The real tensors for which given ones stand in, should the network still hold them elsewhere."""
+        for name, tensor in real:
+            self._names[id(tensor)] = name
+            self._aliases.protect(tensor, name)
+
+    def name(self, tensor: Tensor) -> str:
+        """The name of a tensor that a call takes or the network returns."""
+        if id(tensor) in self._blank:
+            raise CaptureError("it reads a tensor that nothing was written to", self._layers.name)
+        self._aliases.check(tensor, self._layers.name)
+        name = self._names.get(id(tensor))
+        if name is None:
+            name = self._constant(tensor)
+        if name not in self.values:
+            self.values[name] = self._given[name]
+        return name
+
+    def reference(self, nest: Any) -> Any:
+        """The nest with a `Ref` for every tensor."""
+        return tree.replace(nest, Tensor, lambda tensor: Ref(self.name(tensor)))
+
+    def custom(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Record a custom autograd function; what it calls is not recorded."""
+        if self._inside:
+            return run(*args, **kwargs)
+        self._inside = True
+        try:
+            return self._execute(function, args, kwargs, run)
+        finally:
+            self._inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._inside or (name in QUESTIONS and not self._makes_tensor(func, name)):
+            return func(*args, **kwargs)
+        if expansion := EXPANSIONS.get(name):
+            steps = expansion(*args, **kwargs)
+            if steps is not None:
+                with self:
+                    return steps()
+        return self._call(func, name, args, kwargs)
+
+    @staticmethod
+    def _makes_tensor(func: Any, name: str) -> bool:
+        descriptors = (getattr(torch.Tensor, kind) for kind in ("T", "mT", "H", "mH", "data", "real", "imag"))
+        return name == "__get__" and getattr(func, "__self__", None) in descriptors
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tree.leaves((args, kwargs), Tensor)
+        if tensors and (answer := self._count(name, tensors[0])) is not None:
+            return answer
+        if kwargs.get("out") is not None:
+            raise CaptureError(f"{name} writes into out=", self._layers.name)
+        if name in EMPTY:
+            return self._make_blank(func, args, kwargs)
+        if name in UNIFORM:
+            return self._draw("uniform", None, func(*args, **kwargs))
+        if name == "bernoulli" and len(tensors) == 1 and self.constants.known(tensors[0]):
+            return self._draw("bernoulli", self._probability(tensors[0]), func(*args, **kwargs))
+        if tensors and id(tensors[0]) in self._blank:
+            return self._fill(name, tensors[0], args[1:], kwargs)
+        if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
+            return self._fold(func, name, args, kwargs)
+        if replacement := out_of_place(func, name, args, kwargs):
+            return self._replace(name, args[0] if args else tensors[0], *replacement)
+        if name in ("__setitem__", "__set__"):
+            raise CaptureError("it assigns to a part of a tensor", self._layers.name)
+        return self._execute(func, args, kwargs, func)
+
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        tensors = tree.leaves((args, kwargs), Tensor)
+        versions = [tensor._version for tensor in tensors]
+        draws = self._fakes.draws
+        if torch.is_autocast_enabled(tensors[0].device.type if tensors else "cpu"):
+            raise CaptureError("it switches autocast on by itself", self._layers.name)
+        result = run(*args, **kwargs)
+        made = tree.leaves(result, Tensor)
+        if not made:
+            return result
+        if len(made) == 1 and any(made[0] is tensor for tensor in tensors):
+            return result
+        call = self._record(func, args, kwargs, result, made)
+        changed = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
+        if changed and not (call.op == "batch_norm" or call.function is torch.nn.functional.instance_norm):
+            raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
+        if self._fakes.draws > draws and call.op != "dropout":
+            raise CaptureError(f"{_called(func)} draws random numbers in a way of its own", self._layers.name)
+        return result
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, made: list[Tensor]
+    ) -> Call:
+        args, kwargs = self.reference(args), self.reference(kwargs)
+        inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
+        outputs = self._name_outputs(func, made)
+        seen = Seen(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
+        normal = normalise(seen) if any(name in self._data for name in inputs) else Normal("opaque")
+        return self._add(seen, normal, outputs, made, result)
+
+    def _add(self, seen: Seen, normal: Normal, outputs: tuple[Value, ...], made: list[Tensor], result: Any) -> Call:
+        call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
+        function = seen.function if normal.function is None else normal.function
+        args = seen.args if normal.args is None else normal.args
+        kwargs = seen.kwargs if normal.kwargs is None else normal.kwargs
+        inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
+        depends = normal.op == "random" or any(name in self._data for name in inputs)
+        for tensor, value in zip(made, outputs, strict=True):
+            self.values[value.name] = value
+            self._bind(tensor, value.name)
+            if depends:
+                self._data.add(value.name)
+        if counter := normal.attributes.get("num_batches_tracked"):
+            self.updates.remove(counter)
+            self.values[counter] = self._given[counter]
+        structure = self.reference(result)
+        names = tuple(value.name for value in outputs)
+        call = Call(
+            call_name, self._layers.name, normal.op, function, args, kwargs, inputs, names, structure, normal.attributes
+        )
+        self.calls.append(call)
+        if not torch.is_grad_enabled() and seen.name != "detach":
+            self._stop_gradient(made)
+        return call
+
+    def _stop_gradient(self, made: list[Tensor]) -> None:
+        for tensor in made:
+            ref = Ref(self._names[id(tensor)])
+            outputs = self._name_outputs(torch.Tensor.detach, [tensor])
+            seen = Seen(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
+            self._add(seen, normalise(seen), outputs, [tensor], tensor)
+
+    def _name_outputs(self, func: Any, made: list[Tensor]) -> tuple[Value, ...]:
+        layer = self._layers.name
+        base, number, mark = (layer, 1, "#") if layer else (_called(func).strip("_"), 0, "_")
+        name, several = base, len(made) > 1
+        while name in self._given or name in self.values or f"{name}:0" in self.values:
+            number += 1
+            name = f"{base}{mark}{number}"
+        names = [f"{name}:{index}" for index in range(len(made))] if several else [name]
+        return tuple(Value(name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, made, strict=True))
+
+    def _bind(self, tensor: Tensor, name: str) -> None:
+        self._names[id(tensor)] = name
+        self.constants.forget(tensor)
+        self._blank.discard(id(tensor))
+        self._aliases.add(tensor)
+
+    def _replace(self, name: str, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Record a call that changes `target` by the function that gives the same as a new tensor."""
+        self._aliases.check_writable(target, name, self._layers.name)
+        made: Tensor = self.__torch_function__(func, (), args, kwargs)
+        if made is target:
+            return target
+        if made.shape != target.shape or made.dtype != target.dtype:
+            raise CaptureError(f"{name} changes the shape or type of a tensor in place", self._layers.name)
+        self._aliases.write(target, self._layers.name)
+        self._bind(target, self.name(made))
+        return target
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        if id(tensor) in self._names:
+            return False
+        return self.constants.known(tensor) or not isinstance(tensor, FakeTensor)
+
+    def _fold(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute what does not depend on the network's inputs, parameters or buffers."""
+        changes = (
+            (name.endswith("_") and not name.endswith("__"))
+            or kwargs.get("inplace")
+            or name in ("__setitem__", "__set__")
+        )
+        if changes and not all(self.constants.known(tensor) for tensor in tree.leaves(args[:1], Tensor)):
+            raise CaptureError(f"{name} changes a tensor that the network keeps", self._layers.name)
+        draws = self._fakes.draws
+        result = self.constants.compute(func, args, kwargs)
+        if self._fakes.draws > draws:
+            raise CaptureError(f"{name} draws random numbers in a way of its own", self._layers.name)
+        return result
+
+    def _constant(self, tensor: Tensor) -> str:
+        if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
+            raise CaptureError("it uses a parameter that is not among the network's own", self._layers.name)
+        if isinstance(tensor, FakeTensor) and not self.constants.known(tensor):
+            raise CaptureError("it uses a tensor that no torch function gave (TorchScript?)", self._layers.name)
+        name = self.constants.name(tensor, {*self._given, *self.values})
+        if name not in self.values:
+            self._given[name] = Value(name, tuple(tensor.shape), tensor.dtype, "constant")
+        return name
+
+    def _count(self, name: str, tensor: Tensor) -> Any:
+        """What happens to a batch norm's counter of batches: the batch norm that follows says it."""
+        given = self._given.get(self._names.get(id(tensor), ""))
+        if given is None or given.origin != "buffer" or given.shape or given.dtype.is_floating_point:
+            return None
+        if name == "add_":
+            if given.name not in self.updates:
+                self.updates.append(given.name)
+            return tensor
+        return 1 if name in ("__float__", "__int__", "item") else None
+
+    def _make_blank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        made: Tensor = func(*args, **kwargs)
+        self.constants.keep(made)
+        self._blank.add(id(made))
+        return made
+
+    def _fill(self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The first thing that is written to an empty tensor."""
+        if name == "bernoulli_":
+            p = args[0] if args else kwargs.get("p", 0.5)
+            if isinstance(p, Tensor):
+                p = self._probability(p)
+            return self._draw("bernoulli", float(p), tensor)
+        if name == "uniform_" and (*args, *kwargs.values()) in ((), (0, 1)):
+            return self._draw("uniform", None, tensor)
+        if name in ("zero_", "fill_") and not tree.leaves((args, kwargs), Tensor):
+            self._blank.discard(id(tensor))
+            value = 0 if name == "zero_" else (*args, *kwargs.values())[0]
+            return self.constants.full(tensor, value)
+        raise CaptureError(f"it calls {name} on an empty tensor", self._layers.name)
+
+    def _probability(self, tensor: Tensor) -> float:
+        real = self.constants.value(tensor)
+        if real.numel() == 0 or bool((real != real.flatten()[0]).any()):
+            raise CaptureError("it draws random numbers with several probabilities", self._layers.name)
+        return float(real.flatten()[0])
+
+    def _draw(self, kind: str, p: float | None, made: Tensor) -> Tensor:
+        shape = tuple(made.shape)
+        if not shape or shape[0] != self._num_samples:
+            raise CaptureError("it draws random numbers that do not belong to one sample each", self._layers.name)
+        outputs = self._name_outputs(draw, [made])
+        args = (kind, p, shape, made.dtype, made.device)
+        seen = Seen(draw, args, {}, self.values, outputs, self._layers.module, ())
+        self._add(seen, Normal("random", {"draw": kind, "p": p}), outputs, [made], made)
+        return made
+
+
+def _called(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
