@@ -1,0 +1,115 @@
+"""How much memory a plan takes on each rank: parameters, their gradients, and what the backward pass needs kept.
+
+Counted from the layouts: what autograd keeps for each kind of call, tensors that several calls keep once. What a kernel
+holds while it runs, the optimiser's state and the framework itself come on top.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from convoy.graph.graph import Call
+from convoy.plans.layout import Layout
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import needs_gradient
+
+Kept = tuple[str, Layout, int]
+"""Name of a value, its layout, bytes for each element."""
+
+_KEEPS_OUTPUT = ("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt")
+_KEEPS_NOTHING = ("add", "radd", "iadd", "sub", "rsub", "isub", "neg", "to", "expand_like", "expand_as")
+_KEEPS_OPERANDS = ("mul", "rmul", "imul", "div", "truediv", "itruediv")
+_INPUT_OPS = ("conv", "linear", "batch_norm", "group_norm", "layer_norm", "rms_norm", "avg_pool", "adaptive_avg_pool")
+_VIEWS = ("identity", "reshape", "permute")
+_LRN_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.buffers + self.activations
+
+
+def predict_memory(placement: Placement) -> list[Memory]:
+    """Memory of every rank in one forward and backward pass over the whole batch that was captured."""
+    kept = kept_for_backward(placement)
+    return [_of_rank(placement, kept, rank) for rank in range(placement.mesh.num_devices)]
+
+
+def kept_for_backward(placement: Placement) -> set[Kept]:
+    """The tensors that stay until the backward pass, parameters and buffers not among them."""
+    graph = placement.graph
+    differentiable = needs_gradient(graph)
+    names: dict[tuple[str, Layout], str] = {}
+    found: set[Kept] = set()
+    for placed in placement.calls:
+        if not differentiable.intersection(placed.call.outputs):
+            continue
+        for name, layout, itemsize in _kept(placed, placement):
+            if graph.values[name].origin not in ("parameter", "buffer"):
+                found.add((names.get((name, layout), name), layout, itemsize))
+        if placed.call.op in _VIEWS:
+            source, output = placed.call.inputs[0], placed.call.outputs[0]
+            root = names.get((source, placed.placed.inputs[source]), source)
+            names[output, placed.placed.outputs[output]] = root
+    return found
+
+
+def _kept(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
+    call = placed.call
+    for name, factor in _names(call):
+        layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
+        yield name, layout, factor or placement.graph.values[name].dtype.itemsize
+    if call.op == "lrn":
+        width = placement.graph.values[call.outputs[0]].dtype.itemsize
+        yield call.outputs[0] + " (inside)", placed.placed.outputs[call.outputs[0]], _LRN_TENSORS * width
+
+
+def _names(call: Call) -> Iterator[tuple[str, int]]:
+    """Names of what autograd keeps of a call, each with the bytes for an element where they are not the tensor's."""
+    source = call.attributes.get("input")
+    if call.op in _INPUT_OPS and source:
+        yield source, 0
+    elif call.op in ("max_pool", "adaptive_max_pool") and source:
+        yield source, 0
+        yield call.outputs[0], 8
+    elif call.op in ("softmax", "dropout"):
+        yield call.outputs[0], 0
+    elif call.op == "elementwise":
+        yield from ((name, 0) for name in _elementwise(call))
+    elif call.op in ("matmul", "opaque"):
+        yield from ((name, 0) for name in call.inputs)
+
+
+def _elementwise(call: Call) -> tuple[str, ...]:
+    function = getattr(call.function, "__name__", "").strip("_")
+    if function in _KEEPS_OUTPUT:
+        return call.outputs
+    if function in _KEEPS_NOTHING or (function in _KEEPS_OPERANDS and len(call.inputs) < 2):
+        return ()
+    return call.inputs
+
+
+def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
+    mesh, graph = placement.mesh, placement.graph
+    place = mesh.coordinates(rank)
+    of_origin = {"parameter": 0, "buffer": 0}
+    for value in graph.values.values():
+        if value.origin in of_origin and value.name in placement.layouts:
+            layout = placement.layouts[value.name]
+            of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
+    activations = sum(
+        math.prod(layout.local_shape(graph.shape(name.removesuffix(" (inside)")), mesh, place)) * itemsize
+        for name, layout, itemsize in kept
+    )
+    gradients = of_origin["parameter"] if graph.training else 0
+    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], activations)

@@ -1,0 +1,148 @@
+"""How many bytes each rank sends for a plan: counted from the layouts, before anything runs.
+
+A rank of a group of k sends for a tensor of n elements: in an all-reduce 2(k-1)/k·n (ring: Patarasuk and Yuan, 2009),
+in a gather its own part to k-1 others, in an exchange or reduce-scatter exactly what the others ask of it. What is sent
+inside a layer (the statistics of a batch norm over several ranks) is not counted.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+from convoy.graph.graph import Graph
+from convoy.plans.layout import Indices, Layout
+from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.place import Placement
+from convoy.plans.transfer import Step
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Numbers that one rank sends in the forward and in the backward pass: elements or bytes."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: int) -> "Traffic":
+        return Traffic(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent for one step.
+
+    Attributes:
+        call: name of the call that asks for it; empty where the network's own output does.
+        value: name of the tensor.
+        ranks: bytes that each rank sends.
+    """
+
+    call: str
+    value: str
+    step: Step
+    ranks: tuple[Traffic, ...]
+
+
+def all_reduce_elements(num_elements: int, count: int) -> int:
+    """Elements that a rank sends in an all-reduce over `count` ranks."""
+    return -(-2 * (count - 1) * num_elements // count)
+
+
+@functools.lru_cache(maxsize=4096)
+def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple[int, ...]) -> Traffic:
+    """Elements that the rank at `coordinates` sends for one step.
+
+    Args:
+        step: the step.
+        mesh: the devices.
+        coordinates: the rank's place.
+        shape: of the whole tensor.
+    """
+    count = mesh.size(step.axes)
+    before = math.prod(step.source.local_shape(shape, mesh, coordinates))
+    after = math.prod(step.target.local_shape(shape, mesh, coordinates))
+    if step.kind == "reduce":
+        return Traffic(all_reduce_elements(before, count), 0)
+    if step.kind == "copy":
+        return Traffic(0, all_reduce_elements(before, count))
+    if step.kind == "slice":
+        return Traffic(0, (count - 1) * after)
+    if step.kind == "gather":
+        return Traffic((count - 1) * before, 0)
+    if step.kind == "keep":
+        return Traffic()
+    peers = [place for place in mesh.group(coordinates, step.axes) if place != coordinates]
+    forward = sum(_common(step.source, coordinates, step.target, peer, mesh, shape) for peer in peers)
+    if step.kind == "reduce_scatter":
+        return Traffic(forward, (count - 1) * after)
+    return Traffic(forward, sum(_common(step.target, coordinates, step.source, peer, mesh, shape) for peer in peers))
+
+
+def transfer_traffic(placement: Placement) -> list[Sent]:
+    """What is sent between calls, each step once for all calls that want a value in the same layout."""
+    graph, mesh = placement.graph, placement.mesh
+    differentiable = needs_gradient(graph)
+    wanted = [(call.call.name, name, steps) for call in placement.calls for name, steps in call.transfers.items()]
+    wanted += [("", name, steps) for name, steps in placement.outputs.items()]
+    seen: set[tuple[str, Layout]] = set()
+    found = []
+    for call, name, steps in wanted:
+        if not steps or (name, steps[-1].target) in seen:
+            continue
+        seen.add((name, steps[-1].target))
+        value = graph.values[name]
+        for step in steps:
+            elements = (step_elements(step, mesh, mesh.coordinates(rank), value.shape) for rank in _ranks(mesh))
+            sent = (each * value.dtype.itemsize for each in elements)
+            ranks = tuple(each if name in differentiable else Traffic(each.forward) for each in sent)
+            found.append(Sent(call, name, step, ranks))
+    return found
+
+
+def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
+    """For every parameter whose gradient is added over some axes, the bytes that each rank sends for it."""
+    graph, mesh = placement.graph, placement.mesh
+    found = {}
+    for value in graph.parameters() if graph.training else ():
+        layout = placement.layouts.get(value.name, Layout())
+        if layout.copied:
+            count = mesh.size(tuple(sorted(layout.copied)))
+            shapes = (layout.local_shape(value.shape, mesh, mesh.coordinates(rank)) for rank in _ranks(mesh))
+            found[value.name] = tuple(
+                all_reduce_elements(math.prod(shape), count) * value.dtype.itemsize for shape in shapes
+            )
+    return found
+
+
+def needs_gradient(graph: Graph) -> frozenset[str]:
+    """Names of the parameters and of all values that depend on one, in training."""
+    if not graph.training:
+        return frozenset()
+    found = {value.name for value in graph.parameters() if value.dtype.is_floating_point}
+    for call in graph.calls:
+        if found.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
+            found |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}
+    return frozenset(found)
+
+
+def _ranks(mesh: Mesh) -> range:
+    return range(mesh.num_devices)
+
+
+def _common(
+    mine: Layout, here: Coordinates, theirs: Layout, there: Coordinates, mesh: Mesh, shape: tuple[int, ...]
+) -> int:
+    """Elements that one rank has in a layout and another in a second one."""
+    return math.prod(
+        _overlap(mine.parts(dim, mesh, here, size), theirs.parts(dim, mesh, there, size))
+        for dim, size in enumerate(shape)
+    )
+
+
+def _overlap(a: Indices, b: Indices) -> int:
+    if isinstance(a, range) and isinstance(b, range):
+        return max(0, min(a.stop, b.stop) - max(a.start, b.start))
+    return len(set(a) & set(b))
