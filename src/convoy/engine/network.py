@@ -1,7 +1,8 @@
 """A network that runs under a plan: this rank's parameters, and one program for every batch and image size."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
+from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement, Strategies, place, sample_axes
 from convoy.plans.rules import Batch
 
@@ -40,52 +42,75 @@ class Network:
     """Runs the forward pass of `model` under `plan`.
 
     Attributes:
+        model: with this rank's shards for parameters and buffers.
+        prefix: put before the names of the model's layers and parameters in the plan and in what is said of them.
         shapes: serial shape and dtype of every parameter and buffer, by serial name.
         layouts: how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`.
         sample_axes: axes along which ranks are given different samples.
         samples: how many samples each sample rank passes next, where the caller knows; None asks the other ranks.
+        reducer: adds the gradients during the backward pass.
+        captured: how the network's calls were found, for people.
     """
 
     model: nn.Module
     plan: Strategies
     groups: Groups
     context: StepContext
+    prefix: str = ""
     shapes: Shapes = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     sample_axes: tuple[int, ...] = ()
     samples: tuple[int, ...] | None = None
     reducer: GradientReducer | None = None
-    _programs: dict[Signature, tuple[Placement, Program]] = field(default_factory=dict, repr=False)
-    _step: int = 0
+    captured: str = "recorded while it ran on tensors without numbers"
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
+        self._owners = _owners(self.model)
+        self._programs: dict[Signature, tuple[Placement, Program]] = {}
+        self._passes = 0
 
-    def place_parameters(self, signature: Signature) -> None:
-        """Decide where every parameter and buffer is kept: where the calls of this signature want it."""
-        graph = self._capture(signature)
-        self.sample_axes = sample_axes(graph, self.plan)
-        total = sum(signature.samples)
+    def place_parameters(self, examples: Sequence[Tensor], training: bool, axes: Axes | None = None) -> None:
+        """Decide where every parameter and buffer is kept: where the network's calls want it.
+
+        Args:
+            examples: one rank's inputs.
+            training: the mode.
+            axes: the sample axes, where they are not for this network alone to decide.
+        """
+        total = len(examples[0]) * self.plan.mesh.num_devices
+        graph = self._capture(Signature(training, (total,), _rest(examples)))
+        calls = ((call.layer, call.op) for call in graph.calls)
+        self.sample_axes = sample_axes(calls, self.plan) if axes is None else axes
         placement = self._place(graph, balanced(total, self.num_sample_ranks))
         self.layouts = {name: placement.layouts.get(name, WHOLE) for name in self.shapes}
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
-        samples = self._exchange_samples(inputs)
-        rest = tuple((tuple(x.shape[1:]), x.dtype) for x in inputs)
-        signature = Signature(self.model.training, samples, rest)
-        if self.samples is None and self.model.training:
-            self.context.enter(self._step, range(sum(samples)), (sum(samples),), inputs[0].device)
-            self._step += 1
-        placement, program = self._program(signature)
-        named = named_tensors(self.model)
-        tensors = dict(zip(placement.graph.inputs, inputs, strict=True))
-        outputs = program([tensors[name] if name in tensors else named[name] for name in program.sources])
-        weight = samples[self.sample_rank] / max(1, sum(samples))
-        if len(samples) > 1 and torch.is_grad_enabled():
-            outputs = [scale_gradient(y, weight) if y.requires_grad else y for y in outputs]
-        found = dict(zip(program.outputs, outputs, strict=True))
+        samples = self.exchange_samples(inputs)
+        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
+        self.begin_pass(samples, inputs[0].device)
+        found = self._run(placement, program, inputs)
+        return replace(placement.graph.output, Ref, lambda ref: self.weigh(found[ref.name], samples))
+
+    def part(self, *inputs: Tensor) -> Any:
+        """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
+        samples = self.exchange_samples(inputs)
+        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
+        found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: found[ref.name])
+
+    def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
+        """Announce a training pass over one microbatch, where the caller does not announce passes."""
+        if self.samples is None and self.model.training:
+            self.context.enter(self._passes, 0, (sum(samples),), device)
+            self._passes += 1
+
+    def weigh(self, output: Tensor, samples: tuple[int, ...]) -> Tensor:
+        """Give an output's gradient the weight of this rank's samples among those of all ranks."""
+        if len(samples) == 1 or not output.requires_grad:
+            return output
+        return scale_gradient(output, samples[self.sample_rank] / max(1, sum(samples)))
 
     @property
     def sample_rank(self) -> int:
@@ -97,14 +122,21 @@ class Network:
         """How many parts a global batch is divided into."""
         return self.groups.mesh.size(self.sample_axes)
 
-    def placement(self, signature: Signature) -> Placement:
-        """How the network is placed for a batch."""
-        return self._program(signature)[0]
+    def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
+        """How the network is placed for a batch of which every sample rank has `samples`."""
+        return self._program(Signature(training, samples, _rest(examples)))[0]
 
-    def _exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    def exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """How many samples every sample rank has in this pass."""
         if self.samples is not None:
             return self.samples
         return tuple(gather_ints(len(inputs[0]), self.groups.of(self.sample_axes)))
+
+    def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        given = dict(zip(placement.graph.inputs, inputs, strict=True))
+        owners = self._owners
+        tensors = [given[n] if n in given else owners[n][0][owners[n][1]] for n in program.sources]
+        return dict(zip(program.outputs, program(tensors), strict=True))
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -118,22 +150,49 @@ class Network:
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
-        return capture(self.model, tuple(inputs), training=signature.training, shapes=self.shapes)
+        with plain_forward(self.model):
+            graph = capture(self.model, tuple(inputs), training=signature.training, shapes=self.shapes)
+        return graph.prefixed(self.prefix) if self.prefix else graph
 
     def _place(self, graph: Graph, parts: tuple[range, ...]) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)
         return place(graph, self.plan, batch, [ref.name for ref in leaves(graph.output, Ref)], self.layouts.get)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Network":
-        twin = Network.__new__(Network)
+        twin = copy.copy(self)
         memo[id(self)] = twin
-        twin.__dict__ |= self.__dict__
         twin.model = copy.deepcopy(self.model, memo)
-        twin._programs = {}
         twin.reducer = None
+        twin._owners = _owners(twin.model)
+        twin._programs = {}
         return twin
 
 
-def named_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@contextmanager
+def plain_forward(model: nn.Module) -> Iterator[None]:
+    """The model with the forward pass of its class."""
+    own = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """For every parameter and buffer the dictionary that holds it, and its key there."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in named_tensors(model):
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        found[name] = (module._parameters if key in module._parameters else module._buffers), key
+    return found
+
+
+def _rest(inputs: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return tuple((tuple(x.shape[1:]), x.dtype) for x in inputs)

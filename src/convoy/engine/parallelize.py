@@ -11,9 +11,11 @@ from convoy.engine.collectives import broadcast
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups, join
-from convoy.engine.network import Network, Signature, named_tensors
+from convoy.engine.layerwise import Layerwise
+from convoy.engine.network import Network, named_tensors
 from convoy.engine.shards import collect, cut
 from convoy.errors import ConvoyError
+from convoy.graph.errors import CaptureError
 from convoy.plans import Layout
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
@@ -50,13 +52,13 @@ def parallelize(
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     examples = example if isinstance(example, tuple) else (example,)
+    _check_examples(examples)
     join()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parsed = Plan.parse(plan, num_devices=world)
     groups = Groups(parsed.mesh)
-    context = StepContext(torch.initial_seed() if seed is None else seed)
-    network = Network(model, parsed, groups, context)
-    network.place_parameters(_signature(model, examples, parsed.mesh.num_devices))
+    context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
+    network = _network(model, parsed, groups, context, examples)
     _take_shards(network)
     parameters = dict(model.named_parameters())
     network.reducer = GradientReducer(
@@ -117,11 +119,22 @@ def network_of(net: nn.Module) -> Network:
     return network
 
 
-def _signature(model: nn.Module, examples: tuple[Tensor, ...], num_devices: int) -> Signature:
-    if not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
+def _check_examples(examples: tuple[Tensor, ...]) -> None:
+    if not examples or not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
         raise ConvoyError("example must be a tensor, or a tuple of tensors, with one rank's samples along dim 0")
-    rest = tuple((tuple(x.shape[1:]), x.dtype) for x in examples)
-    return Signature(model.training, (len(examples[0]) * num_devices,), rest)
+
+
+def _network(
+    model: nn.Module, plan: Plan, groups: Groups, context: StepContext, examples: tuple[Tensor, ...]
+) -> Network:
+    """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
+    try:
+        network = Network(model, plan, groups, context)
+        network.place_parameters(examples, model.training)
+    except CaptureError as error:
+        network = Layerwise(model, plan, groups, context, captured=f"layer by layer ({error})")
+        network.place_parameters(examples, model.training)
+    return network
 
 
 def _take_shards(network: Network) -> None:

@@ -56,9 +56,14 @@ class Placement:
     output_layouts: dict[str, Layout]
 
 
-def sample_axes(graph: Graph, plan: Strategies) -> tuple[int, ...]:
-    """The axes on which some layer is divided by samples: each rank is given the samples of its place on them."""
-    strategies = [plan.strategy(call.layer, call.op) for call in graph.calls if call.op in ("conv", "linear")]
+def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[int, ...]:
+    """The axes on which some layer is divided by samples: each rank is given the samples of its place on them.
+
+    Args:
+        layers: name and op of every layer.
+        plan: their strategies.
+    """
+    strategies = [plan.strategy(layer, op) for layer, op in layers if op in ("conv", "linear")]
     return tuple(axis for axis in plan.mesh.axes if any(strategy[axis] == "sample" for strategy in strategies))
 
 

@@ -1,33 +1,49 @@
 """Calls that do the same on a part as on the whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from convoy.engine.kernels.kernel import Kernel, Site
 from convoy.graph.graph import Ref
+from convoy.graph.tree import leaves, replace
 
 
 def build(site: Site) -> Kernel:
     """The function itself, with this rank's tensors in place of the whole ones."""
     call = site.call
-    function, names = call.function, call.inputs
+    nested = [a for a in (*call.args, *call.kwargs.values()) if not isinstance(a, Ref)]
+    if leaves(nested, Ref):
+        return _nested(site)
+    places = {name: place for place, name in enumerate(call.inputs)}
+    function, plain = call.function, list(call.args)
+    filled = [(i, places[arg.name]) for i, arg in enumerate(call.args) if isinstance(arg, Ref)]
+    named = [(key, places[arg.name]) for key, arg in call.kwargs.items() if isinstance(arg, Ref)]
+    options = dict(call.kwargs)
 
     def kernel(*tensors: Tensor) -> Sequence[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        result = function(*filled(call.args, found), **filled(call.kwargs, found))
-        return [result] if isinstance(result, Tensor) else list(result)
+        args = plain.copy()
+        for i, place in filled:
+            args[i] = tensors[place]
+        if named:
+            return _listed(function(*args, **options | {key: tensors[place] for key, place in named}))
+        return _listed(function(*args, **options))
 
     return kernel
 
 
-def filled(arguments: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The arguments with each `Ref` replaced by its tensor."""
-    if isinstance(arguments, Ref):
-        return tensors[arguments.name]
-    if isinstance(arguments, (tuple, list)):
-        return type(arguments)(filled(argument, tensors) for argument in arguments)
-    if isinstance(arguments, dict):
-        return {key: filled(argument, tensors) for key, argument in arguments.items()}
-    return arguments
+def _nested(site: Site) -> Kernel:
+    call = site.call
+    function, names = call.function, call.inputs
+
+    def kernel(*tensors: Tensor) -> Sequence[Tensor]:
+        found = dict(zip(names, tensors, strict=True))
+        args, kwargs = replace((call.args, call.kwargs), Ref, lambda ref: found[ref.name])
+        return _listed(function(*args, **kwargs))
+
+    return kernel
+
+
+def _listed(result: Any) -> Sequence[Tensor]:
+    return [result] if isinstance(result, Tensor) else leaves(result, Tensor)

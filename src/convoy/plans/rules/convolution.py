@@ -135,9 +135,13 @@ def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
 
 
 def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
-    """Dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides."""
+    """Dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides.
+
+    One row of one row, as behind a global pooling, is not divided: such a layer is a linear one.
+    """
     if num_dims == 3:
         wanted = [(2, situation.axes("height", "width"), "width")]
     else:
         wanted = [(num_dims - 2, situation.axes("height"), "height"), (num_dims - 1, situation.axes("width"), "width")]
-    return [(dim, axes, name) for dim, axes, name in wanted if axes]
+    before, after = situation.shape(situation.call.attributes["input"]), situation.shape(situation.call.outputs[0])
+    return [(dim, axes, name) for dim, axes, name in wanted if axes and max(before[dim], after[dim]) > 1]

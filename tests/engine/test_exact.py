@@ -1,0 +1,93 @@
+"""Training under a plan is training on one device: every net under every plan, in float64 on real processes."""
+
+import pytest
+from exactness import run
+from ranks import RankFailed, run_ranks
+from small_nets import SMALL_NETS
+
+from convoy.plans.plan import Plan
+
+PLANS = [
+    "sample=2",
+    "sample=3",
+    "filter=2",
+    "filter=3",
+    "channel=2",
+    "height=2",
+    "height=3",
+    "width=2",
+    "sample=2,filter=2",
+    "sample=2,height=2",
+    "owt=2",
+]
+NETS = ["lenet", "alexnet", "alexnet-2012", "squeezenet1_1", "vgg11_bn", "googlenet", "resnet18", "resnet50"]
+CHAOTIC = {"resnet50", "googlenet"}
+REFUSED = {
+    ("lenet", "channel=2"): "layer 'features.0' has only 1 input channel",
+    ("alexnet-2012", "filter=3"): "in 2 groups, which cannot be divided over the 3 ranks",
+}
+SIZES = {("squeezenet1_1", "height=3"): 64, ("googlenet", "height=3"): 96, ("vgg11_bn", "height=3"): 64}
+
+MIXED: dict[str, dict] = {
+    "alexnet": {
+        "mesh": {"node": 2, "gpu": 2},
+        "layers": {
+            "features.0": {"node": "sample", "gpu": "height"},
+            "features.3": {"node": "sample", "gpu": "filter"},
+            "features.6": {"node": "sample", "gpu": "channel"},
+            "features.*": {"node": "sample", "gpu": "filter"},
+            "classifier.1": {"node": "filter", "gpu": "filter"},
+            "classifier.4": {"node": "channel", "gpu": "channel"},
+            "classifier.*": {"node": "replicate", "gpu": "filter"},
+        },
+    },
+    "resnet18": {
+        "mesh": {"a": 2, "b": 2},
+        "layers": {
+            "conv1": {"a": "height", "b": "width"},
+            "layer1.*": {"a": "sample", "b": "filter"},
+            "layer2.0.*": {"a": "filter", "b": "sample"},
+            "layer2.1.*": {"a": "height", "b": "channel"},
+            "layer3.*": {"a": "channel", "b": "filter"},
+            "layer4.*": {"a": "replicate", "b": "sample"},
+            "fc": {"a": "filter", "b": "filter"},
+        },
+    },
+    "dense": {
+        "mesh": {"a": 2, "b": 2},
+        "layers": {
+            "stem": {"a": "sample", "b": "height"},
+            "convs.0": {"a": "filter", "b": "sample"},
+            "convs.1": {"a": "channel", "b": "filter"},
+            "convs.2": {"a": "sample", "b": "replicate"},
+            "head": {"a": "channel", "b": "filter"},
+        },
+    },
+}
+
+
+def check(net: str, plan, **options) -> None:
+    world = Plan.parse(plan).mesh.num_devices
+    for found in run_ranks(run, world, net, plan, options, timeout=150):
+        assert found.ok, found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("net", [*NETS, *SMALL_NETS])
+def test_every_plan_is_exact(net: str, plan: str) -> None:
+    reason = REFUSED.get((net, plan))
+    if reason is not None:
+        with pytest.raises(RankFailed, match=reason):
+            check(net, plan)
+        return
+    check(net, plan, size=SIZES.get((net, plan)), steps=3 if net in ("resnet50", "googlenet") else 5)
+
+
+@pytest.mark.parametrize("net", MIXED)
+def test_a_mixed_plan_is_exact(net: str) -> None:
+    check(net, MIXED[net])
+
+
+@pytest.mark.parametrize("plan", ["sample=3", "owt=2"])
+def test_ranks_without_samples_join_in(plan: str) -> None:
+    check("dense", plan, batches=(2, 1, 5))
