@@ -1,0 +1,43 @@
+"""Padding: constant padding of a divided dimension grows the parts at its ends."""
+
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.rules.rule import Placed, Situation
+
+
+def rule(situation: Situation) -> Placed:
+    """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    constant = call.attributes["mode"] == "constant"
+    kept: dict[int, Split] = {}
+    left: dict[int, Split] = {}
+    shape = situation.shape(source)
+    for dim, split in given.splits:
+        before, after = call.attributes["pads"][dim]
+        if (before, after) == (0, 0):
+            kept[dim] = left[dim] = split
+        elif constant:
+            kept[dim] = split
+            parts = (padded(part, shape[dim], before, after) for part in split.parts)
+            left[dim] = Split(split.axes, tuple(parts))
+    gathered = len(kept) < len(given.splits)
+    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if gathered else ""
+    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, note)
+
+
+def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:
+    """Padding at the two ends of a part: rows that are added go to the parts that hold the first and the last index."""
+    return max(before, 0) if 0 in part else 0, max(after, 0) if size - 1 in part else 0
+
+
+def remaining(part: Indices, size: int, before: int, after: int) -> Indices:
+    """Positions in a part of those of its indices that negative padding leaves."""
+    return indices(place for place, index in enumerate(part) if -before <= index < size + after)
+
+
+def padded(part: Indices, size: int, before: int, after: int) -> Indices:
+    """The indices in the padded tensor that go with a part of the tensor."""
+    first, last = ends(part, size, before, after)
+    middle = [before + part[place] for place in remaining(part, size, before, after)]
+    return indices([*range(first), *middle, *range(before + size, before + size + last)])
