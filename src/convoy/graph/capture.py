@@ -6,7 +6,7 @@ control flow over shapes and modes is followed as it is. A graph therefore holds
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,7 @@ from convoy.graph.fake import Fakes
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.layers import LayerStack
 from convoy.graph.recorder import Recorder
-
-Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+from convoy.graph.stand_ins import Shapes, stand_ins, swapped
 
 
 def capture(
@@ -52,12 +51,12 @@ def capture(
     with _untouched(model), _mode(model, training), torch.enable_grad():
         mode = model.training
         with fakes:
-            stand_ins = {name: _stand_in(tensor, device, (shapes or {}).get(name)) for name, tensor in tensors.items()}
+            fake = stand_ins(tensors, shapes or {}, device)
             given = [_fake_input(value, device) for value in inputs]
         sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
         recorder = Recorder(fakes, layers, sizes[0][0] if sizes else None)
         buffers = {name for name, _ in model.named_buffers()}
-        for name, tensor in stand_ins.items():
+        for name, tensor in fake.items():
             recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
         if shapes is None:
             recorder.know(tensors.items())
@@ -65,50 +64,26 @@ def capture(
         for name, value in zip(names, given, strict=True):
             if isinstance(value, Tensor):
                 recorder.give(name, value, "input")
-        output = _run(model, forward or model.forward, stand_ins, given, fakes, layers, recorder)
+        with swapped(model, tensors, fake):
+            output = _run(forward or model.forward, given, fakes, layers, recorder)
     return _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
 
 
 def _run(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    stand_ins: dict[str, Tensor],
-    given: Sequence[Any],
-    fakes: Fakes,
-    layers: LayerStack,
-    recorder: Recorder,
+    forward: Callable[..., Any], given: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
 ) -> Any:
-    root = _Root(model, forward)
-    swapped = {f"model.{name}": tensor for name, tensor in stand_ins.items()}
-    before = dict(swapped)
     try:
         with fakes, layers.follow(), custom_functions(recorder.custom), recorder:
-            output = torch.func.functional_call(root, swapped, tuple(given))
+            output = forward(*given)
         output = recorder.reference(output)
     except CaptureError:
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(f"{type(error).__name__} without numbers: {first}", layers.name) from error
-    for name, tensor in swapped.items():
-        if tensor is not before[name] and not name.endswith("num_batches_tracked"):
-            raise CaptureError(f"it replaces {name.removeprefix('model.')} in its forward pass")
     if recorder.updates:
         raise CaptureError(f"it counts in {recorder.updates[0]}, which no batch norm uses")
     return output
-
-
-class _Root(nn.Module):
-    """Runs a module's forward without the module's own hooks, which run around the parallel network too."""
-
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._forward = forward
-
-    def forward(self, *args: Any) -> Any:
-        """Run it."""
-        return self._forward(*args)
 
 
 def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:
@@ -124,13 +99,6 @@ def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) 
     values = {name: value for name, value in recorder.values.items() if name in needed or name in inputs}
     constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
     return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
-
-
-def _stand_in(tensor: Tensor, device: torch.device, given: tuple[Sequence[int], torch.dtype] | None) -> Tensor:
-    shape, dtype = given or (tensor.shape, tensor.dtype)
-    place = device if tensor.device.type == "meta" else tensor.device
-    fake = torch.empty(tuple(shape), dtype=dtype, device=place)
-    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _fake_input(value: Any, device: torch.device) -> Any:

@@ -24,12 +24,15 @@ class Fakes(FakeTensorMode):
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.note(func)
+        self.note(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def note(self, operation: Any) -> None:
+    def note(self, operation: Any, args: Any, kwargs: Any) -> None:
         """Count an operation that is about to run."""
-        self.draws += int(torch.Tag.nondeterministic_seeded in operation.tags)
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            names = [argument.name for argument in operation._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.draws += "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention draws nothing at 0
 
     @contextmanager
     def real(self) -> Iterator[None]:
@@ -44,7 +47,7 @@ class _Count(TorchDispatchMode):
         self._fakes = fakes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._fakes.note(func)
+        self._fakes.note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
