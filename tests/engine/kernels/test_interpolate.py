@@ -28,8 +28,8 @@ def resize(x: Tensor, mesh: Mesh, given: Layout, mode: str, align_corners: bool 
     options = {"mode": mode, "align_corners": align_corners, **target}
     size = tuple(F.interpolate(x, **options).shape[2:])
     factor = target.get("scale_factor")
-    scales = None if factor is None else (factor if isinstance(factor, tuple) else (factor,) * len(size))
-    attributes = {"output_size": size, "mode": mode, "align_corners": align_corners, "scale_factor": scales}
+    scales = factor if factor is None or isinstance(factor, tuple) else (factor,) * len(size)
+    attributes = {"output_size": size, "mode": mode, "align_corners": align_corners, "scale": scales}
     return check("interpolate", F.interpolate, (x,), (), options, attributes, mesh, {"x": given})
 
 
@@ -69,15 +69,6 @@ def test_samples_and_channels_follow(mode: str) -> None:
     given = Layout.of({0: Split((0,), consecutive((3, 0))), 1: Split((1,), ((0, 2), (1,)))})
     placed = resize(tensor(3, 3, 4, 4), GRID, given, mode, None, scale_factor=2)
     assert placed.inputs["x"] == placed.outputs["y"] == given
-
-
-def test_an_antialiased_picture_is_whole() -> None:
-    x, given = tensor(1, 2, 8, 8), Layout.of({2: Split((0,), balanced(8, 2))})
-    options = {"size": (5, 5), "mode": "bilinear", "antialias": True}
-    attributes = {"output_size": (5, 5), "mode": "bilinear", "align_corners": None, "antialias": True}
-    placed = check("interpolate", F.interpolate, (x,), (), options, attributes, TWO, {"x": given})
-    assert placed.outputs["y"] == Layout()
-    assert "antialias" in placed.note
 
 
 def test_resizing_without_the_neighbours_rows_would_be_noticed() -> None:

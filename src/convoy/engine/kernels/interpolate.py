@@ -47,14 +47,21 @@ def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
     if "nearest" in site.call.attributes["mode"]:
         chosen = weights.argmax(0)
         return lambda x: x.index_select(dim, chosen.to(x.device))
-    return lambda x: (x.movedim(dim, -1) @ weights.to(x)).movedim(-1, dim)
+
+    def resize(x: Tensor) -> Tensor:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            y = x.movedim(dim, -1).to(dtype) @ weights.to(x.device, dtype)
+        return y.movedim(-1, dim).to(x.dtype)
+
+    return resize
 
 
 def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
     """For the dimensions that are whole; the others already have their size, which torch then leaves as it is."""
     attributes = site.call.attributes
-    options: dict[str, Any] = {"mode": attributes["mode"], "align_corners": attributes.get("align_corners")}
-    scales = attributes.get("scale_factor")
+    options: dict[str, Any] = {"mode": attributes["mode"], "align_corners": attributes["align_corners"]}
+    scales = attributes["scale"]
     if scales is None:
         options["size"] = tuple(site.local_shape(site.call.outputs[0])[dim] for dim in dims)
     else:

@@ -37,8 +37,8 @@ def rule(situation: Situation) -> Placed:
     for dim, split in given.splits:
         if dim not in dims:
             kept[dim] = left[dim] = split
-        elif call.attributes["mode"] not in ALONG or call.attributes.get("antialias"):
-            notes.append(f"dim {dim} is whole: {call.attributes['mode']} interpolation with antialias")
+        elif call.attributes["mode"] not in ALONG:
+            notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
         elif out_shape[dim] < len(split.parts):
             notes.append(f"dim {dim} is whole: {out_shape[dim]} rows of output for {len(split.parts)} ranks")
         elif repeats(call, shape[dim], out_shape[dim]) and all(isinstance(part, range) for part in split.parts):
@@ -62,15 +62,15 @@ def repeats(call: Call, size: int, output_size: int) -> bool:
 def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
     """float64 [input rows, output rows]: how much each row of the input counts in each row of the output.
 
-    All modes but antialiased ones are done one dimension after the other; torch says by resizing the unit matrix.
+    All modes work on one dimension after the other; the weights are those by which torch resizes the unit matrix.
     """
     attributes = call.attributes
     shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
-    scales = attributes.get("scale_factor")
+    scales = attributes["scale"]
     scale = None if scales is None else float(scales[dim - len(shape) + len(scales)])
     single = graph.values[attributes["input"]].dtype != torch.float64
     along = ALONG[attributes["mode"]]
-    return _weights(along, attributes.get("align_corners"), shape[dim], out_shape[dim], scale, single)
+    return _weights(along, attributes["align_corners"], shape[dim], out_shape[dim], scale, single)
 
 
 @lru_cache(maxsize=256)
