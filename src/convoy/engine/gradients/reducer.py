@@ -1,0 +1,266 @@
+"""Adds the ranks' gradients during the backward pass.
+
+Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
+rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.collectives import Pending, place, start_all_reduce
+from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
+from convoy.engine.gradients.buckets import Bucket, Item, Sizes, copy_all, flat, laid_out, plan_buckets, shaped
+from convoy.engine.gradients.compression import CompressedSum
+from convoy.engine.gradients.order import largest, of_first_rank
+from convoy.engine.gradients.pieces import ReduceScatter, cut, start_gather
+from convoy.engine.gradients.queue import MessageQueue
+from convoy.engine.groups import Groups
+from convoy.plans.mesh import Axes
+
+
+class GradientReducer:
+    """Leaves in `.grad`, when `backward()` returns, what every rank's backward pass has given, added up.
+
+    As in a plain run, a backward pass adds to what is in `.grad` already, and several backward passes may follow each
+    other. The messages and their order are the same on every rank and in every pass, whatever a rank has to send: a
+    gradient that some ranks do not have counts as zero, one that no rank has stays None.
+
+    Every rank must make it at the same time, with the same parameters, and run the same number of backward passes.
+
+    Args:
+        parameters: each with the axes over which its gradient is added; without axes it is left alone.
+        groups: of this rank.
+        sizes: of the messages.
+        compress: send the gradients in this type, for example `torch.bfloat16`. Approximate.
+        scatter: give each rank only its own piece of the sum of a large gradient; the rest of its `.grad` is without
+            meaning until `gather`. For `ShardedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, Axes]],
+        groups: Groups,
+        *,
+        sizes: Sizes | None = None,
+        compress: torch.dtype | None = None,
+        scatter: bool = False,
+    ) -> None:
+        assert not (compress and scatter), "pieces are not compressed"
+        shared = [(p, axes) for p, axes in parameters if p.requires_grad and groups.of(axes) is not None]
+        self.parameters = [parameter for parameter, _ in shared]
+        self.scatter = scatter
+        self._groups = groups
+        self._compress = compress
+        self._paused = False
+        self._watch: BackwardWatch | None = None
+        if not shared:
+            return
+        self._first = [groups.mesh.index(groups.coordinates, axes) == 0 for _, axes in shared]
+        self._sizes = sizes or Sizes.default(self.parameters[0].device)
+        self._device = self.parameters[0].device
+        self._world = groups.of(groups.mesh.axes)
+        assert self._world is not None
+        numels = largest([parameter.numel() for parameter in self.parameters], self._world, self._device)
+        self._items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(shared, numels, strict=True)]
+        self._order = list(reversed(range(len(shared))))  # until a backward pass has shown a better one
+        self._order_seen = False
+        self._plan()
+        self._fresh = [False] * len(shared)  # has a gradient that was not added over the ranks yet
+        self._begin()
+        self._watch = BackwardWatch(self.parameters, self._before, self._after)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes in here keep their gradients to this rank; the next one outside adds up all of them."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def reduce(self) -> None:
+        """Add what paused backward passes have left, without another one."""
+        if self._watch is not None:
+            self._finish()
+
+    def gather(self) -> None:
+        """Make the gradients whole of which `scatter` has left each rank a piece."""
+        pending = [
+            start_gather(flat(gradient), group)
+            for i, gradient in enumerate(parameter.grad for parameter in self.parameters)
+            if gradient is not None and self.scattered(i) and (group := self._groups.of(self._items[i].axes))
+        ]
+        for work in pending:
+            work.wait()
+
+    def scattered(self, i: int) -> bool:
+        """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
+        return self.scatter and self._items[i].bytes >= self._sizes.alone
+
+    def axes(self, i: int) -> Axes:
+        """The axes over which the gradient of `parameters[i]` is added."""
+        return self._items[i].axes
+
+    def remove(self) -> None:
+        """Leave the parameters alone from now on."""
+        if self._watch is not None:
+            self._watch.remove()
+
+    def _plan(self) -> None:
+        self.buckets = plan_buckets(self._items, self._order, self._sizes)
+        self._messages: list[Tensor | None] = [None] * len(self.buckets)
+        self._queue = MessageQueue(self.buckets, self._start)
+
+    def _begin(self) -> None:
+        self._running = False
+        self._seen: dict[int, None] = {}
+        self._pending: list[Pending | ReduceScatter | CompressedSum] = []
+        self._queue.begin()
+
+    def _before(self, i: int) -> None:
+        """What is in `.grad` already has been added over the ranks: see that it counts once."""
+        if self._fresh[i]:
+            return
+        if self.scattered(i):
+            self._keep_piece(i)
+        elif not self._first[i]:
+            self.parameters[i].grad = None
+
+    def _keep_piece(self, i: int) -> None:
+        gradient = self.parameters[i].grad
+        if gradient is None:
+            return
+        gradient = self.parameters[i].grad = laid_out(gradient, self.parameters[i])
+        group = self._groups.of(self._items[i].axes)
+        for owner, elements in enumerate(cut(flat(gradient.detach()), group)):
+            if owner != place(group):
+                elements.zero_()
+
+    def _after(self, i: int) -> None:
+        self._fresh[i] = True
+        if self._paused:
+            return
+        if not self._running:
+            self._running = True
+            at_end_of_backward(self._finish)
+        if i in self._seen:
+            raise RuntimeError(
+                f"parameter {i} of shape {tuple(self.parameters[i].shape)} got two gradients in one backward pass: an "
+                "earlier pass broke off, or reentrant checkpoints share the parameter (use_reentrant=False is needed)"
+            )
+        self._seen[i] = None
+        self._queue.ready(i)
+
+    def _start(self, number: int) -> None:
+        bucket = self.buckets[number]
+        group = self._groups.of(bucket.axes)
+        assert group is not None
+        with torch.no_grad():
+            message = self._own_message(bucket.members[0]) if bucket.alone else self._copied_message(number)
+            self._messages[number] = message
+            if bucket.alone and self.scatter:
+                self._pending.append(ReduceScatter(message, group))
+            elif self._compress is not None:
+                self._pending.append(CompressedSum(message, group, self._compress))
+            else:
+                self._pending.append(start_all_reduce(message, group))
+
+    def _own_message(self, i: int) -> Tensor:
+        parameter = self.parameters[i]
+        if self.scattered(i) and not self._fresh[i]:
+            self._keep_piece(i)
+        if parameter.grad is None or not self._contributes(i):
+            return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = laid_out(parameter.grad, parameter)
+        return flat(parameter.grad)
+
+    def _copied_message(self, number: int) -> Tensor:
+        bucket = self.buckets[number]
+        message = self._messages[number]
+        if message is None:
+            total = sum(self.parameters[i].numel() for i in bucket.members) + len(bucket.tally)
+            first = self._items[(bucket.members or bucket.tally)[0]]
+            message = torch.empty(total, dtype=first.dtype, device=first.device)
+        gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
+        views = dict(zip(bucket.members, self._views(bucket, message), strict=True))
+        present = {i: gradient for i, gradient in gradients.items() if gradient is not None}
+        copy_all([views[i] for i in present], list(present.values()))
+        for i in bucket.members:
+            if i not in present:
+                views[i].zero_()
+        if bucket.tally:
+            counts = [float(self._fresh[i] and self.parameters[i].grad is not None) for i in bucket.tally]
+            tally = message[-len(counts) :]
+            tally.fill_(1) if all(counts) else tally.copy_(torch.tensor(counts, dtype=message.dtype))
+        return message
+
+    def _contributes(self, i: int) -> bool:
+        return self._fresh[i] or self._first[i] or self.scattered(i)
+
+    def _views(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
+        parameters = [self.parameters[i] for i in bucket.members]
+        pieces = message[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
+        return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._queue.rest()
+        for work in self._pending:
+            work.wait()
+        present = [self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters)]
+        used = present if all(present) else self._used()
+        for bucket, message in zip(self.buckets, self._messages, strict=True):
+            assert message is not None
+            if bucket.alone:
+                self._take(bucket.members[0], shaped(message, self.parameters[bucket.members[0]]), used)
+            else:
+                self._take_copies(bucket, message, used)
+        for number, bucket in enumerate(self.buckets):
+            if bucket.alone:
+                self._messages[number] = None
+        self._fresh = [False] * len(self._fresh)
+        seen = list(self._seen)
+        self._begin()
+        if not self._order_seen:
+            self._learn_order(seen)
+
+    def _used(self) -> list[bool]:
+        """Which parameters have a gradient on any rank. A GPU must be waited for: only a rank that misses one asks."""
+        used = [False] * len(self.parameters)
+        for bucket, message in zip(self.buckets, self._messages, strict=True):
+            if bucket.tally and message is not None:
+                for i, count in zip(bucket.tally, message[-len(bucket.tally) :].tolist(), strict=True):
+                    used[i] = count > 0
+        return used
+
+    def _take(self, i: int, total: Tensor, used: list[bool]) -> None:
+        gradient = self.parameters[i].grad
+        if used[i] and (gradient is None or gradient.data_ptr() != total.data_ptr()):
+            self.parameters[i].grad = total
+
+    def _take_copies(self, bucket: Bucket, message: Tensor, used: list[bool]) -> None:
+        views = self._views(bucket, message)
+        gradients, totals = [], []
+        for i, total in zip(bucket.members, views, strict=True):
+            gradient = self.parameters[i].grad
+            if used[i] and gradient is None:
+                self.parameters[i].grad = total.clone()
+            elif used[i] and gradient is not None:
+                gradients.append(gradient)
+                totals.append(total)
+        copy_all(gradients, totals)
+
+    def _learn_order(self, seen: Sequence[int]) -> None:
+        """Send in the order in which rank 0's gradients have become ready."""
+        assert self._world is not None
+        known = set(seen)
+        order = [*seen, *(i for i in self._order if i not in known)]
+        agreed = of_first_rank(order, self._world, self._device)
+        self._order_seen = True
+        if agreed != self._order:
+            self._order = agreed
+            self._plan()
+            self._begin()

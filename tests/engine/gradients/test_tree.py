@@ -1,0 +1,200 @@
+"""Sums over microbatches have the same bits on any number of ranks and with any shares."""
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from convoy.engine import GradientTree
+from convoy.engine.gradients import GradientReducer, Sizes, TreeReducer
+from convoy.engine.gradients.tree import TreeSum, middle, subtrees
+from convoy.engine.groups import Groups
+from convoy.plans.mesh import Mesh
+from ranks import run_ranks
+
+SMALL = Sizes(alone=400, bucket=200, first=64)
+
+
+@pytest.mark.parametrize("total", range(1, 18))
+def test_parts_of_the_tree(total: int) -> None:
+    def add(first: int, last: int) -> str:
+        if last - first == 1:
+            return str(first)
+        half = middle((first, last))
+        return f"({add(first, half)}+{add(half, last)})"
+
+    for a in range(total + 1):
+        for b in range(a, total + 1):
+            tree = TreeSum[str](total, lambda x, y: f"({x}+{y})")
+            spans = []
+            for leaves in (range(a), range(a, b), range(b, total)):
+                own = TreeSum[str](total, lambda x, y: f"({x}+{y})")
+                for leaf in leaves:
+                    own.put((leaf, leaf + 1), str(leaf))
+                parts = own.take()
+                assert [span for span, _ in parts] == subtrees(leaves, total)
+                spans += parts
+            for span, text in spans:
+                tree.put(span, text)
+            assert tree.take() == [((0, total), add(0, total))]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 24),
+        nn.BatchNorm1d(24),
+        nn.ReLU(),
+        nn.Linear(24, 5),
+        nn.Linear(5, 5),
+    )
+
+
+def backward(net: nn.Sequential, microbatch: int, number: int, skip_last: bool) -> None:
+    generator = torch.Generator().manual_seed(microbatch)
+    x = torch.randn(3, 3, 4, 4, generator=generator)
+    y = torch.randint(0, 5, (3,), generator=generator)
+    out = net[:7](x) if skip_last or microbatch % 2 else net(x)
+    (nn.functional.cross_entropy(out, y) / number).backward()
+
+
+def digest(net: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, p in net.named_parameters():
+        if p.grad is not None:
+            found.update(name.encode() + p.grad.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def serial(number: int, skip_last: bool) -> list[str]:
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    tree = GradientTree(list(net.parameters()))
+    digests = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for i in range(number):
+            backward(net, step * number + i, number, skip_last)
+            tree.add()
+        tree.finish()
+        digests.append(digest(net))
+        optimizer.step()
+    return digests
+
+
+def parallel(shares: Sequence[int], skip_last: bool) -> list[str]:
+    net = make()
+    groups = Groups(Mesh(("sample",), (len(shares),)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    reducer = TreeReducer([(p, (0,)) for p in net.parameters()], groups, sample_axes=(0,), shares=shares, sizes=SMALL)
+    rank, number = groups.rank, sum(shares)
+    first = sum(shares[:rank])
+    digests = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for i in range(first, first + shares[rank]):
+            backward(net, step * number + i, number, skip_last)
+        reducer.finish()
+        digests.append(digest(net))
+        optimizer.step()
+    return digests
+
+
+SHARES = [(8,), (4, 4), (3, 5), (8, 0), (0, 8), (3, 3, 2), (2, 2, 2, 2), (1, 0, 4, 3), (5,), (3, 2), (2, 2, 1)]
+SHARES += [(1, 2, 1, 1), (4, 3), (3, 2, 2), (2, 2, 2, 1), (1, 0), (0, 1, 0)]
+
+
+@pytest.mark.parametrize("skip_last", [False, True])
+@pytest.mark.parametrize("shares", SHARES)
+def test_bits_do_not_depend_on_who_computes_what(shares: tuple[int, ...], skip_last: bool) -> None:
+    (want,) = run_ranks(serial, 1, sum(shares), skip_last, timeout=30)
+    assert run_ranks(parallel, len(shares), shares, skip_last, timeout=30) == [want] * len(shares)
+
+
+def summed_by_the_backend(shares: Sequence[int]) -> str:
+    net = make()
+    groups = Groups(Mesh(("sample",), (len(shares),)))
+    reducer = GradientReducer([(p, (0,)) for p in net.parameters()], groups, sizes=SMALL)
+    first = sum(shares[: groups.rank])
+    with reducer.paused():
+        for i in range(first, first + shares[groups.rank]):
+            backward(net, i, sum(shares), False)
+    reducer.reduce()
+    return digest(net)
+
+
+def test_another_order_shows_in_the_bits() -> None:
+    assert (
+        run_ranks(summed_by_the_backend, 3, (3, 3, 2), timeout=30)[0]
+        != run_ranks(serial, 1, 8, False, timeout=30)[0][0]
+    )
+
+
+def negative_zero(shares: Sequence[int]) -> Tensor:
+    """One microbatch gives −0, the others nothing."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    groups = Groups(Mesh(("sample",), (len(shares),)))
+    reducer = TreeReducer([(p, (0,)) for p in parameters], groups, sample_axes=(0,), shares=shares)
+    for i in range(shares[groups.rank]):
+        loss = parameters[0].sum()
+        if groups.rank == 0 and i == 0:
+            loss = loss + (parameters[1] * -0.0).sum()
+        loss.backward()
+    reducer.finish()
+    assert parameters[1].grad is not None
+    return parameters[1].grad.signbit()
+
+
+def test_a_missing_gradient_is_neutral_bit_for_bit() -> None:
+    assert all(bits.all() for bits in run_ranks(negative_zero, 3, (2, 1, 0), timeout=30))
+
+
+def left_over() -> str:
+    p = nn.Parameter(torch.ones(3))
+    groups = Groups(Mesh(("sample",), (dist.get_world_size(),)))
+    TreeReducer([(p, (0,))], groups, sample_axes=(0,), shares=(1, 1))
+    p.sum().backward()
+    try:
+        p.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_the_update_before_are_refused() -> None:
+    assert all("zero_grad()" in text for text in run_ranks(left_over, 2, timeout=30))
+
+
+def on_two_axes(sample: int, number: int) -> tuple[str, list[float]]:
+    """The second axis holds parts of each gradient (three of them), and one parameter is not added over samples."""
+    torch.manual_seed(0)
+    both, other = nn.Parameter(torch.randn(200)), nn.Parameter(torch.randn(50))
+    groups = Groups(Mesh(("sample", "height"), (sample, 2)))
+    shares = [number // sample] * sample
+    TreeReducer(
+        [(both, (0, 1)), (other, (1,))], groups, sample_axes=(0,), shares=shares, passes=number // sample, sizes=SMALL
+    )
+    place, part = groups.coordinates
+    total = torch.zeros(200, dtype=torch.float64)
+    for i in range(number):
+        for h in range(2):
+            total += torch.randn(200, generator=torch.Generator().manual_seed(10 * i + h))
+    for i in range(place * shares[0], (place + 1) * shares[0]):
+        weights = torch.randn(200, generator=torch.Generator().manual_seed(10 * i + part))
+        ((both * weights).sum() + (other * (part + 1)).sum()).backward()
+    assert both.grad is not None and other.grad is not None
+    assert torch.allclose(both.grad.double(), total, atol=1e-5)
+    return hashlib.sha256(both.grad.numpy().tobytes()).hexdigest(), other.grad.unique().tolist()
+
+
+def test_other_axes_are_added_in_a_fixed_order() -> None:
+    one, two = run_ranks(on_two_axes, 2, 1, 4, timeout=30), run_ranks(on_two_axes, 4, 2, 4, timeout=30)
+    assert len({bits for bits, _ in one + two}) == 1
+    assert {tuple(values) for _, values in one} == {(12.0,)}
+    assert {tuple(values) for _, values in two} == {(6.0,)}
