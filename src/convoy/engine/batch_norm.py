@@ -1,13 +1,33 @@
 """Batch norm with statistics over each microbatch, also where several microbatches run as one batch."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.context import StepContext
+from convoy.engine.statistics import Term, add_term
 from convoy.errors import ConvoyError
 
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def normalise_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
+    """Normalise a microbatch by its own mean and variance.
+
+    Args:
+        x: [samples, channels, ...].
+        weight, bias: [channels] or None.
+        eps: added to the variance.
+
+    Returns:
+        The normalised microbatch, and what it adds to the running statistics.
+    """
+    dtype = x.dtype if weight is None else weight.dtype
+    mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    var = torch.zeros_like(mean)
+    y = F.batch_norm(x, mean, var, weight, bias, training=True, momentum=1.0, eps=eps)
+    return y, (mean, var)
 
 
 class MicrobatchNorm(_BatchNorm):
@@ -31,15 +51,27 @@ class MicrobatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Input and output: [samples, channels, ...]."""
-        sizes = self.context.sizes
-        if not self.training or len(sizes) < 2:
+        if not self.training:
             return super().forward(input)
+        self._check_input_dim(input)
+        sizes = self.context.sizes
+        if len(sizes) < 2:
+            return self._normalise(input)
         if sum(sizes) != len(input):
             raise ConvoyError(
                 f"a batch norm of {self.num_features} channels sees {len(input)} samples of a batch of {sum(sizes)}: "
                 "the network folds something into the batch, so set batch_norm=sync"
             )
-        return torch.cat([super(MicrobatchNorm, self).forward(piece) for piece in input.split(sizes)])
+        return torch.cat([self._normalise(piece) for piece in input.split(sizes)])
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        y, term = normalise_by_itself(x, self.weight, self.bias, self.eps)
+        if self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            add_term([self.running_mean, self.running_var], term, [weight] * 2)
+        return y
 
 
 def replace_batch_norm(model: nn.Module, context: StepContext) -> None:

@@ -9,6 +9,23 @@ from convoy.errors import ConvoyError
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
+def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:
+    """Zero the elements whose random bits say so, and scale the others up.
+
+    Args:
+        x: [samples, ...].
+        bits: int32, uniform, of a shape that broadcasts to `x`.
+        p: probability of being dropped.
+    """
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return x * ((bits >= threshold(p)).to(x.dtype) * scale)
+
+
+def threshold(p: float) -> int:
+    """The number that uniform int32 bits are below with probability `p`."""
+    return min(int(p * 2**32), 2**32 - 1) - 2**31
+
+
 class SampleDropout(nn.Module):
     """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014).
 
@@ -31,20 +48,22 @@ class SampleDropout(nn.Module):
             return x
         keys = self.context.keys
         if len(keys) != len(x):
-            raise ConvoyError(
-                f"the dropout layer {self.name} sees {len(x)} samples of a batch of {len(keys)}: the network folds "
-                "something into the batch, so its masks cannot follow the samples; remove that dropout"
-            )
+            raise folded(f"the dropout layer {self.name}", len(x), len(keys))
         shape = x.shape[:2] if self.channels else x.shape
-        bits = random_bits(keys, self.key, shape[1:].numel()).view(shape)
-        threshold = min(int(self.p * 2**32), 2**32 - 1) - 2**31
-        keep = (bits >= threshold).view(*shape, *[1] * (x.dim() - len(shape)))
-        scale = 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
-        return x * (keep.to(x.dtype) * scale)
+        bits = random_bits(keys, self.key, shape[1:].numel())
+        return drop(x, bits.view(*shape, *[1] * (x.dim() - len(shape))), self.p)
 
     def extra_repr(self) -> str:
         """The probability, as `nn.Dropout` prints it."""
         return f"p={self.p}"
+
+
+def folded(layer: str, seen: int, samples: int) -> ConvoyError:
+    """A dropout that cannot tell the samples apart."""
+    return ConvoyError(
+        f"{layer} sees {seen} samples of a batch of {samples}: the network folds something into the batch, so its "
+        "masks cannot follow the samples; remove that dropout"
+    )
 
 
 def replace_dropout(model: nn.Module, context: StepContext) -> None:

@@ -1,14 +1,10 @@
 """Makes a network's layers follow the step context, in place and under their own names."""
 
-from typing import Literal
-
 from torch import nn
 
 from convoy.engine.batch_norm import replace_batch_norm
-from convoy.engine.context import StepContext
+from convoy.engine.context import BatchNormMode, StepContext
 from convoy.engine.dropout import replace_dropout
-
-BatchNormMode = Literal["microbatch", "sync", "local"]
 
 
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
@@ -23,7 +19,7 @@ def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepConte
     Returns:
         The context that must be told of every step before its forward pass.
     """
-    context = StepContext(seed)
+    context = StepContext(seed, batch_norm=batch_norm)
     replace_dropout(model, context)
     if batch_norm == "microbatch":
         replace_batch_norm(model, context)

@@ -51,18 +51,21 @@ def sample_keys(seed: int, step: int, samples: Sequence[int]) -> Tensor:
     return torch.from_numpy(keys.astype("<u8").view("<i4").reshape(-1, 2))
 
 
-def random_bits(keys: Tensor, layer: int, count: int) -> Tensor:
-    """Uniform 32-bit numbers, `count` for each sample.
+def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
+    """Uniform 32-bit numbers for some elements of each sample.
 
     Args:
         keys: int32 [samples, 2] from `sample_keys`.
         layer: key of the layer, from `layer_key`.
-        count: numbers for each sample; number i depends on i alone, not on `count`.
+        elements: int32 [elements], their positions in the whole sample; a number stands for so many from the first.
+            The bits of an element depend on its position alone, not on which others are asked for.
 
     Returns:
-        int32 [samples, count], uniform over all of int32.
+        int32 [samples, elements], uniform over all of int32.
     """
-    counter = torch.arange(count, dtype=torch.int32, device=keys.device) * _signed(_GOLDEN >> 32)
+    if isinstance(elements, int):
+        elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
+    counter = elements * _signed(_GOLDEN >> 32)
     bits = counter[None, :] + keys[:, :1]
     bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
     return _mix(bits)

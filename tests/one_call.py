@@ -1,0 +1,134 @@
+"""One call of a graph on real processes, its parts put together again and beside the same call on the whole."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.engine.context import StepContext
+from convoy.engine.groups import Groups
+from convoy.engine.kernels import KERNELS, Site
+from convoy.engine.shards import cut
+from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.plans.layout import Layout, balanced
+from convoy.plans.mesh import Mesh
+from convoy.plans.rules import RULES, Batch, Placed, Situation
+from ranks import run_ranks
+
+
+@dataclass
+class OneCall:
+    """A call `y = function(x, …)` under a layout.
+
+    Attributes:
+        tensors: whole inputs by name; `x` is the activation, all others parameters or buffers.
+        sizes: of the mesh's axes.
+        given: how `x` lies.
+        gradient: of the whole result.
+        microbatches: sizes, over all ranks; by default the whole batch.
+    """
+
+    op: str
+    function: Callable[..., Any]
+    tensors: dict[str, Tensor]
+    attributes: dict[str, Any]
+    sizes: tuple[int, ...]
+    given: Layout
+    gradient: Tensor
+    buffers: tuple[str, ...] = ()
+    microbatches: tuple[int, ...] = ()
+    mode: Any = "sync"
+    training: bool = True
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(tuple("abc"[: len(self.sizes)]), self.sizes)
+
+    def graph(self) -> Graph:
+        origins = {name: "buffer" if name in self.buffers else "parameter" for name in self.tensors} | {"x": "input"}
+        values = {n: Value(n, tuple(t.shape), t.dtype, origins[n]) for n, t in self.tensors.items()}  # type: ignore[arg-type]
+        values["y"] = Value("y", tuple(self.gradient.shape), self.gradient.dtype)
+        inputs = tuple(self.tensors)
+        args = tuple(map(Ref, inputs))
+        call = Call("y", "layer", self.op, self.function, args, self.kwargs, inputs, ("y",), Ref("y"), self.attributes)
+        return Graph((call,), values, ("x",), Ref("y"), {}, self.training)
+
+    def placed(self) -> Placed:
+        graph, samples = self.graph(), self.given.split(0)
+        axes = samples.axes if samples else ()
+        parts = samples.parts if samples else balanced(self.gradient.shape[0], 1)
+        strategy = tuple("sample" if axis in axes else "replicate" for axis in range(len(self.sizes)))
+        given = {"x": self.given} if "x" in self.tensors else {}
+        return RULES[self.op](Situation(graph, self.mesh, Batch(self.mesh, axes, parts), graph.calls[0], strategy, given))
+
+
+def rank_results(case: OneCall) -> dict[str, Tensor]:
+    """What this rank computes: y, the gradients as `name.grad`, and the buffers."""
+    mesh, groups, graph, placed = case.mesh, Groups(case.mesh), case.graph(), case.placed()
+    context = StepContext(seed=3, batch_norm=case.mode)
+    call = graph.calls[0]
+    site = Site(graph, mesh, groups.coordinates, groups, context, call, {**placed.inputs, **placed.outputs})
+    kernel = KERNELS[case.op](site)
+    count = case.gradient.shape[0]
+    local = {name: cut(t, placed.inputs[name], mesh, groups.coordinates).clone() for name, t in case.tensors.items()}
+    learned = [n for n, t in local.items() if n not in case.buffers and t.is_floating_point()]
+    for name in learned:
+        local[name].requires_grad_()
+    for number in range(case.passes):
+        context.enter(7, number * count, case.microbatches or (count,), torch.device("cpu"))
+        (y,) = kernel(*[local[name] for name in call.inputs])
+        if y.requires_grad:
+            y.backward(cut(case.gradient, placed.outputs["y"], mesh, groups.coordinates))
+    context.statistics.fold(groups)
+    found = {"y": y.detach(), **{name: local[name] for name in case.buffers}}
+    return found | {f"{n}.grad": local[n].grad for n in learned if local[n].grad is not None}  # type: ignore[misc]
+
+
+def run_call(case: OneCall, timeout: float = 60.0) -> dict[str, Tensor]:
+    """The call's whole results; asserts that what ranks have alike is alike."""
+    ranks = run_ranks(rank_results, math.prod(case.sizes), case, timeout=timeout)
+    placed = case.placed()
+    layouts = {"y": placed.outputs["y"], **{name: placed.inputs[name] for name in case.buffers}}
+    layouts |= {f"{name}.grad": layout for name, layout in placed.inputs.items()}
+    shapes = {"y": case.gradient.shape, **{name: t.shape for name, t in case.tensors.items()}}
+    return {
+        name: joined([rank[name] for rank in ranks], layouts[name], case.mesh, shapes[name.removesuffix(".grad")])
+        for name in ranks[0]
+    }
+
+
+def joined(parts: list[Tensor], layout: Layout, mesh: Mesh, shape: torch.Size) -> Tensor:
+    """A whole tensor from every rank's part; over `copied` axes and where parts overlap they are added."""
+    whole = torch.zeros(shape, dtype=parts[0].dtype)
+    alike = [axis for axis in mesh.axes if axis not in layout.split_axes | layout.copied]
+    for rank, part in enumerate(parts):
+        place = mesh.coordinates(rank)
+        assert tuple(part.shape) == layout.local_shape(shape, mesh, place)
+        first = mesh.rank([0 if axis in alike else at for axis, at in enumerate(place)])
+        if first != rank:
+            assert torch.equal(part, parts[first]), f"ranks {first} and {rank} differ"
+            continue
+        where = [torch.tensor(layout.parts(dim, mesh, place, size)) for dim, size in enumerate(shape)]
+        if part.numel() and part.dim():
+            grid = torch.meshgrid(*[index.long() for index in where], indexing="ij")
+            whole.index_put_(grid, part, accumulate=True)
+        elif part.numel():
+            whole += part
+    return whole
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float]:
+    """The largest relative difference."""
+    assert got.keys() == want.keys(), f"{sorted(got)} against {sorted(want)}"
+    largest = max((t.abs().max().item() for name, t in want.items() if name.endswith(".grad")), default=0.0)
+    errors = {
+        name: ((got[name] - t).abs().max() / max(t.abs().max().item(), 1e-9 * largest, 1e-300)).item() if t.numel() else 0.0
+        for name, t in want.items()
+    }
+    name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return name, errors[name]
