@@ -140,7 +140,7 @@ def test_windows_that_do_not_overlap_need_no_halo() -> None:
 
 def test_fewer_rows_than_ranks() -> None:
     placed = pool("max_pool", tensor(1, 1, 4, 4), THREE, rows(THREE, 2, 4))
-    assert "2 rows of output for 3 ranks" in placed.note
+    assert "fewer output rows (2) than ranks (3)" in placed.note
     assert placed.outputs["y"] == Layout()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from convoy.engine.kernels import as_called
 from convoy.engine.kernels.empty import nothing
 from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.slices import picking
 from convoy.plans.rules.interpolate import repeats, weights_of
 from convoy.plans.rules.spatial import spatial
 
@@ -45,8 +46,7 @@ def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
     rows, output = site.parts(site.call.attributes["input"], dim), site.parts(site.call.outputs[0], dim)
     weights = weights_of(site.graph, site.call, dim)[torch.tensor(rows)][:, torch.tensor(output)]
     if "nearest" in site.call.attributes["mode"]:
-        chosen = weights.argmax(0)
-        return lambda x: x.index_select(dim, chosen.to(x.device))
+        return picking(dim, weights.argmax(0))
 
     def resize(x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from convoy.engine.kernels.kernel import Kernel, Site
-from convoy.engine.kernels.slices import take
+from convoy.engine.kernels.slices import taking
 from convoy.plans.layout import consecutive
 from convoy.plans.rules.select import places
 
@@ -14,9 +14,9 @@ def build(site: Site) -> Kernel:
     source = attributes["input"]
     dim = attributes["dim"] % len(site.graph.shape(source))
     part = site.parts(source, dim)
-    chunks = [places(part, chunk) for chunk in consecutive(attributes["sizes"])]
+    chunks = [taking(dim, places(part, chunk), len(part)) for chunk in consecutive(attributes["sizes"])]
 
     def kernel(x: Tensor) -> list[Tensor]:
-        return [take(x, dim, chunk) for chunk in chunks]
+        return [chunk(x) for chunk in chunks]
 
     return kernel

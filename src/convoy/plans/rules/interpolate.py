@@ -40,7 +40,7 @@ def rule(situation: Situation) -> Placed:
         elif call.attributes["mode"] not in ALONG:
             notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
         elif out_shape[dim] < len(split.parts):
-            notes.append(f"dim {dim} is whole: {out_shape[dim]} rows of output for {len(split.parts)} ranks")
+            notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
         elif repeats(call, shape[dim], out_shape[dim]) and all(isinstance(part, range) for part in split.parts):
             factor = out_shape[dim] // shape[dim]
             kept[dim] = split

@@ -30,7 +30,8 @@ def slide(
         if window is None:
             notes.append(f"dim {dim} is whole: its windows differ in size")
         elif window.output_size < len(split.parts):
-            notes.append(f"dim {dim} is whole: {window.output_size} rows of output for {len(split.parts)} ranks")
+            few = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+            notes.append(f"dim {dim} is whole: {few}")
         else:
             left[dim] = output_split(window.output_size, situation.mesh, split.axes)
             taken[dim] = halo_split(window, left[dim])
