@@ -44,7 +44,7 @@ def test_every_row_says_how_and_why_and_fits_into_json() -> None:
 
 
 def test_unequal_microbatches_and_devices() -> None:
-    found = rows("batch=100", "microbatches=3", num_devices=3)
+    found = rows("batch=100", "microbatches=3", samples=[34, 33, 33])
     assert found["samples per microbatch"].value == "1 of 34, 2 of 33"
     assert found["samples per device"].value == "1 of 34, 2 of 33"
     assert resolve(recipe("batch=100", "microbatches=3"), 1000).sizes == (34, 33, 33)

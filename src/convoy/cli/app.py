@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False)
+        status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False, obj=arguments)
     except ConvoyError as error:
         return _fail(str(error), 2, arguments)
     except click.ClickException as error:

@@ -31,3 +31,37 @@ def device(function: Function) -> Function:
 def run_argument(function: Function) -> Function:
     """The folder of a run, as an argument."""
     return click.argument("run", type=click.Path(path_type=Path))(function)
+
+
+def parallel(function: Function) -> Function:
+    """Devices and plan."""
+    for option in reversed(
+        (
+            click.option("--devices", metavar="N", type=int, help="Train on so many devices. [default: 1]"),
+            click.option(
+                "--plan", metavar="TEXT|FILE", help="How they divide the work, e.g. sample=4. [default: sample=N]"
+            ),
+            click.option(
+                "--shares",
+                metavar="A,B,…",
+                callback=lambda context, option, value: _list(value),
+                help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
+            ),
+            click.option(
+                "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
+            ),
+            click.option(
+                "--gradient-compression", metavar="TYPE", help="Approximate: send gradients as bf16. [default: exact]"
+            ),
+            click.option(
+                "--local-sgd", metavar="H", type=int, help="Approximate: average the weights every H updates."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _list(text: str | None) -> str | None:
+    """`3,3,2` as YAML."""
+    return text if text is None or text == "auto" or text.startswith("[") else f"[{text}]"

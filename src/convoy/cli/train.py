@@ -1,16 +1,21 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
 import shlex
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 
+from convoy import launch
 from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
-from convoy.training import ConsoleReporter, Recipe, RunDirectory, Session, choose_device, load_recipe, train
+from convoy.launch import cores
+from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
+from convoy.training.parallel_config import fitted, num_devices
 
 KEYS = {
     "data": "data.path",
@@ -27,6 +32,12 @@ KEYS = {
     "workers": "data.workers",
     "bad_images": "data.bad_images",
     "weights": "model.weights",
+    "devices": "parallel.devices",
+    "plan": "parallel.plan",
+    "shares": "parallel.shares",
+    "cores_per_device": "parallel.cores_per_device",
+    "gradient_compression": "parallel.gradient_compression",
+    "local_sgd": "parallel.local_sgd",
 }
 
 
@@ -36,7 +47,7 @@ KEYS = {
 Examples:
   convoy train lenet --data mnist-mini
   convoy train --recipe cifar-quick --data /data/cifar10 --out runs/cifar
-  convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --batch 1024
+  convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --devices 8 --batch 1024
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
 """,
@@ -61,8 +72,12 @@ Examples:
 @click.option("--weights", metavar="FILE", help="Begin with these weights: .safetensors or .pth.")
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
+@options.parallel
 @options.verbose
+@click.pass_obj
 def command(
+    arguments: Sequence[str],
+    /,
     model: str | None,
     recipe: str | None,
     out: Path | None,
@@ -75,27 +90,65 @@ def command(
 
     MODEL may be left out where the recipe names it.
     """
-    overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    if out is None and model is not None and RunDirectory(Path(model)).is_run():
-        if not resume:
-            raise ConvoyError(f"{model} is a run: go on with it by convoy train {model} --resume")
-        out, model = Path(model), None
-    if resume and out is None:
-        named = f"{model} is no run directory: " if model is not None else ""
-        raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
-    console = Console(highlight=False)
-    resolved, out = _resolve(model, recipe, [*overrides, *settings], out, resume, console)
+    request = _Request(
+        arguments=arguments,
+        model=model,
+        recipe=recipe,
+        overrides=[*(f"{KEYS[name]}={value}" for name, value in values.items() if value is not None), *settings],
+        out=out,
+        resume=resume,
+        device=device,
+    )
+    place = launch.find_place()
+    if place is not None:
+        devices_asked = values["devices"]
+        place.check(int(devices_asked) if devices_asked is not None else None)
+        with launch.as_rank(place):
+            devices, own = Devices.join()
+            resolved, out = request.resolve(devices)
+            if devices.num > 1:
+                cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
+            status = _train(
+                request, resolved, out, devices, _device_of(device, own), handed_on=place.folder is not None
+            )
+            Devices.leave()
+            return launch.ended(place, status)
+    resolved, out = request.resolve(Devices())
+    number = num_devices(resolved.parallel)
+    if number > 1:
+        cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
+        return launch.start(arguments, number, verbose="-v" in arguments or "--verbose" in arguments)
+    if resolved.parallel.cores_per_device is not None:
+        cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
+    return _train(request, resolved, out, Devices(), choose_device(device))
+
+
+def _train(
+    request: "_Request",
+    recipe: Recipe,
+    out: Path,
+    devices: Devices,
+    device: torch.device,
+    handed_on: bool = False,
+) -> int:
+    """Train on this rank, and on rank 0 write and say what came of it."""
+    console = Console(highlight=False, quiet=devices.rank > 0)
+    for note in request.notes:
+        if note not in recipe.notes():  # those are printed, and kept, with the session's
+            console.print(note, markup=False, soft_wrap=True)
     with ConsoleReporter(console) as reporter:
         outcome = train(
-            resolved,
+            recipe,
             out,
-            resume=resume,
-            device=choose_device(device),
-            command=shlex.join(["convoy", *sys.argv[1:]]),
+            resume=request.resume,
+            device=device,
+            devices=devices,
+            command=shlex.join(["convoy", *request.arguments]),
             reporter=reporter,
             on_start=lambda session: show_start(session, console),
+            handed_on=handed_on,
         )
-    report = write_report(out)
+    report = write_report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
@@ -109,24 +162,58 @@ def command(
     return 0
 
 
-def _resolve(
-    model: str | None, recipe: str | None, overrides: list[str], out: Path | None, resume: bool, console: Console
-) -> tuple[Recipe, Path]:
-    """The recipe of this command line, and the folder of its run."""
-    if model is not None:
-        overrides = [f"model.name={model}", *overrides]
-    if resume and out is not None and RunDirectory(out).is_run() and recipe is None:
-        recipe = str(RunDirectory(out).config)
-    elif resume and out is not None and model is None and recipe is None:
-        raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
-    elif model is None and recipe is None:
-        raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-    notes: list[str] = []
-    resolved = load_recipe(recipe or "default", overrides, notes)
-    for note in notes:
-        if note not in resolved.notes():  # those are printed, and kept, with the session's
-            console.print(note, markup=False, soft_wrap=True)
-    return resolved, out or _free_folder(resolved)
+def _device_of(name: str | None, own: torch.device) -> torch.device:
+    """The device of a rank: its own of the kind that was asked for, or exactly the one that was."""
+    if name is None or (name == "cuda" and own.type == "cuda"):
+        return own
+    return choose_device(name)
+
+
+@dataclass
+class _Request:
+    """What the command line says, and what follows from it.
+
+    Attributes:
+        notes: sentences on options that were put out of force.
+    """
+
+    arguments: Sequence[str]
+    model: str | None
+    recipe: str | None
+    overrides: list[str]
+    out: Path | None
+    resume: bool
+    device: str | None
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
+        if self.out is None and self.model is not None and RunDirectory(Path(self.model)).is_run():
+            if not self.resume:
+                raise ConvoyError(f"{self.model} is a run: go on with it by convoy train {self.model} --resume")
+            self.out, self.model = Path(self.model), None
+        if self.resume and self.out is None:
+            named = f"{self.model} is no run directory: " if self.model is not None else ""
+            raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
+
+    def resolve(self, devices: Devices) -> tuple[Recipe, Path]:
+        """The recipe of this command line, and the folder of its run; the same on every rank."""
+        recipe, out = self.recipe, self.out
+        overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else list(self.overrides)
+        if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
+            recipe = str(RunDirectory(out).config)
+        elif self.resume and out is not None and self.model is None and recipe is None:
+            raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
+        elif self.model is None and recipe is None:
+            raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
+        self.notes = []
+        resolved = load_recipe(recipe or "default", overrides, self.notes)
+        number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
+        said = {override.partition("=")[0] for override in self.overrides}
+        if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
+            number = num_devices(resolved.parallel.model_copy(update={"devices": None}))
+        parallel = fitted(resolved.parallel, number, "parallel.plan" in said, "parallel.shares" in said)
+        resolved = resolved.model_copy(update={"parallel": parallel})
+        return resolved, out or devices.first(lambda: _free_folder(resolved))
 
 
 def _free_folder(recipe: Recipe) -> Path:

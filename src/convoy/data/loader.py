@@ -32,6 +32,7 @@ def training_batches(
     first_update: int,
     num_updates: int,
     seed: int,
+    positions: range | None = None,
     workers: int | None = None,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
@@ -47,6 +48,7 @@ def training_batches(
         first_update: counted from 0 over the whole run.
         num_updates: how many batches to make.
         seed: of the augmentation.
+        positions: which samples of every batch; None = all of them.
         workers: processes; None = as the configuration says, or as `num_workers` finds.
         pin_memory: put the batches into pinned memory (for a GPU).
 
@@ -57,7 +59,7 @@ def training_batches(
     maker = _maker(data, config, data.train, seed)
     workers = num_workers(data, config)[0] if workers is None else workers
     updates = range(first_update, first_update + num_updates)
-    return _run(_TrainingJob(maker, order), updates, workers, pin_memory)
+    return _run(_TrainingJob(maker, order, positions), updates, workers, pin_memory)
 
 
 def evaluation_batches(
@@ -65,16 +67,22 @@ def evaluation_batches(
     config: DataConfig,
     *,
     batch: int,
+    part: int = 0,
+    num_parts: int = 1,
     workers: int | None = None,
     split: str = "test",
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
     """Every sample of a split exactly once, in order, resized and cut in the centre; the last batch may be smaller.
 
+    Several parts take turns at the batches. All get equally many, so that the last ones may be empty.
+
     Args:
         data: what `open_data` returned for this configuration.
         config: the recipe's section.
         batch: samples in a batch.
+        part: which part, from 0.
+        num_parts: how many there are.
         workers: processes; None = as the configuration says, or as many as fit.
         split: test or train.
         pin_memory: put the batches into pinned memory (for a GPU).
@@ -89,8 +97,9 @@ def evaluation_batches(
     source = data.train if split == "train" else data.test
     maker = _maker(data, config, source, seed=0)
     workers = num_workers(data, config)[0] if workers is None else workers
-    num_batches = -(-len(source) // batch)
-    return _run(_EvaluationJob(maker, batch), range(num_batches), min(workers, num_batches), pin_memory)
+    num_batches = -(-len(source) // (batch * num_parts))
+    numbers = range(part, num_batches * num_parts, num_parts)
+    return _run(_EvaluationJob(maker, batch), numbers, min(workers, num_batches), pin_memory)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -103,7 +112,8 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     if _maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    pinned = "CONVOY_CORES" in os.environ  # the cores are this rank's own
+    ranks = 1 if pinned else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(
         max(cores // ranks, 1), _MAX_AUTOMATIC
     ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"
@@ -135,12 +145,13 @@ class _Job(Dataset[Batch | _Refusal], ABC):
 
 
 class _TrainingJob(_Job):
-    def __init__(self, maker: BatchMaker, order: Order) -> None:
+    def __init__(self, maker: BatchMaker, order: Order, positions: range | None) -> None:
         self.maker, self.order = maker, order
+        self.positions = slice(None) if positions is None else slice(positions.start, positions.stop)
 
     def make(self, number: int) -> Batch:
         epoch, samples = self.order.update(number)
-        return self.maker.training(samples, epoch)
+        return self.maker.training(samples[self.positions], epoch)
 
 
 class _EvaluationJob(_Job):
@@ -148,8 +159,8 @@ class _EvaluationJob(_Job):
         self.maker, self.batch = maker, batch
 
     def make(self, number: int) -> Batch:
-        end = min((number + 1) * self.batch, len(self.maker.source))
-        return self.maker.evaluation(np.arange(number * self.batch, end))
+        samples = range(len(self.maker.source))[number * self.batch : (number + 1) * self.batch]
+        return self.maker.evaluation(np.arange(samples.start, samples.stop))
 
 
 def _as_it_is(item: Any) -> Any:

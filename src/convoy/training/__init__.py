@@ -1,5 +1,6 @@
 """Trains a network: recipe, optimiser, loop, checkpoints and the folder of a run."""
 
+from convoy.training.devices import Devices
 from convoy.training.environment import choose_device
 from convoy.training.progress import ConsoleReporter, Reporter
 from convoy.training.recipe import Recipe, load_recipe, recipe_names
@@ -9,6 +10,7 @@ from convoy.training.train import Outcome, train
 
 __all__ = [
     "ConsoleReporter",
+    "Devices",
     "Outcome",
     "Recipe",
     "Reporter",

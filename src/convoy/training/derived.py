@@ -1,5 +1,6 @@
 """What follows from a recipe and the size of the data, each with its formula and where the formula comes from."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from convoy.engine.microbatches import microbatch_sizes
@@ -102,20 +103,25 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
 
 
 def derive(
-    recipe: Recipe, num_train_samples: int, *, num_devices: int = 1, workers: tuple[int, str] | None = None
+    recipe: Recipe,
+    num_train_samples: int,
+    *,
+    samples: Sequence[int] | None = None,
+    workers: tuple[int, str] | None = None,
 ) -> list[Derived]:
     """The derived quantities of a run, in the order in which they follow from each other.
 
     Args:
         recipe: what is trained, and how.
         num_train_samples: samples of the training split.
-        num_devices: devices that share a global batch.
+        samples: of each part of a global batch; None where one device computes all of it.
         workers: processes that load data, and why, if that is known (`convoy.data.num_workers`).
 
     Raises:
         ConvoyError: see `resolve`.
     """
     q = resolve(recipe, num_train_samples)
+    samples = (recipe.batch,) if samples is None else samples
     return [
         Derived(
             "weight updates per epoch",
@@ -132,8 +138,8 @@ def derive(
         ),
         Derived(
             "samples per device",
-            _counts(microbatch_sizes(recipe.batch, num_devices)),
-            f"batch {recipe.batch} / {num_devices} device{'s' if num_devices > 1 else ''}",
+            _counts(samples),
+            f"batch {recipe.batch} / {len(samples)} device{'s' if len(samples) > 1 else ''}",
             "the batch is that of all devices together",
         ),
         _rate(recipe, q.lr),
@@ -158,11 +164,11 @@ def _microbatches(recipe: Recipe) -> str:
     return f"⌈batch {recipe.batch} / microbatch {recipe.microbatch}⌉"
 
 
-def _counts(sizes: tuple[int, ...]) -> int | str:
-    """`32`, or `3 · 43 + 1 · 42` where they differ."""
-    if sizes[0] == sizes[-1]:
+def _counts(sizes: Sequence[int]) -> int | str:
+    """`32`, or `3 of 43, 1 of 42` where they differ."""
+    if len(set(sizes)) == 1:
         return sizes[0]
-    return f"{sizes.count(sizes[0])} of {sizes[0]}, {sizes.count(sizes[-1])} of {sizes[-1]}"
+    return ", ".join(f"{sizes.count(size)} of {size}" for size in sorted(set(sizes), reverse=True))
 
 
 def _rate(recipe: Recipe, lr: float) -> Derived:

@@ -35,7 +35,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(command: str, device: torch.device) -> dict[str, str | int]:
+def describe(command: str, device: torch.device, num_devices: int = 1, plan: str = "serial") -> dict[str, str | int]:
     """The facts for `environment.json`."""
     return {
         "command": command,
@@ -43,7 +43,9 @@ def describe(command: str, device: torch.device) -> dict[str, str | int]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": _machine(device),
-        "device": str(device),
+        "device": str(device) if num_devices == 1 else f"{num_devices} devices ({device.type})",
+        "devices": num_devices,
+        "plan": plan,
         "threads": torch.get_num_threads(),
         "cores": num_cores(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -2,8 +2,8 @@
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.data import Batch
+from convoy.training.devices import Devices
 from convoy.training.files import write_atomically
 from convoy.training.loss import heads
 
@@ -82,56 +83,111 @@ class Evaluation:
         }
 
 
+@dataclass
+class Tally:
+    """What one part of a split gave; `Tally.total` adds parts up.
+
+    Attributes:
+        losses: sum over the samples of each batch.
+        worst: the most confident mistakes, as a heap.
+    """
+
+    confusion: Tensor
+    losses: list[float] = field(default_factory=list)
+    top5: int = 0
+    worst: list[Mistake] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+    @staticmethod
+    def of(num_classes: int) -> "Tally":
+        """An empty one."""
+        return Tally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+
+    def add(self, batch: Batch, logits: Tensor) -> None:
+        """Count the samples of a batch."""
+        num_classes = len(self.confusion)
+        self.bad += batch.bad
+        if len(batch.labels) == 0:
+            self.losses.append(0.0)
+            return
+        self.losses.append(F.cross_entropy(logits, batch.labels, reduction="sum").item())
+        if num_classes > 5:
+            self.top5 += int((logits.topk(5).indices == batch.labels[:, None]).sum())
+        probability, predicted = logits.softmax(1).max(1)
+        pairs = batch.labels * num_classes + predicted
+        self.confusion += torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
+        for i in (predicted != batch.labels).nonzero().flatten().tolist():
+            mistake = Mistake(
+                probability[i].item(),
+                int(batch.samples[i]),
+                int(batch.labels[i]),
+                int(predicted[i]),
+                batch.images[i].clone(),
+            )
+            (heapq.heappush if len(self.worst) < NUM_MISTAKES else heapq.heappushpop)(self.worst, mistake)
+
+    @staticmethod
+    def total(parts: Sequence["Tally"], seconds: float) -> Evaluation:
+        """The evaluation of the whole split, from parts that took turns at its batches: the same for any number."""
+        confusion = torch.stack([part.confusion for part in parts]).sum(0)
+        loss = 0.0
+        for turn in zip(*(part.losses for part in parts), strict=True):
+            for value in turn:
+                loss += value
+        images, num_classes = int(confusion.sum()), len(confusion)
+        return Evaluation(
+            num_images=images,
+            loss=loss / max(images, 1),
+            top1=int(confusion.diagonal().sum()) / max(images, 1),
+            top5=sum(part.top5 for part in parts) / max(images, 1) if num_classes > 5 else None,
+            confusion=confusion,
+            mistakes=sorted((mistake for part in parts for mistake in part.worst), reverse=True)[:NUM_MISTAKES],
+            bad=sorted(entry for part in parts for entry in part.bad),
+            seconds=seconds,
+        )
+
+
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Batch], Tensor], num_classes: int, autocast: Any
+    model: nn.Module,
+    batches: Iterable[Batch],
+    to_input: Callable[[Batch], Tensor],
+    num_classes: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    devices: Devices | None = None,
+    announce: Callable[[int], int] = lambda number: 0,
+    joint: bool = False,
 ) -> Evaluation:
     """Run the network in evaluation mode over all batches.
 
     Args:
         model: the network; its mode is put back afterwards.
-        batches: every sample of the split once.
+        batches: every sample of the split once, or this rank's turns at them (`convoy.data.evaluation_batches`).
         to_input: moves a batch's images to the device and normalises them.
         num_classes: size of the confusion matrix.
         autocast: makes the context in which the forward pass runs.
+        devices: the ranks; every one gets the evaluation of the whole split.
+        announce: called with the number of each batch before its forward pass; returns how many images that must
+            have. Where pictures were left out as bad, others take their places and count nowhere.
+        joint: run the network for a batch without samples too, because other ranks' passes need this one.
     """
     start = time.perf_counter()
-    confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
-    loss, top5, bad = 0.0, 0, []
-    worst: list[Mistake] = []
+    devices = devices or Devices()
+    tally = Tally.of(num_classes)
     with evaluating(model), torch.inference_mode():
-        for batch in batches:
-            bad += batch.bad
-            if len(batch.labels) == 0:
+        for number, batch in enumerate(batches):
+            size = max(announce(number), len(batch.labels))
+            if size == 0 and not joint:
+                tally.add(batch, torch.empty(0, num_classes))
                 continue
+            images = to_input(batch)
+            if size > len(images):
+                images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
             with autocast():
-                outputs = model(to_input(batch))
-            logits = heads(outputs)[0].float().cpu()
-            loss += F.cross_entropy(logits, batch.labels, reduction="sum").item()
-            if num_classes > 5:
-                top5 += int((logits.topk(5).indices == batch.labels[:, None]).sum())
-            probability, predicted = logits.softmax(1).max(1)
-            pairs = batch.labels * num_classes + predicted
-            confusion += torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
-            for i in (predicted != batch.labels).nonzero().flatten().tolist():
-                mistake = Mistake(
-                    probability[i].item(),
-                    int(batch.samples[i]),
-                    int(batch.labels[i]),
-                    int(predicted[i]),
-                    batch.images[i].clone(),
-                )
-                (heapq.heappush if len(worst) < NUM_MISTAKES else heapq.heappushpop)(worst, mistake)
-    images = int(confusion.sum())
-    return Evaluation(
-        num_images=images,
-        loss=loss / max(images, 1),
-        top1=int(confusion.diagonal().sum()) / max(images, 1),
-        top5=top5 / max(images, 1) if num_classes > 5 else None,
-        confusion=confusion,
-        mistakes=sorted(worst, reverse=True),
-        bad=bad,
-        seconds=time.perf_counter() - start,
-    )
+                outputs = model(images)
+            tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
+    seconds = time.perf_counter() - start
+    parts = devices.gather_samples((tally, seconds))
+    return Tally.total([part for part, _ in parts], max(took for _, took in parts))
 
 
 def _save_png(pixels: Tensor, path: Path) -> None:

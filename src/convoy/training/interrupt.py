@@ -1,25 +1,33 @@
 """Signals that ask a run to stop: it finishes its step, saves, and says so."""
 
 import signal
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+SIGNALS = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+# To a rank that was started by another process: that one hands SIGTERM on as SIGUSR1, and means "end at once" by
+# SIGTERM itself.
+HANDED_ON = {signal.SIGUSR1: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGUSR2: "SIGUSR2"}
 
 
 class Interrupt:
-    """While entered, the first SIGTERM, SIGINT or SIGUSR2 is noted; a second one acts as it would without this.
+    """While entered, the first signal is noted; a second one acts as it would without this.
+
+    Args:
+        names: signals to note, and what to call them.
 
     Attributes:
         signal: name of the signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[signal.Signals, str] = SIGNALS) -> None:
+        self.names = names
         self.signal: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        for number in self.names:
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -29,7 +37,7 @@ class Interrupt:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
+        self.signal = self.names[signal.Signals(number)]
         self._restore()
 
     def _restore(self) -> None:

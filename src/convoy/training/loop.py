@@ -2,19 +2,22 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
+from typing import Any
 
-from convoy.data import Batch, training_batches
 from convoy.errors import ConvoyError
-from convoy.training.checkpoint import CheckpointStore
+from convoy.training.agreement import Agreement
+from convoy.training.checkpoint import Checkpoint, CheckpointStore
+from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
-from convoy.training.interrupt import Interrupt
+from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
 from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.speed import SpeedTest
 from convoy.training.summary import Progress
 from convoy.training.window import Window
 
@@ -24,13 +27,17 @@ SHOW_EVERY_S = 0.2
 class Loop:
     """Takes a session from wherever it stands to its end, or until a signal asks it to stop.
 
+    Every rank runs the same loop; files are written, and things said, by rank 0.
+
     Attributes:
         done: weight updates done.
         progress: what is kept over a stop.
         evaluation: the latest evaluation.
+        handed_on: another process hands signals on to this rank.
     """
 
-    def __init__(self, session: Session, run: RunDirectory, reporter: Reporter) -> None:
+    def __init__(self, session: Session, run: RunDirectory, reporter: Reporter, handed_on: bool = False) -> None:
+        self.handed_on = handed_on
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
@@ -40,6 +47,8 @@ class Loop:
         self.window = Window()
         self.done = 0
         self.evaluation: Evaluation | None = None
+        auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
+        self._speed = SpeedTest() if auto else None
         self._shown = 0.0
         self._saved: int | None = None
 
@@ -49,7 +58,7 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
-        checkpoint, refused = self.store.load_latest(self.identity)
+        checkpoint, refused = self._load()
         for sentence in refused:
             self.session.notes.append(f"{sentence}; the one before it was used")
             self.reporter.say(self.session.notes[-1])
@@ -57,7 +66,24 @@ class Loop:
             values = self.session.state.unpack(checkpoint)
             self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
             self.done = self._saved = checkpoint.step
-        self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
+        if self.session.devices.rank == 0:
+            self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
+
+    def _load(self) -> tuple[Checkpoint | None, list[str]]:
+        """What rank 0 finds, on every rank."""
+        devices = self.session.devices
+        found: Checkpoint | None = None
+
+        def read() -> tuple[tuple[int, str, dict[str, Any]] | None, list[str]]:
+            nonlocal found
+            found, refused = self.store.load_latest(self.identity)
+            return (found.step, found.identity, found.values) if found is not None else None, refused
+
+        facts, refused = devices.first(read)
+        if facts is None:
+            return None, refused
+        tensors = devices.broadcast_tensors(found.tensors if found is not None else None)
+        return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -66,67 +92,92 @@ class Loop:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
         self._clock = time.perf_counter() - self.progress.time_s
-        with (
-            Interrupt() as interrupt,
-            MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) as self._metrics,
-        ):
-            self.reporter.begin(self.done, self.session.quantities.total_updates)
+        first = self.session.devices.rank == 0
+        metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) if first else MetricsWriter.silent()
+        agreement = Agreement(self.session.devices)
+        with Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt, metrics as self._metrics:
+            total = self.session.quantities.total_updates
+            self.reporter.begin(self.done, total)
+            self.window.started = time.perf_counter()
             try:
-                with closing(self._batches()) as batches:
-                    for _ in self._updates(batches):
-                        if interrupt.signal is not None:
-                            self._save()
-                            return interrupt.signal
+                while self.done < total:
+                    with closing(self._updates()) as updates:
+                        for _ in updates:
+                            signal = agreement.signal(interrupt.signal)
+                            if signal is not None:
+                                self._save()
+                                return signal
             finally:
                 self.reporter.end()
             self._evaluate()
             self._save()
         return None
 
-    def _batches(self) -> Generator[Batch, None, None]:
-        recipe = self.session.recipe
-        return training_batches(
-            self.session.data,
-            recipe.data,
-            self.session.order,
-            first_update=self.done,
-            num_updates=self.session.quantities.total_updates - self.done,
-            seed=recipe.seed,
-            pin_memory=self.session.device.type == "cuda",
-        )
+    def _updates(self) -> Generator[None, None, None]:
+        """Do one update after the other; yields after each, when everything that is due after it has been done.
 
-    def _updates(self, batches: Iterator[Batch]) -> Iterator[None]:
-        """Do one update after the other; yields after each, when everything that is due after it has been done."""
-        quantities = self.session.quantities
-        total = quantities.total_updates
+        Ends before the last one where the batches are to be divided otherwise from then on.
+        """
         step = self.session.step()
+        step.timed = self._speed is not None
         averaged = self.session.state.averaged
         self.session.model.train()
-        asked = self.window.started = time.perf_counter()
-        for batch in batches:
-            self.window.data_wait_s += time.perf_counter() - asked
-            for sample, reason in batch.bad:
-                self.progress.add_bad(self.session.data.train.name(sample), reason, "train")
-            result = step(batch, self.done)
-            if averaged is not None:
-                averaged.update_parameters(self.session.model)
-            self.done += 1
-            self.window.add(result, len(batch.labels))
-            if self.done % quantities.log_every == 0 or self.done == total:
-                self._log()
-            elif time.perf_counter() - self._shown > SHOW_EVERY_S:
-                self._shown = time.perf_counter()
-                self.reporter.advance(self.done)
-            self.window.pause()
-            if self.done % quantities.evaluate_every == 0 and self.done < total:
-                self._evaluate()
-            if self.done % quantities.checkpoint_every == 0 and self.done < total:
-                self._save()
-            yield
-            self.window.go_on()
-            asked = time.perf_counter()
+        asked = time.perf_counter()
+        left = self.session.quantities.total_updates - self.done
+        with closing(self.session.batches(self.done, left)) as batches:
+            for batch in batches:
+                self.window.waited(time.perf_counter() - asked)
+                for sample, reason in batch.bad:
+                    self.window.add_bad(self.done, sample, reason)
+                result = step(batch, self.done)
+                if averaged is not None:
+                    averaged.update_parameters(self.session.model)
+                self.done += 1
+                self.window.add(result, step.num_samples)
+                self._after_update()
+                yield
+                self.window.go_on()
+                if self._speed is not None:
+                    self._speed.add(result.compute_s)
+                    if self._speed.done:
+                        self._divide_anew(self._speed)
+                        return
+                asked = time.perf_counter()
+
+    def _after_update(self) -> None:
+        """What is due now: a line of metrics, an evaluation, a checkpoint."""
+        quantities = self.session.quantities
+        total = quantities.total_updates
+        if self.done % quantities.log_every == 0 or self.done == total:
+            self._log()
+        elif time.perf_counter() - self._shown > SHOW_EVERY_S:
+            self._shown = time.perf_counter()
+            self.reporter.advance(self.done)
+        self.window.pause()
+        if self.done % quantities.evaluate_every == 0 and self.done < total:
+            self._evaluate()
+        if self.done % quantities.checkpoint_every == 0 and self.done < total:
+            self._save()
+
+    def _divide_anew(self, speed: SpeedTest) -> None:
+        """Give every rank microbatches by its speed."""
+        session = self.session
+        session.division, times = speed.shares(session.devices, session.division)
+        self._speed = None
+        session.notes.append(
+            f"shares {text(session.division.counts)} of {len(session.division.sizes)} microbatches from update "
+            f"{self.done:,} on, by measured times of {', '.join(f'{ms:.3g}' for ms in times)} ms a microbatch"
+        )
+        self.reporter.say(session.notes[-1])
+
+    def _collect(self) -> None:
+        """Add up what the ranks have; the loss becomes the same number on all of them."""
+        data = self.session.data
+        for _, sample, reason in self.window.collect(self.session.devices):
+            self.progress.add_bad(data.train.name(sample), reason, "train")
 
     def _log(self) -> None:
+        self._collect()
         window, self.window = self.window, Window()
         seconds, values = window.seconds, window.averages()
         self._check_loss(values["loss"])
@@ -180,10 +231,14 @@ class Loop:
         if self._saved == self.done:
             return
         self._time()
+        self._collect()
         window = self.window.pack()
         self._check_loss(window["loss"])
+        self.session.network.synchronise()
         values = {"progress": vars(self.progress), "window": window}
-        self.store.save(self.session.state.pack(self.done, self.identity, values), self.progress.best_step)
+        checkpoint = self.session.state.pack(self.done, self.identity, values)
+        if self.session.devices.rank == 0:
+            self.store.save(checkpoint, self.progress.best_step)
         self._saved = self.done
 
     def _epoch(self) -> float:

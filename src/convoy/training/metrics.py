@@ -17,6 +17,11 @@ class MetricsWriter:
         self._file = metrics.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
 
+    @staticmethod
+    def silent() -> "MetricsWriter":
+        """One that writes nothing: of ranks other than 0."""
+        return _Silent()
+
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
@@ -34,3 +39,14 @@ class MetricsWriter:
     ) -> None:
         self._file.close()
         self._board.close()
+
+
+class _Silent(MetricsWriter):
+    def __init__(self) -> None:
+        pass
+
+    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        pass

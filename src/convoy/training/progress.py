@@ -27,6 +27,25 @@ class Reporter(Protocol):
         """Training has ended or stopped."""
 
 
+class Silence:
+    """Tells nobody: the reporter of ranks other than 0."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def prepare(self, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
+    def begin(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
 LINE_EVERY_S = 5.0
 
 

@@ -18,6 +18,7 @@ from convoy.training.ema import EmaConfig
 from convoy.training.mistakes import sentence
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.overrides import apply_overrides, parse_overrides
+from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
 from convoy.training.schema import all_keys, is_text
 from convoy.training.section import AbsoluteDuration, PositiveDuration, Section
@@ -92,6 +93,7 @@ class Recipe(Section):
     compile: bool = Field(False, description="torch.compile")
     reproducible: bool = Field(False, description="bit-identical weights on one device or many")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
+    parallel: ParallelConfig = ParallelConfig()
     evaluate_every: PositiveDuration = Duration(1, "ep")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration = Duration(20, "ba")
@@ -110,6 +112,11 @@ class Recipe(Section):
             raise ValueError(
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
                 "at once: set batch_norm=microbatch, or microbatches=1"
+            )
+        if self.reproducible and self.parallel.approximate is not None:
+            raise ValueError(
+                f"reproducible gives the same weights on any number of devices, but {self.parallel.approximate}: leave "
+                "one of them out"
             )
         if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             raise ValueError(

@@ -7,16 +7,24 @@ from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.training.overrides import show
+from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe
 from convoy.training.run_directory import RunDirectory
 
-FREE = ("data.workers", "data.path", "checkpoint", "log_every", "evaluate_every")
+FREE = (
+    "data.workers",
+    "data.path",
+    "checkpoint",
+    "log_every",
+    "evaluate_every",
+    *(f"parallel.{key}" for key in PLACEMENT),
+)
 
 
 def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     """Refuse to go on with a run under a recipe that would change its result.
 
-    How often to log, evaluate and save, the number of workers and the place of the data may change.
+    How often to log, evaluate and save, the number of workers, the place of the data, devices and plan may change.
 
     Raises:
         ConvoyError: names the first key that differs.

@@ -1,6 +1,10 @@
 """The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,11 @@ class RunDirectory:
     def config(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan by which the devices divided the work, the last time."""
+        return self.path / "plan.yaml"
 
     @property
     def metrics(self) -> Path:
@@ -59,14 +68,46 @@ class RunDirectory:
         if self.path.is_dir() and any(self.path.iterdir()):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
 
-    def create(self, config: str, environment: dict[str, Any]) -> None:
-        """Make the folder and write how the run was begun.
+    def make(self) -> None:
+        """Make the folder.
 
         Raises:
-            ConvoyError: the folder cannot be made.
+            ConvoyError: that cannot be.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from training in this folder; the lock ends with the process.
+
+        Raises:
+            ConvoyError: another process does already.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConvoyError(
+                    f"another process is training in {self.path}: wait for its end, or choose another --out"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(folder)
+
+    def create(self, config: str, environment: dict[str, Any]) -> None:
+        """Write how the run was begun.
+
+        Raises:
+            ConvoyError: the folder cannot be written to.
+        """
+        self.make()
+        try:
             write_json(self.path / "environment.json", environment)
             write_text(self.config, config)
         except OSError as error:

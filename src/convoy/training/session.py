@@ -1,7 +1,7 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
-from convoy.data import DataSet, Order, evaluation_batches, num_workers, open_data
+from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
-from convoy.engine import GradientTree, Probe, StepContext, passes, prepare, probe
+from convoy.engine import Probe, StepContext, prepare, probe
 from convoy.errors import ConvoyError
+from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
+from convoy.training.devices import Devices
+from convoy.training.division import Division, divide
 from convoy.training.ema import AveragedModel
 from convoy.training.evaluate import Evaluation, evaluate, evaluating
 from convoy.training.loss import ClassificationLoss, heads
 from convoy.training.optimizers import create_optimizer
+from convoy.training.parallel import Network, build_network
+from convoy.training.planning import approximation_of, describe, plan_of
 from convoy.training.precision import DTYPES, check_precision
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
@@ -31,20 +36,28 @@ class Session:
     """The live objects of one run.
 
     Attributes:
+        devices: the ranks.
+        plan: how they divide the work.
+        division: which microbatches are whose.
+        network: the model as it is trained under the plan.
+        counts: parameters and FLOPs of the whole model.
         merge: microbatches that run in one pass; 1 where the network needs them one by one.
         notes: sentences about what was decided, for the log and the report.
     """
 
     recipe: Recipe
+    devices: Devices
+    plan: Plan
+    division: Division
     data: DataSet
     order: Order
     quantities: Quantities
     device: torch.device
     model: nn.Module
-    context: StepContext
+    network: Network
+    counts: models.Counts
     pipeline: InputPipeline
     state: RunState
-    forward: Callable[..., Any]
     probe: Probe
     merge: int
     derived: list[Derived]
@@ -56,18 +69,58 @@ class Session:
 
     def evaluate(self) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split."""
+        devices, size = self.devices, self._evaluation_batch()
+        samples = range(len(self.data.test))
+
+        def announce(number: int) -> int:
+            first = number * devices.num_sample_ranks
+            chunks = range(first, first + devices.num_sample_ranks)
+            parts = tuple(len(samples[chunk * size : (chunk + 1) * size]) for chunk in chunks)
+            self.network.enter_evaluation(parts)
+            return parts[devices.sample_rank]
+
+        self.network.synchronise()
         batches = evaluation_batches(
-            self.data, self.recipe.data, batch=sum(passes(self.quantities.sizes, self.merge)[0])
+            self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
         )
-        return evaluate(self.state.delivered(), batches, self.pipeline, len(self.data.classes), self.autocast)
+        return evaluate(
+            self.state.delivered(),
+            batches,
+            self.pipeline,
+            len(self.data.classes),
+            self.autocast,
+            devices,
+            announce,
+            self.network.joint,
+        )
+
+    def _evaluation_batch(self) -> int:
+        """Samples of a pass: as many as in training, but no more than a rank's even share."""
+        num, merge = len(self.quantities.sizes), self.merge
+        largest = sum(self.quantities.sizes[: -(-num // -(-num // merge))])
+        if self.recipe.reproducible:
+            return largest
+        return max(1, min(largest, -(-len(self.data.test) // self.devices.num_sample_ranks)))
+
+    def batches(self, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
+        """This rank's samples of the batches of some updates."""
+        return training_batches(
+            self.data,
+            self.recipe.data,
+            self.order,
+            first_update=first_update,
+            num_updates=num_updates,
+            seed=self.recipe.seed,
+            positions=self.division.positions(self.devices.sample_rank),
+            pin_memory=self.device.type == "cuda",
+        )
 
     def step(self) -> TrainingStep:
         """The function that does one weight update."""
         recipe = self.recipe
         return TrainingStep(
-            model=self.model,
-            forward=self.forward,
-            context=self.context,
+            seed=recipe.seed,
+            network=self.network,
             pipeline=self.pipeline,
             loss=ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight),
             mixing=recipe.data.mix,
@@ -75,58 +128,95 @@ class Session:
             learning_rate=self.quantities.schedule.lr,
             autocast=self.autocast,
             scaler=self.state.scaler,
-            passes=passes(self.quantities.sizes, self.merge),
-            tree=GradientTree(list(self.model.parameters())) if recipe.reproducible else None,
+            passes=self.division.passes(self.merge),
+            rank=self.devices.sample_rank,
+            num_samples=recipe.batch,
             reseed=self.probe.draws,
             clip_norm=recipe.clip_norm,
         )
 
 
-def set_up(recipe: Recipe, device: torch.device, progress: Progress | None = None) -> Session:
-    """Open the data, build the network and everything around it.
+def set_up(
+    recipe: Recipe, device: torch.device, progress: Progress | None = None, devices: Devices | None = None
+) -> Session:
+    """Open the data, build the network and everything around it. All ranks call it.
 
     Args:
         recipe: what to train, and how.
         device: where.
         progress: is told of long work on the data: what, done, total.
+        devices: the ranks; None for one device.
 
     Raises:
-        ConvoyError: the recipe, the data or the weights cannot be used as they are.
+        ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
     """
+    devices = devices or Devices()
     set_numerics(recipe)
+    plan, notes = plan_of(recipe.parallel, devices.num)
     check_precision(recipe.precision, device)
-    data = open_data(recipe.data, progress)
+    data = open_data(recipe.data, progress if devices.rank == 0 else None)
     quantities = resolve(recipe, len(data.train))
-    model, notes = build_model(recipe, data)
+    model, found_notes = build_model(recipe, data)
+    notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     context = prepare(model, recipe.seed, recipe.batch_norm)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = _probe(model, context, recipe, data, quantities.sizes, device)
-    merge, reason = _merge(recipe, found, quantities.sizes, device)
+    counts = models.count(model, (data.channels, data.image_size, data.image_size))
+    merge, reason = devices.broadcast(_merge(recipe, found, quantities.sizes, device))
+    network = build_network(
+        model,
+        context,
+        plan,
+        devices,
+        device,
+        tree=recipe.reproducible,
+        forward=torch.compile(model) if recipe.compile else model,
+        approximation=approximation_of(recipe.parallel),
+    )
+    devices.follow(plan.mesh, network.sample_axes)
+    division = _division(recipe, quantities.sizes, devices, notes)
     optimizer = create_optimizer(model, recipe.optimizer, quantities.lr)
     averaged = AveragedModel(model, recipe.ema.decay) if recipe.ema else None
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     return Session(
         recipe=recipe,
+        devices=devices,
+        plan=plan,
+        division=division,
         data=data,
         order=Order(len(data.train), recipe.batch, recipe.seed),
         quantities=quantities,
         device=device,
         model=model,
-        context=context,
+        network=network,
+        counts=counts,
         pipeline=InputPipeline(data, device, memory_format),
-        state=RunState(model, optimizer, scaler, averaged),
-        forward=torch.compile(model) if recipe.compile else model,
+        state=RunState(network, optimizer, scaler, averaged),
         probe=found,
         merge=merge,
         derived=[
-            *derive(recipe, len(data.train), workers=num_workers(data, recipe.data)),
+            *derive(
+                recipe,
+                len(data.train),
+                samples=[len(division.positions(part)) for part in range(devices.num_sample_ranks)],
+                workers=num_workers(data, recipe.data),
+            ),
             Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"),
+            *describe(recipe.parallel, plan, devices.num, division),
         ],
         notes=[*recipe.notes(), *data.notes, *notes],
     )
+
+
+def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
+    shares = recipe.parallel.shares
+    if shares is not None and devices.num_sample_ranks == 1:
+        notes.append("parallel.shares has no effect: the plan does not divide the batch")
+        shares = None
+    return divide(sizes, devices.num_sample_ranks, shares if isinstance(shares, tuple) else None)
 
 
 def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -10,35 +10,53 @@ from torch.optim import Optimizer
 
 from convoy.training.checkpoint import Checkpoint, DamagedCheckpointError
 from convoy.training.ema import AveragedModel
+from convoy.training.parallel import Network
+
+_EMA_MODULE = "module."
 
 
 @dataclass
 class RunState:
     """What changes while a run goes on.
 
+    A checkpoint holds whole tensors under serial names, whatever parts of them this rank has.
+
     Attributes:
         averaged: the model with averaged weights (EMA), if there is one.
     """
 
-    model: nn.Module
+    network: Network
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     averaged: AveragedModel | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The network's, with this rank's part of the weights."""
+        return self.network.model
 
     def delivered(self) -> nn.Module:
         """The network that the run is for: with averaged weights, where there are any."""
         return self.model if self.averaged is None else self.averaged.module
 
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers of the delivered network. All ranks call it."""
+        return self._whole(self.delivered())
+
     def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
-        """The state after `step` updates of a run, with the loop's own values beside it."""
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
+        tensors = {f"model.{name}": tensor for name, tensor in self._whole(self.model).items()}
         if self.averaged is not None:
-            tensors |= {f"ema.{name}": tensor for name, tensor in self.averaged.state_dict().items()}
+            averages = self._whole(self.averaged, _EMA_MODULE)
+            tensors |= {f"ema.{name}": tensor for name, tensor in averages.items()}
         scalars: dict[str, dict[str, Any]] = {}
+        parameters = dict(self.model.named_parameters())
         for name, entry in self._optimizer_entries().items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{name}"] = value
+                    like_weight = value.shape == parameters[name].shape and value.dim() > 0
+                    whole = self.network.whole(name, value) if like_weight else value
+                    tensors[f"optimizer.{key}.{name}"] = whole
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
         groups = [
@@ -62,13 +80,12 @@ class RunState:
             DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
-        self._check("model.", self.model, checkpoint)
-        if self.averaged is not None:
-            self._check("ema.", self.averaged, checkpoint)
+        state_dict = self._parts("model.", self.model, checkpoint)
+        averages = None if self.averaged is None else self._parts("ema.", self.averaged, checkpoint, _EMA_MODULE)
         state: dict[int, dict[str, Any]] = {}
         for index, (name, parameter) in enumerate(self._named_parameters()):
             entry: dict[str, Any] = {
-                key.split(".")[1]: _laid_out_like(parameter, value)
+                key.split(".")[1]: self._part_like(name, parameter, value)
                 for key, value in tensors.items()
                 if _is_state_of(key, name)
             }
@@ -78,9 +95,9 @@ class RunState:
         groups = self.optimizer.state_dict()["param_groups"]
         for group, saved in zip(groups, values["optimizer"]["groups"], strict=True):
             group.update(saved)
-        self.model.load_state_dict(_below("model.", tensors))
-        if self.averaged is not None:
-            self.averaged.load_state_dict(_below("ema.", tensors))
+        self.model.load_state_dict(state_dict)
+        if self.averaged is not None and averages is not None:
+            self.averaged.load_state_dict(averages)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
@@ -94,15 +111,36 @@ class RunState:
     def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
         return {name: self.optimizer.state.get(parameter, {}) for name, parameter in self._named_parameters()}
 
-    @staticmethod
-    def _check(prefix: str, model: nn.Module, checkpoint: Checkpoint) -> None:
+    def _whole(self, model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+        """A module's state as whole tensors; below `prefix` it has the network's names."""
+        return {
+            name: self.network.whole(name[len(prefix) :], tensor) if name.startswith(prefix) else tensor
+            for name, tensor in model.state_dict().items()
+        }
+
+    def _parts(self, below: str, model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
+        """This rank's parts of the checkpoint's tensors for a module."""
         want = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        have = {name: tensor.shape for name, tensor in _below(prefix, checkpoint.tensors).items()}
-        if want != have:
-            odd = min(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
+        have = {
+            name: self.network.part(name[len(prefix) :], tensor) if name.startswith(prefix) and name in want else tensor
+            for name, tensor in _below(below, checkpoint.tensors).items()
+        }
+        shapes = {name: tensor.shape for name, tensor in have.items()}
+        if want != shapes:
+            odd = min(name for name in want.keys() | have.keys() if want.get(name) != shapes.get(name))
             raise DamagedCheckpointError(
-                f"checkpoint step-{checkpoint.step:08d} is of another model: {prefix}{odd} does not fit"
+                f"checkpoint step-{checkpoint.step:08d} is of another model: {below}{odd} does not fit"
             )
+        return have
+
+    def _part_like(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
+        """This rank's part of a parameter's state, with the parameter's memory format; what has no part as it is."""
+        if value.dim() == 0:
+            return value
+        part = self.network.part(name, value)
+        if part.shape != parameter.shape:
+            return value
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,8 +150,3 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _is_state_of(key: str, name: str) -> bool:
     kind, _, rest = key.partition(".")
     return kind == "optimizer" and rest.partition(".")[2] == name
-
-
-def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """The value with the parameter's memory format, where it has its shape."""
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value

@@ -1,18 +1,21 @@
 """One weight update of the global batch: passes over its microbatches, gradients, optimiser."""
 
+import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
-from convoy.engine import GradientTree, StepContext
 from convoy.engine.random import fold
-from convoy.training.loss import ClassificationLoss, num_correct
+from convoy.training.division import Pass
+from convoy.training.loss import ClassificationLoss, heads, num_correct
+from convoy.training.parallel import Network
 
 
 class InputPipeline:
@@ -30,12 +33,16 @@ class InputPipeline:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the passes of one update gave, as scalars on the device: `losses` add up to the mean loss, `correct` to the
-    number of right answers. They are not added here: on small networks every operation counts.
+    """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
+    loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
+
+    Attributes:
+        compute_s: seconds until the gradients were there, without waiting for other ranks.
     """
 
     losses: list[Tensor]
     correct: list[Tensor]
+    compute_s: float
 
 
 @dataclass
@@ -43,15 +50,16 @@ class TrainingStep:
     """Computes the gradient of the mean loss over the global batch and updates the weights.
 
     Attributes:
-        forward: the model, perhaps compiled.
-        passes: sizes of the microbatches in each pass over the network.
-        tree: adds the gradients in the fixed order of the reproducible mode; every pass is then one microbatch.
+        seed: the run's.
+        passes: those of an update.
+        rank: this rank's place among the parts of each pass.
+        num_samples: of the global batch.
         reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
+        timed: wait for the device before the time is taken.
     """
 
-    model: nn.Module
-    forward: Callable[[Tensor], Any]
-    context: StepContext
+    seed: int
+    network: Network
     pipeline: InputPipeline
     loss: ClassificationLoss
     mixing: MixConfig
@@ -59,58 +67,73 @@ class TrainingStep:
     learning_rate: Callable[[int], float]
     autocast: Callable[[], AbstractContextManager[Any]]
     scaler: torch.amp.GradScaler
-    passes: list[tuple[int, ...]]
-    tree: GradientTree | None
+    passes: list[Pass]
+    rank: int
+    num_samples: int
     reseed: bool
     clip_norm: float | None
+    timed: bool = False
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
-        """Do weight update number `update` (counted from 0) on a global batch."""
+        """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
         self.optimizer.zero_grad(set_to_none=True)
         result = self._gradient(batch, update)
+        self.network.finish_update()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(update)
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            self.network.clip(self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return result
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
-        total = len(batch.labels)
-        device = self.pipeline.device
-        labels = batch.labels.to(device, non_blocking=True)
+        began = time.perf_counter()
+        labels = batch.labels.to(self.pipeline.device, non_blocking=True)
         losses: list[Tensor] = []
         correct: list[Tensor] = []
         start = 0
-        for sizes in self.passes:
-            end = start + sum(sizes)
-            images, targets = self.pipeline(batch, start, end), labels[start:end]
-            if self.mixing.on:
-                keys = [fold(self.context.seed, update, start + sum(sizes[:i])) for i in range(len(sizes))]
-                images, targets = mix(
-                    images,
-                    targets,
-                    num_classes=len(self.pipeline.data.classes),
-                    config=self.mixing,
-                    sizes=list(sizes),
-                    keys=keys,
-                )
-            self.context.enter(update, start, sizes, device)
+        for number, piece in enumerate(self.passes, 1):
+            end = start + len(piece.parts[self.rank])
+            images, targets = self._input(batch, labels, start, end, update, piece)
+            self.network.enter(update, piece)
             if self.reseed:
-                torch.manual_seed(fold(self.context.seed, update, start))
-            with self.autocast():
-                outputs = self.forward(images)
-                loss = self.loss(outputs, targets)
-                if end - start < total:
-                    loss = loss * ((end - start) / total)
-            self.scaler.scale(loss).backward()
-            if self.tree is not None:
-                self.tree.add()
-            losses.append(loss.detach())
-            correct.append(num_correct(outputs, targets))
+                torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
+            with self.network.paused() if number < len(self.passes) else contextlib.nullcontext():
+                with self.autocast():
+                    outputs = self.network.forward(images)
+                    loss = self._part_of_mean(outputs, targets)
+                self.scaler.scale(loss).backward()
+            self.network.passed()
+            if end > start:
+                losses.append(loss.detach())
+                correct.append(num_correct(outputs, targets))
             start = end
-        if self.tree is not None:
-            self.tree.finish()
-        return StepResult(losses, correct)
+        if self.timed and self.pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self.pipeline.device)
+        return StepResult(losses, correct, time.perf_counter() - began)
+
+    def _input(
+        self, batch: Batch, labels: Tensor, start: int, end: int, update: int, piece: Pass
+    ) -> tuple[Tensor, Tensor]:
+        """Images and targets of a pass: samples `start` to `end` of this rank's batch."""
+        images, targets = self.pipeline(batch, start, end), labels[start:end]
+        if not self.mixing.on:
+            return images, targets
+        sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
+        return mix(
+            images,
+            targets,
+            num_classes=len(self.pipeline.data.classes),
+            config=self.mixing,
+            sizes=list(sizes),
+            keys=[fold(self.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
+        )
+
+    def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
+        """What these samples add to the mean loss over the global batch."""
+        if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
+            return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
+        loss = self.loss(outputs, targets)
+        return loss * (len(targets) / self.num_samples) if len(targets) < self.num_samples else loss

@@ -3,13 +3,12 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from convoy import models
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 
-Status = Literal["running", "stopped", "finished"]
+Status = Literal["running", "stopped", "finished", "failed"]
 
 
 @dataclass
@@ -44,12 +43,14 @@ def write_summary(
     run: RunDirectory, session: Session, progress: Progress, status: Status, steps: int, evaluation: Evaluation | None
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any."""
-    recipe, data = session.recipe, session.data
-    counts = models.count(session.model, (data.channels, data.image_size, data.image_size))
+    recipe, data, counts = session.recipe, session.data, session.counts
     summary: dict[str, Any] = {
         "status": status,
         "model": recipe.model.name,
         "data": data.name,
+        "devices": session.devices.num,
+        "plan": str(session.plan),
+        "approximate": recipe.parallel.approximate if session.devices.num > 1 else None,
         "parameters": counts.parameters,
         "flops": counts.flops,
         "num_train": len(data.train),

@@ -1,21 +1,25 @@
 """Begins a run, or goes on with one, and leaves its folder complete."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from convoy.training import environment
-from convoy.training.files import write_json
+from convoy.training.devices import Devices
+from convoy.training.evaluate import Evaluation
+from convoy.training.files import write_json, write_text
 from convoy.training.loop import Loop
-from convoy.training.progress import Reporter
+from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.restore import network_input
 from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
-from convoy.training.summary import write_summary
+from convoy.training.summary import Progress, Status, write_summary
 from convoy.training.weights import save_weights
 
 
@@ -41,11 +45,15 @@ def train(
     *,
     resume: bool = False,
     device: torch.device | None = None,
+    devices: Devices | None = None,
     command: str = "",
     reporter: Reporter,
     on_start: Callable[[Session], None] = lambda session: None,
+    handed_on: bool = False,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
+
+    On several devices every rank calls it with the same recipe and folder; rank 0 writes.
 
     Args:
         recipe: what is trained, on what, and how.
@@ -53,35 +61,76 @@ def train(
         resume: go on from the newest checkpoint in `out`, if there is one. The final weights are those of a run that
             was never stopped.
         device: where to train; None takes the first GPU, or the CPU.
+        devices: the ranks; None for one device.
         command: the command line that repeats the run, for the report.
         reporter: whom to tell how it goes.
-        on_start: called with the session when everything is checked and before the first update.
+        on_start: called with the session when everything is checked and before the first update, on rank 0.
+        handed_on: another process hands signals on to this rank (`convoy.launch`).
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
     """
     run = RunDirectory(out)
-    resuming = resume and run.is_run()
-    if resuming:
-        check_same(recipe, load_recipe(str(run.config)), run)
-    else:
-        run.check_free()
+    devices = devices or Devices()
+    first = devices.rank == 0
+    reporter = reporter if first else Silence()
+    resuming = devices.first(lambda: _check(run, recipe, resume))
     device = device or environment.choose_device(None)
-    session = set_up(recipe, device, reporter.prepare)
-    on_start(session)
-    loop = Loop(session, run, reporter)
-    if resuming:
-        loop.resume()
-        reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
-    else:
-        run.create(to_yaml(recipe), {**environment.describe(command, device), "input": network_input(session.data)})
-    write_summary(run, session, loop.progress, "running", loop.done, None)
-    signal = loop.run_to_end()
-    if signal is None:
+    session = set_up(recipe, device, reporter.prepare, devices)
+    if first:
+        on_start(session)
+    loop = Loop(session, run, reporter, handed_on)
+    with contextlib.ExitStack() as stack:
+        devices.first(lambda: _begin(stack, run, session, command, resuming))
+        if resuming:
+            loop.resume()
+            reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
+        summary = partial(write_summary, run, session) if first else _no_summary
+        summary(loop.progress, "running", loop.done, None)
+        try:
+            signal = loop.run_to_end()
+            if signal is None:
+                _deliver(run, session, loop)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                summary(loop.progress, "failed", loop.done, loop.evaluation)
+            raise
+        summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
+        devices.barrier()  # nobody goes on, or away, before all is written
+    top1 = loop.evaluation.top1 if loop.evaluation else None
+    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal)
+
+
+def _check(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
+    """Whether there is a run to go on with, which this recipe may."""
+    if resume and run.is_run():
+        check_same(recipe, load_recipe(str(run.config)), run)
+        return True
+    run.check_free()
+    return False
+
+
+def _begin(stack: contextlib.ExitStack, run: RunDirectory, session: Session, command: str, resuming: bool) -> None:
+    """Make the folder, or take the one that is there, and keep others out."""
+    if not resuming:
+        run.make()
+    stack.enter_context(run.lock())
+    if not resuming:
+        run.check_free()
+        facts = environment.describe(command, session.device, session.devices.num, str(session.plan))
+        run.create(to_yaml(session.recipe), {**facts, "input": network_input(session.data)})
+    write_text(run.plan, session.plan.to_yaml())
+
+
+def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
+    """Write what the run was for. All ranks call it."""
+    weights = session.state.whole_weights()
+    if session.devices.rank == 0:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.path / "evaluation.json", loop.evaluation.save(run.path, data.classes, data.test.name))
-        save_weights(session.state.delivered(), run.weights)
-    write_summary(run, session, loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
-    top1 = loop.evaluation.top1 if loop.evaluation else None
-    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal)
+        save_weights(weights, run.weights)
+
+
+def _no_summary(progress: Progress, status: Status, steps: int, evaluation: Evaluation | None) -> None:
+    """Of ranks other than 0."""

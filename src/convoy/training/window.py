@@ -6,14 +6,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from convoy.training.devices import Devices
 from convoy.training.step import StepResult
+
+Bad = tuple[int, int, str]
+"""Update, sample and reason of a picture that could not be read."""
 
 
 @dataclass
 class Window:
-    """Collects losses, right answers and times; reads the device only when a line is written.
+    """Collects losses, right answers and times; reads the device, and asks the other ranks, only for a line or a save.
+
+    The sums are those over all ranks, the same on each, once they were collected.
 
     Attributes:
+        data_wait_s: seconds spent waiting for data, of the rank that waited longest.
         before_s: seconds of work before the run was stopped and resumed.
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
         paused_at: when the pause began that lasts now.
@@ -28,15 +35,23 @@ class Window:
     paused_s: float = 0.0
     paused_at: float | None = None
     started: float = field(default_factory=time.perf_counter)
-    _losses: list[Tensor] = field(default_factory=list)
-    _correct: list[Tensor] = field(default_factory=list)
+    _results: list[StepResult] = field(default_factory=list)
+    _wait_s: float = 0.0
+    _bad: list[Bad] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
-        """Count one update."""
+        """Count one update of a global batch of so many images."""
         self.num_updates += 1
         self.num_images += num_images
-        self._losses += result.losses
-        self._correct += result.correct
+        self._results.append(result)
+
+    def waited(self, seconds: float) -> None:
+        """This rank waited for data."""
+        self._wait_s += seconds
+
+    def add_bad(self, update: int, sample: int, reason: str) -> None:
+        """This rank could not read a training picture."""
+        self._bad.append((update, sample, reason))
 
     def pause(self) -> None:
         """Evaluations and checkpoints begin."""
@@ -49,8 +64,7 @@ class Window:
             self.paused_at = None
 
     def averages(self) -> dict[str, float]:
-        """Mean loss, share of right answers, images a second (pauses apart) and seconds waited for data."""
-        self._collect()
+        """Mean loss, share of right answers, images a second (pauses apart), seconds waited for data: as collected."""
         return {
             "loss": self.loss / self.num_updates,
             "top1": self.num_correct / self.num_images,
@@ -59,8 +73,7 @@ class Window:
         }
 
     def pack(self) -> dict[str, float]:
-        """The sums, for a checkpoint; `Window(**sums)` goes on with them."""
-        self._collect()
+        """The sums as collected, for a checkpoint; `Window(**sums)` goes on with them."""
         return {
             "num_updates": self.num_updates,
             "num_images": self.num_images,
@@ -76,10 +89,32 @@ class Window:
         now = time.perf_counter() if self.paused_at is None else self.paused_at
         return self.before_s + now - self.started - self.paused_s
 
-    def _collect(self) -> None:
-        """Read the device: one after the other and in double precision, so that a stop in between changes nothing."""
-        if self._losses:
-            for value in torch.stack(self._losses).tolist():
-                self.loss += value
-            self.num_correct += int(torch.stack(self._correct).sum())
-            self._losses, self._correct = [], []
+    def collect(self, devices: Devices) -> list[Bad]:
+        """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
+        a stop in between nor the number of devices changes anything. All ranks call it.
+
+        Returns:
+            The pictures that could not be read, in the order of the updates.
+        """
+        results, self._results = self._results, []
+        losses = iter(_read([loss for result in results for loss in result.losses]))
+        mine = [[next(losses) for _ in result.losses] for result in results]
+        correct = sum(_read([number for result in results for number in result.correct]))
+        bad: list[Bad] = []
+        wait_s = 0.0
+        parts = devices.gather_samples((mine, correct, self._wait_s, self._bad))
+        for update in zip(*(part[0] for part in parts), strict=True):
+            for part in update:
+                for value in part:
+                    self.loss += value
+        for _, num_correct, rank_wait_s, rank_bad in parts:
+            self.num_correct += num_correct
+            wait_s = max(wait_s, rank_wait_s)
+            bad += rank_bad
+        self.data_wait_s += wait_s
+        self._wait_s, self._bad = 0.0, []
+        return sorted(bad, key=lambda entry: entry[0])
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    return torch.stack(scalars).tolist() if scalars else []

@@ -1,0 +1,95 @@
+"""How a rank says why it failed, and which of several failures is the cause of the others."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from convoy.errors import ConvoyError
+
+Kind = Literal["mistake", "error", "killed", "lost"]
+_ORDER: dict[Kind, int] = {"mistake": 0, "error": 0, "killed": 1, "lost": 2}
+_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended.
+
+    Attributes:
+        kind: a mistake of the user, an unexpected error, a signal that killed it, or the loss of another rank.
+        sentence: what to say.
+        trace: the traceback, where there is one.
+        time: when, in seconds of the machine's clock.
+    """
+
+    rank: int
+    kind: Kind
+    sentence: str
+    trace: str
+    time: float
+
+    @property
+    def status(self) -> int:
+        """The exit status of the whole run."""
+        return 2 if self.kind == "mistake" else 1
+
+    def text(self, verbose: bool = False) -> str:
+        """What is printed: the rank's name first, unless it is a mistake, which is nobody's."""
+        if self.kind == "mistake":
+            return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
+        return f"rank {self.rank} failed: {self.sentence}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
+
+    def write(self, folder: Path) -> None:
+        """Leave it for whoever started the ranks."""
+        place = folder / f"failure-{self.rank}.json"
+        temporary = place.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(place)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What an exception says about a rank."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ConvoyError):
+        return Failure(rank, "mistake", str(error), trace, time.time())
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, "error", "interrupted", "", time.time())
+    first = str(error).partition("\n")[0]
+    sentence = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if is_loss(error):
+        return Failure(rank, "lost", f"it lost the connection to another rank ({sentence})", trace, time.time())
+    return Failure(rank, "error", sentence, trace, time.time())
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(sign in text for sign in _LOST) or type(error).__name__ in ("DistBackendError", "DistNetworkError")
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """What the ranks left."""
+    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
+
+
+def cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that came first, those that follow from others last."""
+    return min(failures, key=lambda failure: (_ORDER[failure.kind], failure.time), default=None)
+
+
+def leave_word(failure: Failure) -> None:
+    """Write the failure where torchrun looks for it, if that started this rank."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
+    record = {"message": {"message": failure.text(), "extraInfo": extra}}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record), encoding="utf-8")

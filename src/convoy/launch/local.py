@@ -1,0 +1,134 @@
+"""Starts one process for each device of this machine, through torch's elastic launcher."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from convoy.launch.failure import Failure, cause, read_failures
+from convoy.launch.place import FOLDER
+from convoy.launch.rank import PARENT
+
+# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); what is asked of the run
+# as a whole comes to it as SIGUSR1.
+FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR2: signal.SIGUSR2,
+    signal.SIGTERM: signal.SIGUSR1,
+}
+
+
+def start(arguments: Sequence[str], num_devices: int, verbose: bool = False) -> int:
+    """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
+
+    SIGINT, SIGTERM and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and reason are
+    printed. When this process ends, whatever ends it, so do the ranks.
+
+    Args:
+        arguments: of the command line.
+        num_devices: how many ranks.
+        verbose: print the traceback of a mistake too.
+
+    Returns:
+        The exit status: that of rank 0, 2 for a mistake of the user, 1 for any other failure.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
+        folder = Path(name)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_devices,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+            signals_to_handle="SIGQUIT",
+        )
+        with _environment(folder), _forwarding(folder, num_devices):
+            try:
+                elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
+            except ChildFailedError as error:
+                found = [*read_failures(folder), *_killed(error)]
+                failure = cause(found)
+                assert failure is not None
+                print(failure.text(verbose), file=sys.stderr, flush=True)
+                return failure.status
+        status = folder / "status"
+        return int(status.read_text()) if status.exists() else 0
+
+
+def _killed(error: object) -> Iterator[Failure]:
+    """Ranks that ended without a word."""
+    failures = getattr(error, "failures", {})
+    for rank, failed in failures.items():
+        code = failed.exitcode
+        if code >= 0:
+            sentence = f"it ended with status {code}"
+        else:
+            name = signal.Signals(-code).name
+            memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
+            sentence = f"it was ended by {name}{memory}"
+        yield Failure(rank, "killed", f"{sentence}; --resume goes on from the newest checkpoint", "", time.time())
+
+
+@contextmanager
+def _environment(folder: Path) -> Iterator[None]:
+    """What the ranks are to find in their environment."""
+    before = dict(os.environ)
+    os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve here
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _forwarding(folder: Path, num_devices: int) -> Iterator[None]:
+    """Hand signals on to the ranks: to those that are not there yet as soon as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    done = threading.Event()
+
+    def hand_on(number: int) -> None:
+        left = set(range(num_devices))
+        while left and not done.wait(0.02):
+            for rank in sorted(left):
+                place = folder / f"pid-{rank}"
+                with contextlib.suppress(OSError, ValueError):
+                    pid = int(place.read_text())
+                    left.discard(rank)
+                    os.kill(pid, number)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        forwarded = FORWARDED[signal.Signals(number)]
+        threading.Thread(target=hand_on, args=(forwarded,), daemon=True).start()
+
+    before = {number: signal.signal(number, note) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        done.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,39 @@
+"""How fast each rank is, measured in the first updates of a run, for `--shares auto`."""
+
+from dataclasses import dataclass, field
+
+from convoy.training.devices import Devices
+from convoy.training.division import Division, divide
+
+WARM_UP, MEASURED = 3, 5
+
+
+@dataclass
+class SpeedTest:
+    """Takes the time that a rank computes for its microbatches, without what it waits for others."""
+
+    updates: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether enough updates were seen."""
+        return self.updates >= WARM_UP + MEASURED
+
+    def add(self, compute_s: float) -> None:
+        """Count one update."""
+        self.updates += 1
+        if self.updates > WARM_UP:
+            self.seconds.append(compute_s)
+
+    def shares(self, devices: Devices, division: Division) -> tuple[Division, list[float]]:
+        """A division in proportion to the speeds; the same on every rank. All ranks call it.
+
+        Returns:
+            The division, and milliseconds that a microbatch takes each part of the batch.
+        """
+        median = sorted(self.seconds)[len(self.seconds) // 2]
+        said = devices.gather((devices.sample_rank, median))
+        slowest = [max(s for part, s in said if part == rank) for rank in range(devices.num_sample_ranks)]
+        times = [seconds / count for seconds, count in zip(slowest, division.counts, strict=True)]
+        return divide(division.sizes, len(times), [1 / time for time in times]), [1e3 * time for time in times]
