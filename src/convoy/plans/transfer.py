@@ -88,7 +88,8 @@ class _Walk:
             new = set(wanted.axes) - self.here.split_axes
             if not new:
                 continue
-            after = self._with(dim, wanted) if self._refines(dim, wanted) else self._intersected(dim, wanted, new)
+            exact = set(wanted.axes) <= {*self._axes(dim), *new} and self._refines(dim, wanted)
+            after = self._with(dim, wanted) if exact else self._intersected(dim, wanted, new)
             yield from self._step("slice", sorted(new), replace(after, copied=after.copied - new))
 
     def _copy(self, target: Layout) -> Iterator[Step]:

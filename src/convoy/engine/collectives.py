@@ -1,0 +1,212 @@
+"""The collectives, the only place that calls torch.distributed's.
+
+Plain functions of tensors and a group; a group of None is one rank alone. All ranks of a group must call the same
+function with shapes and dtypes that fit together. None has a gradient: `engine/transfer.py` builds on them what has.
+
+On gloo, where latency counts, everything but the sum of a large tensor is one all-to-all: it takes one round and was
+the fastest of gloo's variants from 64 bytes to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of
+the CPU. While a program is compiled the functional collectives of torch are used, a private module that only this file
+knows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+_SMALL = 1 << 18
+"""Bytes over all ranks up to which gloo adds faster by sending everything to everyone."""
+
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective that may still run; `wait` gives its result, once."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor]) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Wait for the other ranks; the result."""
+        if self._work is not None:
+            self._work.wait()
+        return self._finish()
+
+
+def size(group: Group) -> int:
+    """Number of ranks."""
+    return 1 if group is None else group.size()
+
+
+def place(group: Group) -> int:
+    """This rank's number in the group."""
+    return 0 if group is None else group.rank()
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Add a contiguous `x` over the ranks, in place; the sum has the same bits on every rank."""
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return x.copy_(functional.all_reduce(x, "sum", group))
+    return start_all_reduce(x, group).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """As `all_reduce`, but without waiting."""
+    if group is None or x.numel() == 0:
+        return Pending(None, lambda: x)
+    assert x.is_contiguous(), "in-place collectives need one piece of memory"
+    if not _is_gloo(x, group):
+        return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+    if size(group) * x.nbytes <= _SMALL:
+        received = start_all_gather(x, group)
+        return Pending(None, lambda: torch.sum(received.wait(), 0, out=x))
+    here = x.cpu()
+    return Pending(dist.all_reduce(here, group=group, async_op=True), lambda: x if here is x else x.copy_(here))
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Tensors of one shape from all ranks, stacked: [ranks, *x.shape]."""
+    if group is not None and torch.compiler.is_compiling():
+        return all_to_all(x.expand(size(group), *x.shape).contiguous(), group)
+    return start_all_gather(x, group).wait()
+
+
+def start_all_gather(x: Tensor, group: Group) -> Pending:
+    """As `all_gather`, but without waiting."""
+    if group is None:
+        return Pending(None, lambda: x.unsqueeze(0))
+    ranks = size(group)
+    if _is_gloo(x, group) and ranks * x.nbytes <= 1 << 24:
+        return start_all_to_all(x.expand(ranks, *x.shape).contiguous(), group)
+    here = _for(group, x).contiguous()
+    received = here.new_empty(ranks, *x.shape)
+    work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
+    return Pending(work, lambda: received.to(x.device))
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """[ranks, ...] to [ranks, ...]: row q goes to rank q, row p of the result comes from rank p."""
+    if group is not None and torch.compiler.is_compiling():
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
+        return received
+    return start_all_to_all(x, group).wait()
+
+
+def start_all_to_all(x: Tensor, group: Group) -> Pending:
+    """As `all_to_all`, but without waiting."""
+    if group is None:
+        return Pending(None, lambda: x)
+    here = _for(group, x).contiguous()
+    received = torch.empty_like(here)
+    work = dist.all_to_all_single(received, here, group=group, async_op=True)
+    return Pending(work, lambda: received.to(x.device))
+
+
+def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
+    """A tensor of any shape to every rank, one from every rank.
+
+    Args:
+        sends: one for each rank of the group, all of one dtype; None for nothing. At least one must be a tensor, if
+            only an empty one.
+        shapes: what comes from each rank; None for nothing.
+        group: the ranks.
+
+    Returns:
+        Contiguous tensors in the order of ranks, views of one buffer; those of `shapes` None are empty.
+    """
+    given = [0 if x is None else x.numel() for x in sends]
+    wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
+    pieces = [x.reshape(-1) for x in sends if x is not None]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if group is None:
+        received = flat
+    elif torch.compiler.is_compiling():
+        received = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
+    else:
+        here = _for(group, flat)
+        received = here.new_empty(sum(wanted))
+        dist.all_to_all_single(received, here, wanted, given, group=group)
+        received = received.to(flat.device)
+    parts = torch.split(received, wanted)
+    return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
+    """Send `sends[q]` to rank q and fill `receives[q]` from it, without copies on the way.
+
+    All tensors are flat, of one dtype, and may be empty; what stands at the own place is left alone. Gives the tensor
+    received from the rank before this one, in the circle.
+    """
+    if group is None:
+        return Pending(None, lambda: receives[0])
+    ranks, here = size(group), group.rank()
+    if not _is_gloo(receives[here], group):
+        nothing = receives[here].new_empty(0)
+        taken = [nothing if q == here else x for q, x in enumerate(receives)]
+        given = [nothing if q == here else x for q, x in enumerate(sends)]
+        return Pending(dist.all_to_all(taken, given, group=group, async_op=True), lambda: receives[here - 1])
+    running: list[tuple[dist.Work | None, Tensor, Tensor]] = []
+    for distance in range(1, ranks):  # gloo sends from one tensor and fills one, so one neighbour at a time
+        to, source = (here + distance) % ranks, (here - distance) % ranks
+        taken_sizes, given_sizes = [0] * ranks, [0] * ranks
+        taken_sizes[source], given_sizes[to] = receives[source].numel(), sends[to].numel()
+        arriving, leaving = _for(group, receives[source]), _for(group, sends[to])
+        work = dist.all_to_all_single(arriving, leaving, taken_sizes, given_sizes, group=group, async_op=True)
+        running.append((work, arriving, receives[source]))
+    return Pending(None, lambda: _arrived(running, receives[here - 1]))
+
+
+def _arrived(running: Sequence[tuple[dist.Work | None, Tensor, Tensor]], result: Tensor) -> Tensor:
+    for work, arriving, target in running:
+        if work is not None:
+            work.wait()
+        if arriving is not target:
+            target.copy_(arriving)
+    return result
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
+    if group is None:
+        return x[0]
+    if torch.compiler.is_compiling() or _is_gloo(x, group):
+        return all_to_all(x, group).sum(0)
+    found = x.new_empty(x.shape[1:])
+    _scatter_single(found.view(-1), x.contiguous().view(-1), group=group)
+    return found
+
+
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Overwrite a contiguous `x` by that of the rank numbered `source` in the group."""
+    if group is None or x.numel() == 0:
+        return x
+    assert x.is_contiguous(), "in-place collectives need one piece of memory"
+    here = _for(group, x)
+    dist.broadcast(here, group=group, group_src=source)
+    return x if here is x else x.copy_(here)
+
+
+def gather_ints(numbers: Sequence[int], group: Group, device: torch.device | None = None) -> list[list[int]]:
+    """Equally many whole numbers from every rank; `device` is needed where the group only serves that one."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    rows: list[list[int]] = all_gather(mine, group).tolist()
+    return rows
+
+
+def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether gloo carries tensors of this device."""
+    return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """The tensor where the group can send it from."""
+    return x.cpu() if not x.is_cpu and _is_gloo(x, group) else x

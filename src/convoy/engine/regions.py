@@ -1,0 +1,170 @@
+"""Parts of a tensor by lists of indices: taking them out and putting a tensor together from them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from convoy.plans.layout import Indices, indices
+
+Box = tuple[Indices, ...]
+"""Global indices of every dimension: what one rank holds of a tensor."""
+
+
+def common(first: Indices, second: Indices) -> Indices:
+    """Indices of both, in the order of the first."""
+    if isinstance(first, range) and isinstance(second, range):
+        start, stop = max(first.start, second.start), min(first.stop, second.stop)
+        return range(start, stop) if start < stop else range(0)
+    other = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i in other)
+
+
+def without(first: Indices, second: Indices) -> Indices:
+    """Indices of the first that are not in the second."""
+    if not len(common(first, second)):
+        return first
+    other = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i not in other)
+
+
+def is_empty(box: Box) -> bool:
+    """Whether a box holds no element."""
+    return not all(len(part) for part in box)
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """Shape of the tensor that holds a box."""
+    return tuple(len(part) for part in box)
+
+
+class Region:
+    """Where a box lies in the tensor that holds a larger box."""
+
+    def __init__(self, part: Box, whole: Box) -> None:
+        self.shape = extents(part)
+        self.places = tuple(_positions(inner, outer) for inner, outer in zip(part, whole, strict=True))
+        self.empty = is_empty(part)
+        sizes = extents(whole)
+        self.full = self.shape == sizes and all(isinstance(place, range) for place in self.places)
+        self._cuts = [
+            (dim, place.start, len(place))
+            for dim, place in enumerate(self.places)
+            if isinstance(place, range) and len(place) != sizes[dim]
+        ]
+        self._picks = [(dim, torch.tensor(place)) for dim, place in enumerate(self.places) if isinstance(place, tuple)]
+
+    def select(self, x: Tensor) -> Tensor:
+        """The part of `x`, a view where all its indices are consecutive."""
+        x = self._cut(x)
+        for index, (dim, _) in enumerate(self._picks):
+            x = x.index_select(dim, self._numbers(index, x))
+        return x
+
+    def take(self, x: Tensor) -> Tensor:
+        """The part of `x`, contiguous."""
+        return self.select(x).contiguous()
+
+    def write(self, x: Tensor, part: Tensor) -> None:
+        """Overwrite the part of `x`."""
+        target = self._cut(x)
+        if not self._picks:
+            target.copy_(part)
+        elif len(self._picks) == 1:
+            target.index_copy_(self._picks[0][0], self._numbers(0, x), part)
+        else:
+            target.index_put_(self._grid(target), part)
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add to the part of `x`."""
+        target = self._cut(x)
+        if not self._picks:
+            target.add_(part)
+        elif len(self._picks) == 1:
+            target.index_add_(self._picks[0][0], self._numbers(0, x), part)
+        else:
+            target.index_put_(self._grid(target), part, accumulate=True)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        for dim, start, length in self._cuts:
+            x = x.narrow(dim, start, length)
+        return x
+
+    def _numbers(self, index: int, x: Tensor) -> Tensor:
+        dim, numbers = self._picks[index]
+        if numbers.device != x.device:
+            numbers = numbers.to(x.device)
+            if not torch.compiler.is_compiling():
+                self._picks[index] = dim, numbers
+        return numbers
+
+    def _grid(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The index of every dimension, shaped so that they broadcast to the part."""
+        lists = [torch.arange(length, device=x.device) for length in x.shape]
+        for index, (dim, _) in enumerate(self._picks):
+            lists[dim] = self._numbers(index, x)
+        return tuple(numbers.view(-1, *(1,) * (x.ndim - 1 - dim)) for dim, numbers in enumerate(lists))
+
+
+class Assembly:
+    """A tensor made of parts: beside each other, or added where they overlap and zero where there is none."""
+
+    def __init__(self, shape: Sequence[int], regions: Sequence[Region]) -> None:
+        self.shape = tuple(shape)
+        self.regions = tuple(regions)
+        self.kept = [index for index, region in enumerate(regions) if not region.empty]
+        self.disjoint, self.covered = _counts(self.shape, [regions[index] for index in self.kept])
+        self.dim = self._dim_of_concatenation()
+        if self.dim is None:
+            self.kept.sort(key=lambda index: not regions[index].full)  # the others are added to what is there in full
+        else:
+            self.kept.sort(key=lambda index: regions[index].places[self.dim or 0][0])
+
+    def _dim_of_concatenation(self) -> int | None:
+        """The dimension along which the parts stand one after another, if that is how they lie."""
+        if not (self.disjoint and self.covered and self.kept):
+            return None
+        regions = [self.regions[index] for index in self.kept]
+        if not all(isinstance(place, range) for region in regions for place in region.places):
+            return None
+        cut = {dim for region in regions for dim, size in enumerate(self.shape) if region.shape[dim] != size}
+        return None if len(cut) > 1 else next(iter(cut), 0)
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put the parts together, one for each region."""
+        if self.dim is not None:
+            kept = [parts[index] for index in self.kept]
+            return kept[0] if len(kept) == 1 else torch.cat(kept, self.dim)
+        if self.disjoint:
+            made = parts[0].new_empty(self.shape) if self.covered else parts[0].new_zeros(self.shape)
+            for index in self.kept:
+                self.regions[index].write(made, parts[index])
+            return made
+        first, *others = self.kept
+        if self.regions[first].full:
+            made = parts[first].clone(memory_format=torch.contiguous_format)
+        else:
+            made, others = parts[0].new_zeros(self.shape), self.kept
+        for index in others:
+            self.regions[index].add(made, parts[index])
+        return made
+
+
+def _positions(part: Indices, whole: Indices) -> Indices:
+    if isinstance(whole, range) and isinstance(part, range):
+        return range(part.start - whole.start, part.stop - whole.start) if len(part) else range(0)
+    place = {number: position for position, number in enumerate(whole)}
+    return indices(place[number] for number in part)
+
+
+def _counts(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[bool, bool]:
+    """Whether the regions are disjoint, and whether they cover a tensor."""
+    parts = [region.places for region in regions]
+    total = sum(math.prod(region.shape) for region in regions)
+    disjoint = not any(
+        all(len(common(a, b)) for a, b in zip(first, second, strict=True))
+        for index, first in enumerate(parts)
+        for second in parts[index + 1 :]
+    )
+    return disjoint, disjoint and total == math.prod(shape)

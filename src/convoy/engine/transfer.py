@@ -1,0 +1,183 @@
+"""The steps of `plans/transfer.py` on real tensors, each with its conjugate as backward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.engine import collectives
+from convoy.engine.exchange import Collect, Exchange
+from convoy.engine.groups import Groups
+from convoy.engine.regions import Box, Region, extents
+from convoy.plans.layout import Layout
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.transfer import Step
+
+Move = Callable[[Tensor], Tensor]
+
+
+class Transfer:
+    """One step on one rank: takes its tensor in `step.source` and gives its tensor in `step.target`.
+
+    All ranks build the same transfers in the same order and call them in the same order.
+
+    Args:
+        step: what to do.
+        mesh: the devices.
+        coordinates: this rank's place.
+        groups: the process groups.
+        shape: of the whole tensor.
+        channels_last: whether 4-d and 5-d tensors travel, and are given, with the channels innermost in memory.
+            Inputs and gradients may lie in any order; the right one saves a copy. Must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        mesh: Mesh,
+        coordinates: Coordinates,
+        groups: Groups,
+        shape: Sequence[int],
+        channels_last: bool = False,
+    ) -> None:
+        self.step = step
+        dims = tuple(range(len(shape)))
+        self._order = (0, *dims[2:], 1) if channels_last and len(shape) in (4, 5) else dims
+        self._back = tuple(self._order.index(dim) for dim in dims)
+        self._is_plain = self._order == dims
+        self._whole_shape = tuple(shape)
+        self._mesh = mesh
+        self._groups = groups
+        self.source_shape = step.source.local_shape(shape, mesh, coordinates)
+        self.target_shape = step.target.local_shape(shape, mesh, coordinates)
+        make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
+            "reduce": self._reduce,
+            "copy": self._copy,
+            "keep": self._keep,
+            "slice": self._slice,
+            "gather": self._gather,
+            "move": self._move,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        self._forward, self._backward = make[step.kind](coordinates)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rank's tensor after the step."""
+        assert x.shape == self.source_shape, f"{tuple(x.shape)} is not {self.source_shape} of {self.step}"
+        found: Tensor = _Function.apply(x, self)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The step without autograd."""
+        return self._in_order(self._forward, x)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The conjugate of the step: from the gradient of its result to that of its input."""
+        return self._in_order(self._backward, gradient)
+
+    def _in_order(self, move: Move, x: Tensor) -> Tensor:
+        if self._is_plain:
+            return move(x)
+        return move(x.permute(self._order)).permute(self._back)
+
+    def _box(self, layout: Layout, place: Coordinates) -> Box:
+        """The indices that a rank holds, dimensions in the order of memory."""
+        return tuple(layout.parts(dim, self._mesh, place, self._whole_shape[dim]) for dim in self._order)
+
+    def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Collect:
+        """Every rank of the group over `axes` gives its part in `layout`; each gets all of them in `whole`."""
+        members = self._mesh.group(place, axes)
+        regions = [Region(self._box(layout, member), whole) for member in members]
+        return Collect(extents(whole), regions, self._groups.of(axes), members.index(place))
+
+    def _reduce(self, place: Coordinates) -> tuple[Move, Move]:
+        return self._sum(), _same
+
+    def _copy(self, place: Coordinates) -> tuple[Move, Move]:
+        return _same, self._sum()
+
+    def _sum(self) -> Move:
+        group = self._groups.of(self.step.axes)
+        return lambda x: collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    def _keep(self, place: Coordinates) -> tuple[Move, Move]:
+        first = self._mesh.index(place, self.step.axes) == 0
+        return _same, _same if first else torch.zeros_like
+
+    def _slice(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        whole = self._box(source, place)
+        axes = tuple(axis for axis in self.step.axes if axis not in source.copied)
+        return Region(self._box(target, place), whole).take, self._collect(target, whole, place, axes)
+
+    def _gather(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        whole = self._box(target, place)
+        collect = self._collect(source, whole, place, self.step.axes)
+        assert collect.disjoint, f"parts that overlap cannot be gathered: {self.step}"
+        return collect, Region(self._box(source, place), whole).take
+
+    def _reduce_scatter(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        collect = self._collect(target, self._box(source, place), place, self.step.axes)
+        return collect.transposed, collect
+
+    def _move(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target, axes = self.step.source, self.step.target, self.step.axes
+        assert set(axes) <= source.split_axes, f"ranks that hold the same cannot all send it: {self.step}"
+        members = self._mesh.group(place, axes)
+        wanted = [self._box(target, member) for member in members]
+        if all(box == wanted[0] for box in wanted):
+            collect = self._collect(source, wanted[0], place, axes)
+            if collect.disjoint:
+                return collect, collect.transposed
+        held = [self._box(source, member) for member in members]
+        places = [self._positions(member) for member in members]
+        exchange = Exchange(held, wanted, places, self._groups.of(axes), members.index(place))
+        return exchange, exchange.transposed
+
+    def _positions(self, place: Coordinates) -> tuple[int, ...]:
+        """Which part of every dimension, in the order of memory, a rank holds before the step."""
+        splits = (self.step.source.split(dim) for dim in self._order)
+        return tuple(self._mesh.index(place, split.axes) if split else 0 for split in splits)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.backward(gradient), None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class Redistribution:
+    """Several steps one after another; without any, the tensor itself."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.transfers = tuple(transfers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rank's tensor after all steps."""
+        for transfer in self.transfers:
+            x = transfer(x)
+        return x
+
+
+def redistribute(
+    steps: Sequence[Step],
+    mesh: Mesh,
+    coordinates: Coordinates,
+    groups: Groups,
+    shape: Sequence[int],
+    channels_last: bool = False,
+) -> Redistribution:
+    """The steps of one tensor on one rank; arguments as for `Transfer`."""
+    return Redistribution([Transfer(step, mesh, coordinates, groups, shape, channels_last) for step in steps])
