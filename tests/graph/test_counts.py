@@ -29,7 +29,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.up(self.grouped(x)).flatten(2)
-        return self.fc((x @ x.mT)) + torch.einsum("bij,bkj->bik", x, x)[..., :5]
+        return self.fc(x @ x.mT) + torch.einsum("bij,bkj->bik", x, x)[..., :5]
 
 
 def test_grouped_and_transposed_convolutions_and_products_count_as_in_torch() -> None:

@@ -45,6 +45,9 @@ def capture(
     Raises:
         CaptureError: the network does something that a graph cannot say; its message names the layer.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError("it is TorchScript, which does not show what it calls", name)
     fakes, layers = Fakes(), LayerStack(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))

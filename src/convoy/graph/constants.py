@@ -53,7 +53,14 @@ class Constants:
             result = function(*real_args, **real_kwargs)
         given = tree.leaves((args, kwargs), Tensor)
         same = {id(self._real[id(tensor)]): tensor for tensor in given if id(tensor) in self._real}
-        return tree.replace(result, Tensor, lambda real: same.get(id(real)) or self._to_fake(real))
+        return tree.replace(result, Tensor, lambda real: same[id(real)] if id(real) in same else self._to_fake(real))
+
+    def everywhere(self, tensor: Tensor) -> float | None:
+        """The one number that a constant consists of, where it does."""
+        real = self.value(tensor)
+        with self._fakes.real():
+            first = real.flatten()[:1]
+            return first.item() if len(first) and bool((real == first).all()) else None
 
     def name(self, tensor: Tensor, taken: Collection[str]) -> str:
         """The name under which a call uses a constant."""

@@ -82,6 +82,10 @@ def _unsqueeze(input: Tensor) -> Steps:
     return lambda: input.unsqueeze(0)
 
 
+def _unbind(input: Tensor, dim: int = 0) -> Steps:
+    return lambda: tuple(input.select(dim, index) for index in range(input.shape[dim]))
+
+
 def _upsample(input: Tensor, *args: Any, **kwargs: Any) -> Steps:
     return lambda: F.interpolate(input, *args, **kwargs)
 
@@ -104,6 +108,7 @@ EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "pixel_unshuffle": _pixel_unshuffle,
     "reshape_as": _view_as,
     "stack": _stack,
+    "unbind": _unbind,
     "upsample": _upsample,
     "view_as": _view_as,
 }

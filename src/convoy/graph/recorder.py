@@ -263,7 +263,7 @@ class Recorder(TorchFunctionMode):
             if given.name not in self.updates:
                 self.updates.append(given.name)
             return tensor
-        return 1 if name in ("__float__", "__int__", "item") else None
+        return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
 
     def _make_blank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         made: Tensor = func(*args, **kwargs)
@@ -287,10 +287,10 @@ class Recorder(TorchFunctionMode):
         raise CaptureError(f"it calls {name} on an empty tensor", self._layers.name)
 
     def _probability(self, tensor: Tensor) -> float:
-        real = self.constants.value(tensor)
-        if real.numel() == 0 or bool((real != real.flatten()[0]).any()):
+        p = self.constants.everywhere(tensor)
+        if p is None:
             raise CaptureError("it draws random numbers with several probabilities", self._layers.name)
-        return float(real.flatten()[0])
+        return p
 
     def _draw(self, kind: str, p: float | None, made: Tensor) -> Tensor:
         shape = tuple(made.shape)

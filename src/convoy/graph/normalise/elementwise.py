@@ -47,8 +47,8 @@ def _prelu(seen: Seen) -> Normal:
 
 def _convert(seen: Seen) -> Normal:
     before, after = seen.values[seen.input], seen.outputs[0]
-    if before.dtype == after.dtype:
-        return Normal("identity", {"input": seen.input}, torch.Tensor.clone, (Ref(seen.input),), {})
+    if before.dtype == after.dtype and len(seen.operands) == 1:
+        return Normal("identity", {"input": seen.input})
     return Normal("elementwise", {}, torch.Tensor.to, (Ref(seen.input), after.dtype), {})
 
 
