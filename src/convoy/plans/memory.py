@@ -6,22 +6,45 @@ holds while it runs, the optimiser's state and the framework itself come on top.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.graph.graph import Call
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import needs_gradient
 
-Kept = tuple[str, Layout, int]
-"""Name of a value, its layout, bytes for each element."""
-
 _KEEPS_OUTPUT = ("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt")
 _KEEPS_NOTHING = ("add", "radd", "iadd", "sub", "rsub", "isub", "neg", "to", "expand_like", "expand_as")
 _KEEPS_OPERANDS = ("mul", "rmul", "imul", "div", "truediv", "itruediv")
-_INPUT_OPS = ("conv", "linear", "batch_norm", "group_norm", "layer_norm", "rms_norm", "avg_pool", "adaptive_avg_pool")
+_INPUT_OPS = (
+    "conv",
+    "linear",
+    "batch_norm",
+    "group_norm",
+    "layer_norm",
+    "rms_norm",
+    "lrn",
+    "avg_pool",
+    "adaptive_avg_pool",
+)
 _VIEWS = ("identity", "reshape", "permute")
-_LRN_TENSORS = 4
+_INSIDE = {"lrn": 3, "dropout": 1}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that stays until the backward pass.
+
+    Attributes:
+        value: the name of the tensor, or of one that has its shape where it is `inside` a kernel, such as a mask.
+        layout: how it lies over the mesh.
+        itemsize: bytes for each element.
+    """
+
+    value: str
+    layout: Layout
+    itemsize: int
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,24 +77,30 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
     for placed in placement.calls:
         if not differentiable.intersection(placed.call.outputs):
             continue
-        for name, layout, itemsize in _kept(placed, placement):
-            if graph.values[name].origin not in ("parameter", "buffer"):
-                found.add((names.get((name, layout), name), layout, itemsize))
+        for kept in _kept(placed, placement):
+            if graph.values[kept.value].origin in ("call", "input"):
+                found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
         if placed.call.op in _VIEWS:
             source, output = placed.call.inputs[0], placed.call.outputs[0]
-            root = names.get((source, placed.placed.inputs[source]), source)
-            names[output, placed.placed.outputs[output]] = root
+            root = names.get((source, _where(placed.placed.inputs[source])), source)
+            names[output, _where(placed.placed.outputs[output])] = root
     return found
 
 
 def _kept(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
-    call = placed.call
-    for name, factor in _names(call):
+    call, values = placed.call, placement.graph.values
+    for name, itemsize in _names(call):
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
-        yield name, layout, factor or placement.graph.values[name].dtype.itemsize
-    if call.op == "lrn":
-        width = placement.graph.values[call.outputs[0]].dtype.itemsize
-        yield call.outputs[0] + " (inside)", placed.placed.outputs[call.outputs[0]], _LRN_TENSORS * width
+        yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize)
+    for name in call.outputs if call.op in _INSIDE else ():
+        yield Kept(
+            name, _where(placed.placed.outputs[name]), _INSIDE[call.op] * values[name].dtype.itemsize, inside=True
+        )
+
+
+def _where(layout: Layout) -> Layout:
+    """The layout without what it says of the gradient."""
+    return replace(layout, copied=frozenset())
 
 
 def _names(call: Call) -> Iterator[tuple[str, int]]:
@@ -82,7 +111,7 @@ def _names(call: Call) -> Iterator[tuple[str, int]]:
     elif call.op in ("max_pool", "adaptive_max_pool") and source:
         yield source, 0
         yield call.outputs[0], 8
-    elif call.op in ("softmax", "dropout"):
+    elif call.op == "softmax":
         yield call.outputs[0], 0
     elif call.op == "elementwise":
         yield from ((name, 0) for name in _elementwise(call))
@@ -108,8 +137,8 @@ def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
             layout = placement.layouts[value.name]
             of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
     activations = sum(
-        math.prod(layout.local_shape(graph.shape(name.removesuffix(" (inside)")), mesh, place)) * itemsize
-        for name, layout, itemsize in kept
+        math.prod(tensor.layout.local_shape(graph.shape(tensor.value), mesh, place)) * tensor.itemsize
+        for tensor in kept
     )
     gradients = of_origin["parameter"] if graph.training else 0
     return Memory(of_origin["parameter"], gradients, of_origin["buffer"], activations)

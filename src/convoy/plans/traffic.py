@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from convoy.graph.graph import Graph
-from convoy.plans.layout import Indices, Layout
+from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
@@ -69,16 +69,40 @@ def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple
     if step.kind == "copy":
         return Traffic(0, all_reduce_elements(before, count))
     if step.kind == "slice":
-        return Traffic(0, (count - 1) * after)
+        alike = tuple(axis for axis in step.axes if axis not in step.source.copied)
+        return Traffic(0, (mesh.size(alike) - 1) * after)
     if step.kind == "gather":
         return Traffic((count - 1) * before, 0)
     if step.kind == "keep":
         return Traffic()
     peers = [place for place in mesh.group(coordinates, step.axes) if place != coordinates]
-    forward = sum(_common(step.source, coordinates, step.target, peer, mesh, shape) for peer in peers)
     if step.kind == "reduce_scatter":
-        return Traffic(forward, (count - 1) * after)
-    return Traffic(forward, sum(_common(step.target, coordinates, step.source, peer, mesh, shape) for peer in peers))
+        others = (math.prod(step.target.local_shape(shape, mesh, peer)) for peer in peers)
+        return Traffic(sum(others), (count - 1) * after)
+    own = _received(step, mesh, coordinates, shape)
+    return Traffic(
+        sum(_received(step, mesh, peer, shape)[coordinates] for peer in peers), sum(own[peer] for peer in peers)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _received(step: Step, mesh: Mesh, receiver: Coordinates, shape: tuple[int, ...]) -> dict[Coordinates, int]:
+    """Elements that a rank gets from each rank of its group: its own, and the rest from the first that has them."""
+    members = mesh.group(receiver, step.axes)
+    found = dict.fromkeys(members, 1)
+    for dim, size in enumerate(shape):
+        split = step.source.split(dim)
+        places = {place: mesh.index(place, split.axes) if split else 0 for place in members}
+        left = set(step.target.parts(dim, mesh, receiver, size))
+        numbers: dict[int, int] = {}
+        for place in sorted(members, key=lambda place: (places[place] != places[receiver], places[place])):
+            if places[place] not in numbers:
+                part = left.intersection(step.source.parts(dim, mesh, place, size))
+                numbers[places[place]] = len(part)
+                left -= part
+        for place in members:
+            found[place] *= numbers[places[place]]
+    return found
 
 
 def transfer_traffic(placement: Placement) -> list[Sent]:
@@ -130,19 +154,3 @@ def needs_gradient(graph: Graph) -> frozenset[str]:
 
 def _ranks(mesh: Mesh) -> range:
     return range(mesh.num_devices)
-
-
-def _common(
-    mine: Layout, here: Coordinates, theirs: Layout, there: Coordinates, mesh: Mesh, shape: tuple[int, ...]
-) -> int:
-    """Elements that one rank has in a layout and another in a second one."""
-    return math.prod(
-        _overlap(mine.parts(dim, mesh, here, size), theirs.parts(dim, mesh, there, size))
-        for dim, size in enumerate(shape)
-    )
-
-
-def _overlap(a: Indices, b: Indices) -> int:
-    if isinstance(a, range) and isinstance(b, range):
-        return max(0, min(a.stop, b.stop) - max(a.start, b.start))
-    return len(set(a) & set(b))
