@@ -1,10 +1,12 @@
 """One call of a graph on real processes, its parts put together again and beside the same call on the whole."""
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +21,13 @@ from convoy.plans.rules import RULES, Batch, Placed, Situation
 from ranks import run_ranks
 
 
+ALONE: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": lambda x, group: x,
+    "all_gather": lambda x, group: x.expand(group.size(), *x.shape),
+}
+"""Collectives that send nothing."""
+
+
 @dataclass
 class OneCall:
     """A call `y = function(x, …)` under a layout.
@@ -29,6 +38,7 @@ class OneCall:
         given: how `x` lies.
         gradient: of the whole result.
         microbatches: sizes, over all ranks; by default the whole batch.
+        sabotage: a module and its collective that does nothing on any rank.
     """
 
     op: str
@@ -44,6 +54,7 @@ class OneCall:
     training: bool = True
     kwargs: dict[str, Any] = field(default_factory=dict)
     passes: int = 1
+    sabotage: tuple[str, str] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -64,11 +75,20 @@ class OneCall:
         parts = samples.parts if samples else balanced(self.gradient.shape[0], 1)
         strategy = tuple("sample" if axis in axes else "replicate" for axis in range(len(self.sizes)))
         given = {"x": self.given} if "x" in self.tensors else {}
-        return RULES[self.op](Situation(graph, self.mesh, Batch(self.mesh, axes, parts), graph.calls[0], strategy, given))
+        return RULES[self.op](
+            Situation(graph, self.mesh, Batch(self.mesh, axes, parts), graph.calls[0], strategy, given)
+        )
 
 
 def rank_results(case: OneCall) -> dict[str, Tensor]:
     """What this rank computes: y, the gradients as `name.grad`, and the buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case.sabotage:
+            patch.setattr(importlib.import_module(case.sabotage[0]), case.sabotage[1], ALONE[case.sabotage[1]])
+        return _results(case)
+
+
+def _results(case: OneCall) -> dict[str, Tensor]:
     mesh, groups, graph, placed = case.mesh, Groups(case.mesh), case.graph(), case.placed()
     context = StepContext(seed=3, batch_norm=case.mode)
     call = graph.calls[0]
@@ -127,7 +147,9 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float]:
     assert got.keys() == want.keys(), f"{sorted(got)} against {sorted(want)}"
     largest = max((t.abs().max().item() for name, t in want.items() if name.endswith(".grad")), default=0.0)
     errors = {
-        name: ((got[name] - t).abs().max() / max(t.abs().max().item(), 1e-9 * largest, 1e-300)).item() if t.numel() else 0.0
+        name: ((got[name] - t).abs().max() / max(t.abs().max().item(), 1e-9 * largest, 1e-300)).item()
+        if t.numel()
+        else 0.0
         for name, t in want.items()
     }
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from convoy.engine.batch_norm import normalise_by_itself
 from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.shared_statistics import affine
 from convoy.engine.kernels.synchronised import Holders, normalise_together
 from convoy.engine.statistics import Running, Term, add_term
 from convoy.errors import ConvoyError
@@ -47,12 +48,20 @@ def build(site: Site) -> Kernel:
     def kernel(*tensors: Tensor) -> list[Tensor]:
         found: dict[str | None, Tensor] = dict(zip(names, tensors, strict=True))
         given: list[Any] = [found.get(attributes[name]) for name in ARGUMENTS]
-        return [run(Tensors(*given))]
+        t = Tensors(*given)
+        return [run(t) if t.x.shape[1] else layer.without_channels(t)]
 
     return kernel
 
 
+def _nothing(t: Tensors) -> Tensor:
+    """The result without elements; scale and shift get a gradient of zero."""
+    return affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2)))
+
+
 class _Layer:
+    """What a layer does in each mode."""
+
     def __init__(self, site: Site) -> None:
         attributes = site.call.attributes
         self.site = site
@@ -68,6 +77,13 @@ class _Layer:
         self.passing = self._holders(tuple(sorted({*self.sample_axes, *self.other_axes})))
         self.own = self._holders(self.other_axes)
         self._divisions: dict[tuple[int, ...], _Division] = {}
+
+    def without_channels(self, t: Tensors) -> Tensor:
+        """Torch's functions refuse tensors without channels."""
+        if self.site.call.attributes["training"]:
+            by_microbatch = self.site.graph.training and self.site.context.batch_norm == "microbatch"
+            self._count(t, len(self.site.context.sizes) if by_microbatch else 1)
+        return _nothing(t)
 
     def by_running_statistics(self, t: Tensors) -> Tensor:
         return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
@@ -89,7 +105,7 @@ class _Layer:
             running = Running(self.name, t.mean, t.var, t.count, self.momentum, self.sample_axes)
             self.site.context.statistics.record_local(running)
         if len(t.x) == 0:
-            return t.x.clone()
+            return _nothing(t)
         y, term = self._normalise(t, t.x)
         if t.mean is not None and t.var is not None:
             add_term([t.mean, t.var], term, [weight] * 2)
@@ -107,7 +123,7 @@ class _Layer:
             terms = [next(own)[1] if owner == division.rank else None for owner in division.owners]
             self.site.context.statistics.record(running, self.site.context.starts, division.owners, terms)
         if not pieces:
-            return t.x.clone()
+            return _nothing(t)
         return pieces[0][0] if whole else torch.cat([y for y, _ in pieces])
 
     def _normalise(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:

@@ -19,6 +19,7 @@ def build(site: Site) -> Kernel:
     attributes, names = call.attributes, call.inputs
     source, eps = attributes["input"], attributes["eps"]
     layout, size = site.layouts[source], site.graph.shape(source)[1] // attributes["num_groups"]
+    view = (-1, *[1] * (len(site.graph.shape(source)) - 2))
     num_groups = len(site.parts(source, 1)) // size
     split = layout.split(1)
     aligned = split is None or all(whole_groups(part, size) for part in split.parts)
@@ -30,7 +31,9 @@ def build(site: Site) -> Kernel:
         found = dict(zip(names, tensors, strict=True))
         x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
         assert x is not None
-        return [F.group_norm(x, num_groups, weight, bias, eps) if x.numel() else x.clone()]
+        if x.numel() == 0:
+            return [affine(x.clone(), weight, bias, view)]
+        return [F.group_norm(x, num_groups, weight, bias, eps)]
 
     if group is None:
         return alone
@@ -43,7 +46,7 @@ def build(site: Site) -> Kernel:
         assert x is not None
         rows: Tensor = Normalise.apply(_rows(x), sharing, eps)
         y = _from_rows(rows, x)
-        return [affine(y, weight, bias, (-1, *[1] * (x.dim() - 2)))]
+        return [affine(y, weight, bias, view)]
 
     return together
 

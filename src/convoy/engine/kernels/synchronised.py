@@ -86,7 +86,8 @@ class _BatchNorm(torch.autograd.Function):
                 x, -scale * slope_mean, -scale * mean_gradient, mean, var, False, 0.0, ctx.eps
             )[0]
             dx.addcmul_(gradient, scale.to(dx.dtype).view(-1, *[1] * (x.dim() - 2)))
-        return dx, slope, total, None, None
+        needed = ctx.needs_input_grad
+        return dx, slope if needed[1] else None, total if needed[2] else None, None, None
 
 
 def _statistics(x: Tensor, weight: Tensor | None) -> Tensor:
