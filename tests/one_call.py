@@ -20,7 +20,6 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.rules import RULES, Batch, Placed, Situation
 from ranks import run_ranks
 
-
 ALONE: dict[str, Callable[..., Tensor]] = {
     "all_reduce": lambda x, group: x,
     "all_gather": lambda x, group: x.expand(group.size(), *x.shape),
