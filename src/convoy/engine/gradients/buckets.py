@@ -89,9 +89,8 @@ def plan_buckets(items: Sequence[Item], order: Sequence[int], sizes: Sizes) -> l
             complete.append(Bucket(item.axes, tuple(members), alone=False))
             del open_[item.kind]
     place = {position: i for i, position in enumerate(order)}
-    for members in sorted(open_.values(), key=lambda members: place[members[-1]]):
-        complete.append(Bucket(items[members[0]].axes, tuple(members), alone=False))
-    return _with_tallies(complete, items)
+    complete += [Bucket(items[members[0]].axes, tuple(members), alone=False) for members in open_.values()]
+    return _with_tallies(sorted(complete, key=lambda bucket: place[bucket.members[-1]]), items)
 
 
 def _with_tallies(buckets: list[Bucket], items: Sequence[Item]) -> list[Bucket]:

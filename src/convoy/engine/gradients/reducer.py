@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from convoy.engine.collectives import Pending, place, start_all_reduce
+from convoy.engine.collectives import Group, Pending, place, start_all_reduce
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
 from convoy.engine.gradients.buckets import Bucket, Item, Sizes, copy_all, flat, laid_out, plan_buckets, shaped
 from convoy.engine.gradients.compression import CompressedSum
 from convoy.engine.gradients.order import largest, of_first_rank
-from convoy.engine.gradients.pieces import ReduceScatter, cut, start_gather
+from convoy.engine.gradients.pieces import ReduceScatter, cut, own_piece, start_gather
 from convoy.engine.gradients.queue import MessageQueue
 from convoy.engine.groups import Groups
 from convoy.plans.mesh import Axes
@@ -91,7 +91,7 @@ class GradientReducer:
         pending = [
             start_gather(flat(gradient), group)
             for i, gradient in enumerate(parameter.grad for parameter in self.parameters)
-            if gradient is not None and self.scattered(i) and (group := self._groups.of(self._items[i].axes))
+            if gradient is not None and self.scattered(i) and (group := self.group(i))
         ]
         for work in pending:
             work.wait()
@@ -100,9 +100,17 @@ class GradientReducer:
         """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
         return self.scatter and self._items[i].bytes >= self._sizes.alone
 
-    def axes(self, i: int) -> Axes:
-        """The axes over which the gradient of `parameters[i]` is added."""
-        return self._items[i].axes
+    def group(self, i: int) -> Group:
+        """The ranks over which the gradient of `parameters[i]` is added."""
+        return self._groups.of(self._items[i].axes)
+
+    def own_gradients(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
+        """This rank's piece of every gradient that `scatter` has divided, and the axes that divide it."""
+        return {
+            p: (own_piece(flat(laid_out(p.grad, p)), self.group(i)), self._items[i].axes)
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None and self.scattered(i)
+        }
 
     def remove(self) -> None:
         """Leave the parameters alone from now on."""
@@ -134,7 +142,7 @@ class GradientReducer:
         if gradient is None:
             return
         gradient = self.parameters[i].grad = laid_out(gradient, self.parameters[i])
-        group = self._groups.of(self._items[i].axes)
+        group = self.group(i)
         for owner, elements in enumerate(cut(flat(gradient.detach()), group)):
             if owner != place(group):
                 elements.zero_()

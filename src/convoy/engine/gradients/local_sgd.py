@@ -1,0 +1,72 @@
+"""Local SGD: ranks train by themselves and average their weights now and then. Approximate."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from convoy.engine.collectives import start_all_reduce
+from convoy.engine.gradients.buckets import flat, is_dense
+from convoy.engine.groups import Groups
+from convoy.plans.mesh import Axes
+
+
+class LocalSgd:
+    """Averages weights over `axes` after every `every` updates, and in every update before `start`.
+
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1, and post-local SGD. Each rank takes
+    steps of its own optimiser on the mean gradient of its own samples: its gradients must be reduced over the other axes
+    only. The optimiser's momentum stays local. The result is another one than that of the global batch, and depends on
+    the number of ranks.
+
+    Args:
+        tensors: the weights, and the buffers to be averaged with them.
+        groups: of this rank.
+        axes: over which ranks train by themselves.
+        every: updates between two averages.
+        start: the first update (counted from 0) whose weights are kept local.
+        weight: of this rank in the average, for example its number of samples.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        groups: Groups,
+        axes: Axes,
+        *,
+        every: int,
+        start: int = 0,
+        weight: float = 1.0,
+    ) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        self._group = groups.of(axes)
+        self._every = every
+        self._start = start
+        self._weight = weight
+        self._updates = 0
+
+    def step(self) -> bool:
+        """Call it after each update; whether weights were averaged."""
+        self._updates += 1
+        local = self._updates - self._start
+        if local > 0 and local % self._every:
+            return False
+        self.average()
+        return True
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
+        if self._group is None or not self._tensors:
+            return
+        device = self._tensors[0].device
+        total = start_all_reduce(torch.tensor([self._weight], dtype=torch.float64, device=device), self._group).wait()
+        share = self._weight / total.item()
+        running = []
+        for tensor in self._tensors:
+            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(share)
+            running.append((tensor, message, start_all_reduce(message, self._group)))
+        for tensor, message, work in running:
+            work.wait()
+            target = flat(tensor.detach()) if is_dense(tensor) else tensor.detach()
+            target.copy_(message.view_as(target))
