@@ -7,8 +7,8 @@ from torch import Tensor
 
 from convoy.engine import collectives
 from convoy.engine.collectives import Group
-from convoy.engine.regions import Assembly, Box, Region, common, extents, is_empty, without
-from convoy.plans.layout import Indices
+from convoy.engine.regions import Assembly, Box, Region, extents, is_empty
+from convoy.plans.layout import Indices, common, without
 
 
 class Collect:
@@ -121,7 +121,7 @@ class Exchange:
     def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
         own = source.regions[self._index].select(x)
         if self._is_idle:
-            return target([own.contiguous()] * len(target.regions))
+            return target([own] * len(target.regions))
         sends = [None if region.empty else region.select(x) for region in source.regions]
         sends[self._index] = x.new_empty(0)
         shapes = [None if region.empty else region.shape for region in target.regions]

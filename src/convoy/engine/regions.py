@@ -6,27 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from convoy.plans.layout import Indices, indices
+from convoy.plans.layout import Indices, common, indices
 
 Box = tuple[Indices, ...]
 """Global indices of every dimension: what one rank holds of a tensor."""
-
-
-def common(first: Indices, second: Indices) -> Indices:
-    """Indices of both, in the order of the first."""
-    if isinstance(first, range) and isinstance(second, range):
-        start, stop = max(first.start, second.start), min(first.stop, second.stop)
-        return range(start, stop) if start < stop else range(0)
-    other = second if isinstance(second, range) else set(second)
-    return indices(i for i in first if i in other)
-
-
-def without(first: Indices, second: Indices) -> Indices:
-    """Indices of the first that are not in the second."""
-    if not len(common(first, second)):
-        return first
-    other = second if isinstance(second, range) else set(second)
-    return indices(i for i in first if i not in other)
 
 
 def is_empty(box: Box) -> bool:
@@ -135,7 +118,7 @@ class Assembly:
         """Put the parts together, one for each region."""
         if self.dim is not None:
             kept = [parts[index] for index in self.kept]
-            return kept[0] if len(kept) == 1 else torch.cat(kept, self.dim)
+            return kept[0].contiguous() if len(kept) == 1 else torch.cat(kept, self.dim)
         if self.disjoint:
             made = parts[0].new_empty(self.shape) if self.covered else parts[0].new_zeros(self.shape)
             for index in self.kept:
@@ -152,6 +135,7 @@ class Assembly:
 
 
 def _positions(part: Indices, whole: Indices) -> Indices:
+    assert len(common(part, whole)) == len(part), f"{part} is not a part of {whole}"
     if isinstance(whole, range) and isinstance(part, range):
         return range(part.start - whole.start, part.stop - whole.start) if len(part) else range(0)
     place = {number: position for position, number in enumerate(whole)}

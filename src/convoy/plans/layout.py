@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from convoy.plans.mesh import Axes, Mesh
 
@@ -21,7 +22,7 @@ def balanced(total: int, parts: int) -> tuple[range, ...]:
     """Cut `total` into consecutive ranges as even as can be, the larger ones first."""
     size, larger = divmod(total, parts)
     ends = [index * size + min(index, larger) for index in range(parts + 1)]
-    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
@@ -31,6 +32,40 @@ def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
         found.append(range(start, start + size))
         start += size
     return tuple(found)
+
+
+def common(first: Indices, second: Indices) -> Indices:
+    """Indices of both, in the order of the first."""
+    if isinstance(first, range) and isinstance(second, range):
+        start, stop = max(first.start, second.start), min(first.stop, second.stop)
+        return range(start, stop) if start < stop else range(0)
+    other = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i in other)
+
+
+def without(first: Indices, second: Indices) -> Indices:
+    """Indices of the first that are not in the second."""
+    if not len(common(first, second)):
+        return first
+    other = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i not in other)
+
+
+def united(parts: Iterable[Indices]) -> Indices:
+    """Indices of any of the parts, ascending; those of one part, or of equal parts, in its order."""
+    held = [part for part in parts if len(part)]
+    if all(part == held[0] for part in held):
+        return held[0] if held else range(0)
+    if all(isinstance(part, range) for part in held):
+        ranges = sorted((part[0], part[-1] + 1) for part in held)
+        stop = ranges[0][1]
+        for first, last in ranges[1:]:
+            if first > stop:
+                break
+            stop = max(stop, last)
+        else:
+            return range(ranges[0][0], stop)
+    return indices(sorted({i for part in held for i in part}))
 
 
 @dataclass(frozen=True)

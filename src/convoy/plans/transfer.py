@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.layout import Indices, Layout, Split, common, indices, united
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
 Kind = Literal["reduce", "copy", "keep", "slice", "gather", "move", "reduce_scatter"]
@@ -155,7 +155,7 @@ class _Walk:
             return False
         here = self.here.split(dim)
         return here is None or all(
-            set(self._part(wanted, dim, place)) <= set(self._part(here, dim, place))
+            _within(self._part(wanted, dim, place), self._part(here, dim, place))
             for place in _places(self.mesh, wanted.axes)
         )
 
@@ -166,42 +166,45 @@ class _Walk:
             return False
         old = tuple(axis for axis in here.axes if axis not in wanted.axes)
         return bool(old) and all(
-            set(self._part(wanted, dim, place))
-            == {i for other in self.mesh.group(place, old) for i in self._part(here, dim, other)}
+            _within(union := self._union(here, dim, place, old), part := self._part(wanted, dim, place))
+            and _within(part, union)
             for place in _places(self.mesh, here.axes)
         )
 
     def _intersected(self, dim: int, wanted: Split, new: set[int]) -> Layout:
         here = self.here.split(dim)
         axes = tuple(sorted({*self._axes(dim), *new}))
-        if not set(self._axes(dim)) & set(wanted.axes):
-            parts = (
-                indices(i for i in self._part(wanted, dim, place) if i in set(self._part(here, dim, place)))
+        if set(self._axes(dim)) & set(wanted.axes):
+            parts = [self._share(here, dim, place, tuple(sorted(new))) for place in _places(self.mesh, axes)]
+        else:
+            other = tuple(axis for axis in wanted.axes if axis not in axes)
+            parts = [
+                common(self._union(wanted, dim, place, other), self._part(here, dim, place))
                 for place in _places(self.mesh, axes)
-            )
-            return self._with(dim, Split(axes, tuple(parts)))
-        parts = (self._share(here, dim, place, tuple(sorted(new))) for place in _places(self.mesh, axes))
+            ]
         return self._with(dim, Split(axes, tuple(parts)))
 
     def _share(self, here: Split | None, dim: int, place: Coordinates, new: Axes) -> Indices:
         """An even share of what the rank holds, among the ranks that hold the same."""
-        mine = tuple(self._part(here, dim, place))
+        mine = self._part(here, dim, place)
         count, index = self.mesh.size(new), self.mesh.index(place, new)
-        return indices(mine[len(mine) * index // count : len(mine) * (index + 1) // count])
+        share = mine[len(mine) * index // count : len(mine) * (index + 1) // count]
+        return indices(share) if isinstance(share, tuple) else share
 
     def _united(self, dim: int, axes: set[int], wanted: Split | None) -> Split | None:
         here = self.here.split(dim)
         assert here is not None
         left = tuple(axis for axis in here.axes if axis not in axes)
-        if wanted is not None and left == wanted.axes:
+        if wanted is not None and left == wanted.axes and self._collects(dim, wanted):
             return wanted
         if not left:
             return None
-        parts = (
-            indices(sorted(i for other in self.mesh.group(place, tuple(axes)) for i in self._part(here, dim, other)))
-            for place in _places(self.mesh, left)
-        )
+        parts = (self._union(here, dim, place, tuple(axes)) for place in _places(self.mesh, left))
         return Split(left, tuple(parts))
+
+    def _union(self, split: Split | None, dim: int, place: Coordinates, axes: Axes) -> Indices:
+        """What the ranks of a group over `axes` hold together."""
+        return united(self._part(split, dim, other) for other in self.mesh.group(place, axes))
 
 
 def _axes(layout: Layout, dim: int) -> Axes:
@@ -213,6 +216,9 @@ def _places(mesh: Mesh, axes: Axes) -> list[Coordinates]:
     return mesh.group((0,) * len(mesh.sizes), axes)
 
 
+def _within(part: Indices, whole: Indices) -> bool:
+    return len(common(part, whole)) == len(part)
+
+
 def _disjoint(split: Split) -> bool:
-    listed = [i for part in split.parts for i in part]
-    return len(listed) == len(set(listed))
+    return len(united(split.parts)) == sum(len(part) for part in split.parts)
