@@ -1,0 +1,129 @@
+"""One case: trials that choose arrangements and plans, then rounds in which all sides take turns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from measuring.cases import Case, Plan
+from measuring.hosts import Host
+from measuring.ranks import Limits, RankFailed, run_ranks
+from measuring.results import SERIAL, Results, Row
+from measuring.sides import PEERS, Arrangement, Side
+from measuring.training import Timing, train, try_arrangements
+
+SAMPLE = "Convoy sample=2"
+
+
+@dataclass
+class CaseRun:
+    """Measures a case.
+
+    Attributes:
+        hosts: between which the ranks are; none for loopback.
+        peers: kinds of the peers' sides.
+        compiled: measure compiled sides too.
+        seconds: after which a side is given up.
+        say: is told what is going on.
+    """
+
+    case: Case
+    rounds: int
+    hosts: Sequence[Host]
+    peers: Sequence[str]
+    compiled: bool
+    seconds: float
+    say: Callable[[str], None]
+    results: Results = field(init=False)
+
+    def __post_init__(self) -> None:
+        network = f"{self.case.model}, {self.case.image_size} px"
+        self.results = Results(self.case.name, self.case.batch, network)
+
+    def __call__(self) -> Results:
+        """Trials, then rounds."""
+        results = self.results
+        one = self._one_device()
+        sides = self._sides(one)
+        results.rows = [Row(side.label, str(side.arrangement), plan=side.plan) for side in sides]
+        for number in range(self.rounds):
+            for side in sides if number % 2 == 0 else list(reversed(sides)):
+                if side.label in results.skipped:
+                    continue
+                timings = self._measure(side, number)
+                if timings is not None:
+                    row = results.row(side.label)
+                    row.add(slowest(timings), sum(t.losses[0] for t in timings) / len(timings), timings[0].busy)
+                    self.say(f"round {number + 1}: {side.label} {slowest(timings):.4f} s")
+        results.rows = [row for row in results.rows if row.seconds and row.label not in results.skipped]
+        return results
+
+    def _one_device(self) -> Arrangement:
+        found: dict[Arrangement, float]
+        found = run_ranks(try_arrangements, 1, self.case, limits=Limits(self.seconds))[0]
+        for arrangement, seconds in found.items():
+            self._note(f"one device, {arrangement}", seconds)
+        return min(found, key=lambda arrangement: found[arrangement])
+
+    def _sides(self, one: Arrangement) -> list[Side]:
+        """Those of the rounds: the peers and `sample` in what is best for DDP, and the plan that is best of all."""
+        own = list(dict.fromkeys([one.for_batch(self.case.batch // 2), Arrangement(one.channels_last)]))
+        by_data = self._best([Side("DDP", "ddp", arrangement) for arrangement in own]) if len(own) > 1 else None
+        arrangement = by_data.arrangement if by_data else own[0]
+        sides = [Side(SERIAL, "serial", one)]
+        for kind in self.peers:
+            peer = Side(PEERS[kind], kind, arrangement)
+            if peer.missing:
+                self.results.skipped[peer.label] = f"pip install {peer.missing}"
+            else:
+                sides.append(peer)
+        sample = Side(SAMPLE, "convoy", arrangement, "sample=2")
+        if self.case.batch_norm:
+            sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
+        sides.append(sample)
+        plans: dict[str, Plan] = {"sample=2": "sample=2", **self.case.plans}
+        tried = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in own]
+        best = self._best(tried) if len(tried) > 1 else None
+        if best is not None and (best.label, best.arrangement) != (SAMPLE, arrangement):
+            sides.append(best if best.label != SAMPLE else replace(best, label=f"{SAMPLE}, {best.arrangement}"))
+        if self.compiled:
+            sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]
+        return sides
+
+    def _best(self, sides: Sequence[Side]) -> Side | None:
+        """The fastest in one trial."""
+        found = {}
+        for side in sides:
+            timings = self._measure(side, 0, f"{side.label}, {side.arrangement}")
+            if timings is not None:
+                found[side] = slowest(timings)
+                self._note(f"{side.label}, {side.arrangement}", found[side])
+        return min(found, key=lambda side: found[side]) if found else None
+
+    def _measure(self, side: Side, number: int, name: str | None = None) -> list[Timing] | None:
+        """What each rank measured; None if one fails."""
+        serial = side.kind == "serial"
+        case, warm_up = self.case, 1 if self.case.updates == 1 else 2
+        try:
+            return run_ranks(
+                train,
+                1 if serial else 2,
+                side,
+                case,
+                warm_up,
+                hosts=() if serial else self.hosts,
+                limits=Limits(self.seconds),
+                first_core=number if serial else 0,
+            )
+        except RankFailed as error:
+            name = name or side.label
+            self.results.skipped[name] = f"failed: {str(error).strip().splitlines()[-1]}"
+            self.say(f"{name}: {error}")
+            return None
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.results.tried[name] = seconds
+        self.say(f"trial: {name} {seconds:.4f} s")
+
+
+def slowest(timings: Sequence[Timing]) -> float:
+    """Seconds of an update on the slowest rank."""
+    return max(timing.median for timing in timings)

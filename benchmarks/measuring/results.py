@@ -1,0 +1,110 @@
+"""Seconds of the sides of a case over the rounds, their ratios, and the tables made of them."""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+SERIAL = "one device"
+QUIET = 0.97
+"""Part of the time that one device's process must have had its core for the figures to mean something."""
+
+
+@dataclass
+class Row:
+    """One side.
+
+    Attributes:
+        seconds: of an update, in every round.
+        first_loss: over the global batch, before any update.
+        busy: the least part of the time that its process had the core in a round.
+    """
+
+    label: str
+    arrangement: str
+    seconds: list[float] = field(default_factory=list)
+    first_loss: float | None = None
+    plan: Any = None
+    busy: float = 1.0
+
+    def add(self, seconds: float, first_loss: float, busy: float) -> None:
+        """Another round."""
+        self.seconds.append(seconds)
+        self.first_loss = first_loss
+        self.busy = min(self.busy, busy)
+
+    @property
+    def median(self) -> float:
+        """Seconds of an update."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Results:
+    """All sides of one case.
+
+    Attributes:
+        tried: seconds of an update in the trials that chose arrangements and plans; no part of the results.
+        skipped: sides that could not be measured, and why.
+    """
+
+    case: str
+    batch: int
+    network: str
+    rows: list[Row] = field(default_factory=list)
+    tried: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def row(self, label: str) -> Row:
+        """The row of a side."""
+        return next(row for row in self.rows if row.label == label)
+
+    def speedups(self, row: Row) -> list[float]:
+        """How many times faster than one device the side was, in every round."""
+        return [one / seconds for one, seconds in zip(self.row(SERIAL).seconds, row.seconds, strict=False)]
+
+    def speedup(self, row: Row) -> float:
+        """The same of the medians over the rounds."""
+        return self.row(SERIAL).median / row.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "case": self.case,
+            "network": self.network,
+            "batch": self.batch,
+            "tried": self.tried,
+            "skipped": self.skipped,
+            "sides": [
+                {
+                    "label": row.label,
+                    "arrangement": row.arrangement,
+                    "plan": row.plan,
+                    "seconds": row.seconds,
+                    "median_s": row.median,
+                    "ratio": self.speedup(row),
+                    "first_loss": row.first_loss,
+                    "busy": row.busy,
+                }
+                for row in self.rows
+            ],
+        }
+
+
+HEADER = """\
+| | seconds an update | ratio to one device | min–max of the rounds | arrangement |
+| --- | --- | --- | --- | --- |"""
+
+
+def markdown(results: Results) -> str:
+    """The table of a case."""
+    lines = [f"**{results.case}**: {results.network}, global batch {results.batch}", "", HEADER]
+    for row in results.rows:
+        ratios = results.speedups(row)
+        spread = f"{min(row.seconds):.3f}–{max(row.seconds):.3f} s, ×{min(ratios):.2f}–{max(ratios):.2f}"
+        lines.append(f"| {row.label} | {row.median:.4f} | {results.speedup(row):.2f} | {spread} | {row.arrangement} |")
+    if results.row(SERIAL).busy < QUIET:
+        lines.append(
+            f"\nOther programs took {1 - results.row(SERIAL).busy:.0%} of the one device's core: measure again."
+        )
+    lines += [f"\n{label}: skipped, {reason}" for label, reason in results.skipped.items()]
+    return "\n".join(lines)
