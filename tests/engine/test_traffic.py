@@ -1,0 +1,119 @@
+"""What the ranks really send is what the plan says, to the byte."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import convoy
+from convoy.engine import collectives
+from convoy.engine.network import network_of
+from convoy.plans.plan import Plan
+from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic
+from plans.made_graph import same_net
+from ranks import run_ranks
+
+SAMPLES = 12
+
+
+class Counter:
+    """Adds up the bytes that this process gives to torch's collectives; whole numbers (sizes) are not counted."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        collectives._SMALL = 0
+        for owner, name, count in [
+            (dist, "all_reduce", self._all_reduce),
+            (dist, "all_to_all_single", self._all_to_all),
+            (collectives, "_gather_single", self._gather),
+            (collectives, "_scatter_single", self._scatter),
+        ]:
+            setattr(owner, name, self._counting(getattr(owner, name), count))
+
+    def take(self) -> int:
+        sent, self.sent = self.sent, 0
+        return sent
+
+    def _counting(self, function, count):
+        def counted(*args, group=None, **kwargs):
+            if args[0].is_floating_point():
+                self.sent += count(group, *args) * args[0].dtype.itemsize
+            return function(*args, group=group, **kwargs)
+
+        return counted
+
+    def _all_reduce(self, group, x, *rest):
+        return all_reduce_elements(x.numel(), dist.get_world_size(group))
+
+    def _all_to_all(self, group, received, given, wanted=None, sizes=None):
+        ranks, here = dist.get_world_size(group), dist.get_rank(group)
+        return given.numel() - (sizes[here] if sizes else given.numel() // ranks)
+
+    def _gather(self, group, received, given):
+        return given.numel() * (dist.get_world_size(group) - 1)
+
+    def _scatter(self, group, received, given):
+        return given.numel() - received.numel()
+
+
+def _sent(plan, steps=2):
+    """Bytes of this rank in the forward pass, in the backward pass, and what was said of both."""
+    counter = Counter()
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    images = torch.randn(SAMPLES, 3, 16, 16)
+    net = convoy.parallelize(same_net(), plan, example=images[:2])
+    mine = images[convoy.local_samples(net, SAMPLES)]
+    for _ in range(steps):
+        counter.take()
+        output = net(mine)
+        forward = counter.take()
+        output.square().sum().backward()
+        backward = counter.take()
+    network = network_of(net)
+    samples = [len(part) for part in network.placement([mine], _shares(network), True).batch.parts]
+    assert sum(samples) == SAMPLES
+    placement = network.placement([mine], tuple(samples), True)
+    traffic = [each.ranks[rank] for each in transfer_traffic(placement)]
+    gradients = sum(numbers[rank] for numbers in gradient_traffic(placement).values())
+    said = sum(each.forward for each in traffic), sum(each.backward for each in traffic) + gradients
+    return (forward, backward), said
+
+
+def _shares(network):
+    ranks = network.num_sample_ranks
+    return tuple(SAMPLES // ranks + (rank < SAMPLES % ranks) for rank in range(ranks))
+
+
+MIXED = {
+    "mesh": {"node": 2, "gpu": 2},
+    "layers": {
+        "0": {"node": "sample", "gpu": "height"},
+        "2": {"node": "height", "gpu": "filter"},
+        "*": {"node": "filter", "gpu": "channel"},
+    },
+}
+
+
+PLANS = [
+    "sample=2",
+    "sample=3",
+    "filter=2",
+    "filter=3",
+    "channel=2",
+    "height=2",
+    "height=3",
+    "width=2",
+    "owt=2",
+    "owt=3",
+]
+PLANS += ["sample=2,filter=2", "sample=2,height=2", "filter=2,channel=2", "height=2,width=2"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, MIXED], ids=[*PLANS, "mixed"])
+def test_bytes(plan):
+    world = math.prod(Plan.parse(plan).mesh.sizes)
+    for (forward, backward), (forward_said, backward_said) in run_ranks(_sent, world, plan):
+        assert forward == forward_said
+        assert backward == pytest.approx(backward_said, abs=64)
