@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from convoy.graph import Call, Graph, Ref, capture
+from convoy.graph import Call, CaptureError, Graph, Ref, capture
 from convoy.models import create
 from graph.replay import replay, same
 
@@ -343,18 +343,39 @@ def test_what_depends_on_parameters_only_is_opaque() -> None:
     assert ops(graph) == ["opaque", "opaque", "opaque", "conv"]
 
 
-def test_a_cached_grid_does_not_stay_in_the_model() -> None:
-    class Cached(nn.Module):
-        grid: Tensor | None = None
+class Cached(nn.Module):
+    grid: Tensor | None = None
+    table: Tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.grid is None:
-                self.grid = torch.arange(3.0)
-            return x + self.grid
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
+        self.seen: list[Tensor] = []
+        self.bias = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.zeros(1), persistent=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None:
+            self.grid = torch.arange(3.0)
+        if "bias" not in self.cache["all"]:
+            self.cache["all"]["bias"] = self.bias * 2
+        if self.table.shape != (3,):
+            self.table = torch.arange(3.0)
+        self.seen.append(x)
+        return x + self.grid + self.cache["all"]["bias"] + self.table
+
+
+def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
     model = Cached()
-    capture(model, ((2, 3),))
+    graph = capture(model, ((2, 3),))
     assert model.grid is None
+    assert model.cache == {"all": {}}
+    assert model.seen == []
+    assert model.table.shape == (1,)
+    images = torch.randn(2, 3)
+    assert same(replay(graph, model, (images,)), model(images))
+    with pytest.raises(CaptureError, match="computed from parameters before"):
+        capture(model, ((2, 3),))
 
 
 def test_dead_calls_are_dropped() -> None:

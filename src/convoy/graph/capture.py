@@ -5,12 +5,10 @@ control flow over shapes and modes is followed as it is. A graph therefore holds
 """
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.layers import LayerStack
 from convoy.graph.recorder import Recorder
 from convoy.graph.stand_ins import Shapes, stand_ins, swapped
+from convoy.graph.untouched import untouched
 
 
 def capture(
@@ -51,7 +50,7 @@ def capture(
     fakes, layers = Fakes(), LayerStack(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
-    with _untouched(model), _mode(model, training), torch.enable_grad():
+    with untouched(model), _mode(model, training), torch.enable_grad():
         mode = model.training
         with fakes:
             fake = stand_ins(tensors, shapes or {}, device)
@@ -67,7 +66,7 @@ def capture(
         for name, value in zip(names, given, strict=True):
             if isinstance(value, Tensor):
                 recorder.give(name, value, "input")
-        with swapped(model, tensors, fake):
+        with swapped(model, tensors, fake, recorder.constants.known):
             output = _run(forward or model.forward, given, fakes, layers, recorder)
     return _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
 
@@ -132,25 +131,3 @@ def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what the forward pass leaves behind in modules and random states."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-        if random.getstate() != python or not _same(np.random.get_state(), numpy):
-            raise CaptureError("it draws from the random numbers of python or numpy in its forward pass")
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, saved in attributes:
-            vars(module).clear()
-            vars(module).update(saved)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -116,6 +116,8 @@ class Recorder(TorchFunctionMode):
         tensors = tree.leaves((args, kwargs), Tensor)
         if tensors and (answer := self._count(name, tensors[0])) is not None:
             return answer
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            raise CaptureError("it uses a tensor that was computed from parameters before", self._layers.name)
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
         if name in EMPTY:
@@ -169,14 +171,16 @@ class Recorder(TorchFunctionMode):
         function = seen.function if normal.function is None else normal.function
         args = seen.args if normal.args is None else normal.args
         kwargs = seen.kwargs if normal.kwargs is None else normal.kwargs
-        inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
+        counter = normal.attributes.get("num_batches_tracked")
+        named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
+        inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
         depends = normal.op == "random" or any(name in self._data for name in inputs)
         for tensor, value in zip(made, outputs, strict=True):
             self.values[value.name] = value
             self._bind(tensor, value.name)
             if depends:
                 self._data.add(value.name)
-        if counter := normal.attributes.get("num_batches_tracked"):
+        if counter:
             self.updates.remove(counter)
             self.values[counter] = self._given[counter]
         structure = self.reference(result)

@@ -1,6 +1,6 @@
 """Fake tensors in the places of a module's parameters and buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,10 +25,16 @@ def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.devic
 
 
 @contextmanager
-def swapped(model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    fakes: Mapping[str, Tensor],
+    constant: Callable[[Tensor], bool],
+) -> Iterator[None]:
     """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
 
-    Raises CaptureError where the model puts another tensor in the place of one of them.
+    Raises CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`:
+    then it is a table made at first use.
     """
     places = {id(tensor): fakes[name] for name, tensor in tensors.items()}
     names = {id(fake): name for name, fake in fakes.items()}
@@ -43,7 +49,8 @@ def swapped(model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str,
         yield
         for (attributes, kind, _), before in zip(held, expected, strict=True):
             for name, tensor in before.items():
-                if attributes[kind].get(name) is not tensor and name != "num_batches_tracked":
+                now = attributes[kind].get(name)
+                if now is not tensor and not (now is not None and constant(now)) and name != "num_batches_tracked":
                     raise CaptureError(f"it replaces {names.get(id(tensor), name)} in its forward pass")
     finally:
         for attributes, kind, own in held:
