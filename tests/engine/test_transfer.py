@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from convoy.engine import collectives
 from convoy.engine.groups import Groups
-from convoy.engine.transfer import redistribute
+from convoy.engine.transfer import Transfer, redistribute
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
 from convoy.plans.transfer import transfer
@@ -31,7 +31,13 @@ def _equal(words, found, wanted):
     assert torch.allclose(found, wanted, rtol=0, atol=1e-12), f"{words}: other values"
 
 
+class _NoGroups:
+    def of(self, axes):
+        return None
+
+
 def test_layouts_are_connected():
+    """Steps follow on one another, use an axis once, and on every rank the parts that they need are there."""
     mesh = Mesh(("a", "b"), (2, 3))
     count = 0
     for words, source, target in layouts.pairs(mesh, SHAPE):
@@ -41,6 +47,8 @@ def test_layouts_are_connected():
             here = step.target
             used = [axis for _, split in here.splits for axis in split.axes] + [*here.partial, *here.copied]
             assert len(used) == len(set(used)), f"{words}: {here} uses an axis twice"
+            for rank in (0, 1, 5):
+                Transfer(step, mesh, mesh.coordinates(rank), _NoGroups(), SHAPE)
         assert here == target, words
         count += 1
     assert count > 900
@@ -132,3 +140,182 @@ def _adjoint(channels_last):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_backward_is_the_adjoint(world, channels_last):
     run_ranks(_adjoint, world, channels_last)
+
+
+# One redistribution of each kind on one axis, the last step of which is of that kind.
+KINDS = {
+    "reduce": ("partial", "whole"),
+    "copy": ("whole", "copied"),
+    "keep": ("copied", "whole"),
+    "slice": ("whole", "dim1"),
+    "gather": ("dim1", "whole"),
+    "move": ("dim1", "dim0"),
+    "move halo": ("dim2", "halo"),
+    "move to copied": ("lists", "copied"),
+    "reduce_scatter": ("partial", "dim2"),
+}
+
+
+def _transfer(groups, kind, shape=SHAPE):
+    source, target = (layouts.layout((word,), groups.mesh, shape) for word in KINDS[kind])
+    (step,) = transfer(source, target, groups.mesh, shape)
+    assert step.kind == kind.split()[0]
+    return Transfer(step, groups.mesh, groups.coordinates, groups, shape)
+
+
+def _dots(groups, move, kind):
+    """Both sides of the adjoint's equation."""
+    mesh, place, step = groups.mesh, groups.coordinates, move.step
+    whole = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    before, _ = layouts.addends(whole, step.source, step.target, mesh, place)
+    x = layouts.cut(before, step.source, mesh, place).requires_grad_()
+    y = move(x)
+    gradient = _gradient(kind, step.target, mesh, place)
+    (back,) = torch.autograd.grad(y, x, gradient)
+    forward = _product(gradient, y.detach(), step.target, mesh, place)
+    backward = _product(back, x.detach(), step.source, mesh, place)
+    return collectives.all_reduce(torch.stack([forward, backward]), groups.of((0,))).tolist()
+
+
+def _wrong_backwards():
+    """With a backward pass that does not reduce, or reduces once too often, the two sides differ."""
+    groups = Groups(MESHES[dist.get_world_size()])
+    group = groups.of((0,))
+    wrong = {
+        "reduce": lambda g, right: collectives.all_reduce(g.clone(), group),
+        "copy": lambda g, right: g,
+        "keep": lambda g, right: g,
+        "gather": lambda g, right: collectives.size(group) * right(g),
+    }
+    found = {}
+    for kind in KINDS:
+        move = _transfer(groups, kind)
+        forward, backward = _dots(groups, move, kind)
+        assert forward == pytest.approx(backward, rel=1e-12), kind
+        right = move._backward
+        move._backward = lambda g, right=right, kind=kind: wrong.get(kind, _alone)(g, right)
+        found[kind] = _dots(groups, move, kind)
+    return found
+
+
+def _alone(gradient, right):
+    """The backward pass with nothing from the other ranks."""
+    originals = collectives.exchange, collectives.all_gather, collectives.reduce_scatter
+    rank = dist.get_rank()
+    collectives.exchange = lambda sends, shapes, group: [gradient.new_zeros(shape or (0,)) for shape in shapes]
+    collectives.all_gather = lambda x, group: torch.stack(
+        [x if other == rank else torch.zeros_like(x) for other in range(group.size())]
+    )
+    collectives.reduce_scatter = lambda x, group: x[rank]
+    try:
+        return right(gradient)
+    finally:
+        collectives.exchange, collectives.all_gather, collectives.reduce_scatter = originals
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_wrong_backward_is_noticed(world):
+    for found in run_ranks(_wrong_backwards, world):
+        for kind, (forward, backward) in found.items():
+            assert forward != pytest.approx(backward, rel=1e-3), kind
+
+
+def _odd_gradients():
+    """Expanded, transposed and missing gradients; in-place changes of a result; inputs in any order of memory."""
+    groups = Groups(MESHES[dist.get_world_size()])
+    for kind in KINDS:
+        move = _transfer(groups, kind)
+        x = torch.randn(move.source_shape, dtype=torch.float64).requires_grad_()
+        (ones,) = torch.autograd.grad(move(x), x, torch.ones(move.target_shape, dtype=torch.float64))
+        (summed,) = torch.autograd.grad(move(x).sum(), x)
+        assert torch.equal(ones, summed), kind
+        dims = range(len(SHAPE))[::-1]
+        gradient = torch.randn(move.target_shape, dtype=torch.float64)
+        (plain,) = torch.autograd.grad(move(x), x, gradient)
+        (other,) = torch.autograd.grad(move(x), x, gradient.permute(*dims).contiguous().permute(*dims))
+        assert torch.equal(plain, other), kind
+        with torch.no_grad():
+            assert torch.equal(move(x), move(x.permute(*dims).contiguous().permute(*dims))), kind
+        y = move(x)
+        (unused,) = torch.autograd.grad(y[:0].sum(), x)
+        assert not unused.any(), kind
+        try:
+            y.relu_()
+        except RuntimeError as error:
+            assert "is a view and is being modified inplace" in str(error), kind
+        else:
+            (inplace,) = torch.autograd.grad(y, x, gradient)
+            (outside,) = torch.autograd.grad(move(x).relu(), x, gradient)
+            assert torch.equal(inplace, outside), kind
+
+
+def test_gradients_and_inputs_in_any_order_of_memory():
+    run_ranks(_odd_gradients, 2)
+    run_ranks(_odd_gradients, 3)
+
+
+def _low_precision(dtype):
+    groups = Groups(MESHES[dist.get_world_size()])
+    for kind in KINDS:
+        move = _transfer(groups, kind)
+        x = torch.randint(-3, 4, move.source_shape).to(dtype)
+        back = {}
+        for to in (dtype, torch.float64):
+            leaf = x.to(to).requires_grad_()
+            y = move(leaf)
+            (grad,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+            assert y.dtype == grad.dtype == to
+            back[to] = y.detach().double(), grad.double()
+        assert all(map(torch.equal, *back.values())), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_travels_as_it_is(dtype):
+    run_ranks(_low_precision, 2, dtype)
+
+
+def _no_samples():
+    """More ranks than samples: some hold nothing, and still take part in both directions."""
+    groups = Groups(MESHES[dist.get_world_size()])
+    shape = (1, 4, 3, 2)
+    source, target = (layouts.layout((word,), groups.mesh, shape) for word in ("dim0", "dim1"))
+    steps = transfer(source, target, groups.mesh, shape) + transfer(target, source, groups.mesh, shape)
+    x = torch.ones(source.local_shape(shape, groups.mesh, groups.coordinates)).requires_grad_()
+    y = redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(x * 2)
+    assert y.requires_grad and y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape and (x.grad == 2).all()
+    return len(x)
+
+
+def test_ranks_without_samples():
+    assert run_ranks(_no_samples, 3) == [1, 0, 0]
+
+
+def _compiled(backend):
+    groups = Groups(MESHES[dist.get_world_size()])
+    words = ("partial", "lists", "halo", "dim0", "whole", "dim1", "copied", "whole", "copied")
+    path = [layouts.layout((word,), groups.mesh, SHAPE) for word in words]
+    steps = [step for here, there in itertools.pairwise(path) for step in transfer(here, there, groups.mesh, SHAPE)]
+    assert {step.kind for step in steps} == {"reduce_scatter", "move", "gather", "slice", "copy", "keep"}
+    moves = [Transfer(step, groups.mesh, groups.coordinates, groups, SHAPE, channels_last=True) for step in steps]
+    generator = torch.Generator().manual_seed(groups.rank)
+    start = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
+
+    def run(x):
+        for move in moves:
+            x = torch.sin(move(x))
+        return x
+
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        x = start.clone().requires_grad_()
+        y = function(x)
+        (y * torch.arange(y.numel()).view_as(y)).sum().backward()
+        found.append((y.detach(), x.grad))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-13, atol=1e-13)
+
+
+def test_compiled_as_eager():
+    run_ranks(_compiled, 2, "aot_eager", timeout=120)
