@@ -64,6 +64,12 @@ def test_repeated_rows_follow_their_rows() -> None:
     assert placed.outputs["y"].split(2) == Split((0,), consecutive((2, 0, 8)))
 
 
+def test_repeated_rows_of_lists_come_in_order() -> None:
+    given = Layout.of({2: Split((0,), ((0, 2, 4), (1, 3)))})
+    placed = resize(tensor(1, 2, 5, 5), TWO, given, "nearest", None, scale_factor=2)
+    assert placed.outputs["y"].split(2) == Split((0,), balanced(10, 2))
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 def test_samples_and_channels_follow(mode: str) -> None:
     given = Layout.of({0: Split((0,), consecutive((3, 0))), 1: Split((1,), ((0, 2), (1,)))})

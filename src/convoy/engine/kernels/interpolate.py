@@ -19,7 +19,7 @@ from convoy.plans.rules.spatial import spatial
 def build(site: Site) -> Kernel:
     """Divided dimensions by their matrix of weights, one after another; the others by torch's function."""
     call = site.call
-    source, output = call.attributes["input"], call.outputs[0]
+    output = call.outputs[0]
     shape = site.local_shape(output)
     if not math.prod(shape):
         return lambda x: [nothing(x, shape)]
@@ -27,7 +27,7 @@ def build(site: Site) -> Kernel:
     divided = [dim for dim in dims if site.layouts[output].split(dim) is not None]
     if not divided:
         return as_called.build(site)
-    if all(repeats(call, site.graph.shape(source)[dim], site.graph.shape(output)[dim]) for dim in dims):
+    if all(_repeats(site, dim) for dim in dims):
         size = tuple(shape[dim] for dim in dims)
         return lambda x: [F.interpolate(x, size, mode=call.attributes["mode"])]
     resized = [_along(site, dim) for dim in divided]
@@ -39,6 +39,17 @@ def build(site: Site) -> Kernel:
         return [x if options is None else F.interpolate(x, **options)]
 
     return kernel
+
+
+def _repeats(site: Site, dim: int) -> bool:
+    """Whether the rank's output is each of its own rows, repeated."""
+    source, output = site.call.attributes["input"], site.call.outputs[0]
+    size, output_size = site.graph.shape(source)[dim], site.graph.shape(output)[dim]
+    if not repeats(site.call, size, output_size):
+        return False
+    factor = output_size // size
+    repeated = [row * factor + again for row in site.parts(source, dim) for again in range(factor)]
+    return repeated == list(site.parts(output, dim))
 
 
 def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
