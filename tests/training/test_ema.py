@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.training.ema import AveragedModel, effective_decay
+from convoy.training.ema import AveragedWeights, effective_decay
 
 
 def network() -> nn.Module:
@@ -22,42 +22,46 @@ def walk(net: nn.Module, step: int) -> None:
 
 def test_it_is_the_formula() -> None:
     net = network()
-    averaged = AveragedModel(net, 0.3)
+    averaged = AveragedWeights(net, 0.3)
     want: dict[str, torch.Tensor] = {}
     for step in range(8):
         walk(net, step)
-        averaged.update_parameters(net)
+        averaged.update(net)
         decay = 0.0 if step == 0 else min(0.3, (1 + step) / (10 + step))
         for name, parameter in net.named_parameters():
             want[name] = decay * want.get(name, torch.zeros_like(parameter)) + (1 - decay) * parameter.detach()
-    for name, parameter in averaged.module.named_parameters():
-        torch.testing.assert_close(parameter.detach(), want[name], rtol=1e-12, atol=0)
-        assert not torch.equal(parameter, net.get_parameter(name))
+    trained = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    with averaged.in_place(net):
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.detach(), want[name], rtol=1e-12, atol=0)
+            assert not torch.equal(parameter, trained[name])
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in net.named_parameters())
 
 
 def test_buffers_are_those_of_the_trained_model() -> None:
     net = network()
-    averaged = AveragedModel(net, 0.9)
+    averaged = AveragedWeights(net, 0.9)
     for step in range(3):
         walk(net, step)
-        averaged.update_parameters(net)
-    for name, buffer in net.named_buffers():
-        assert torch.equal(averaged.module.get_buffer(name), buffer)
+        averaged.update(net)
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    with averaged.in_place(net):
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
     assert net[1].num_batches_tracked == 3
 
 
 def test_it_resumes_exactly() -> None:
     net = network()
-    whole, half = AveragedModel(net, 0.9), AveragedModel(net, 0.9)
+    whole, half = AveragedWeights(net, 0.9), AveragedWeights(net, 0.9)
     for step in range(6):
         walk(net, step)
-        whole.update_parameters(net)
-        half.update_parameters(net)
+        whole.update(net)
+        half.update(net)
         if step == 2:
-            saved = copy.deepcopy(half.state_dict())
-            half = AveragedModel(network(), 0.9)
-            half.load_state_dict(saved)
-    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), half.state_dict().values(), strict=True))
+            saved = copy.deepcopy(half.averages)
+            half = AveragedWeights(network(), 0.9)
+            half.load(saved, 3)
+    assert all(torch.equal(average, half.averages[name]) for name, average in whole.averages.items())
 
 
 @pytest.mark.parametrize(("num_updates", "decay"), [(1, 2 / 11), (10, 11 / 20), (8_990, 0.999), (10**6, 0.999)])

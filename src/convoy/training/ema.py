@@ -1,9 +1,11 @@
-"""A second model whose weights are an exponential moving average of the trained one's."""
+"""Beside the trained weights an exponential moving average of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim import swa_utils
 
 from convoy.training.section import Section
 
@@ -14,28 +16,53 @@ class EmaConfig(Section):
     decay: float = Field(gt=0, lt=1, description="what remains of the average at each weight update, e.g. 0.999")
 
 
-class AveragedModel(swa_utils.AveragedModel):
-    """A copy of a model to evaluate; call `update_parameters(model)` after each weight update.
+class AveragedWeights:
+    """Averages of a model's parameters; call `update` after each weight update.
 
     average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
     first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`). Buffers,
     the running statistics of batch norm among them, are those of the trained model.
+
+    Attributes:
+        averages: by the parameters' names.
+        num_updates: updates so far.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
-        super().__init__(model, multi_avg_fn=self._average, use_buffers=False)
+        self.num_updates = 0
+        self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    def _average(
-        self,
-        averages: tuple[Tensor, ...] | list[Tensor],
-        weights: tuple[Tensor, ...] | list[Tensor],
-        num_updates: Tensor | int,
-    ) -> None:
-        decay = effective_decay(self.decay, int(num_updates))
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 1 - decay)
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take the weights of now into the average."""
+        averages = list(self.averages.values())
+        weights: list[Tensor] = list(model.parameters())
+        if self.num_updates == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1 - effective_decay(self.decay, self.num_updates))
+        self.num_updates += 1
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """While entered, the model has the averages for its weights."""
+        self._swap(model)
+        try:
+            yield
+        finally:
+            self._swap(model)
+
+    def load(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
+        """Go on from averages of before."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
+        self.num_updates = num_updates
+
+    def _swap(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data, self.averages[name] = self.averages[name], parameter.data
 
 
 def effective_decay(decay: float, num_updates: int) -> float:

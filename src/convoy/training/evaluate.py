@@ -173,7 +173,7 @@ def evaluate(
     start = time.perf_counter()
     devices = devices or Devices()
     tally = Tally.of(num_classes)
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
             size = max(announce(number), len(batch.labels))
             if size == 0 and not joint:

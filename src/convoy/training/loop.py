@@ -131,14 +131,14 @@ class Loop:
                     self.window.add_bad(self.done, sample, reason)
                 result = step(batch, self.done)
                 if averaged is not None:
-                    averaged.update_parameters(self.session.model)
+                    averaged.update(self.session.model)
                 self.done += 1
                 self.window.add(result, step.num_samples)
                 self._after_update()
                 yield
                 self.window.go_on()
                 if self._speed is not None:
-                    self._speed.add(result.compute_s)
+                    self._speed.add(result.seconds)
                     if self._speed.done:
                         self._divide_anew(self._speed)
                         return

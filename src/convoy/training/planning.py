@@ -6,8 +6,9 @@ from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived
 from convoy.training.division import Division, text
-from convoy.training.parallel import Approximation
 from convoy.training.parallel_config import ParallelConfig
+from convoy.training.recipe import Recipe
+from convoy.training.under_plan import Method
 
 
 def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan, list[str]]:
@@ -41,11 +42,13 @@ def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan, list[str]]
     return plan, notes
 
 
-def approximation_of(section: ParallelConfig) -> Approximation:
-    """The approximate methods of the section."""
-    return Approximation(
+def method_of(recipe: Recipe) -> Method:
+    """How gradients become an update."""
+    section = recipe.parallel
+    return Method(
+        tree=recipe.reproducible,
         compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
-        local_updates=section.local_sgd or 1,
+        local_updates=section.local_sgd,
     )
 
 

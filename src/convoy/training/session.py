@@ -1,6 +1,7 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
 import contextlib
+import copy
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
 from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
-from convoy.training.ema import AveragedModel
+from convoy.training.ema import AveragedWeights
 from convoy.training.evaluate import Evaluation, evaluate, evaluating
 from convoy.training.loss import ClassificationLoss, heads
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Network, build_network
-from convoy.training.planning import approximation_of, describe, plan_of
+from convoy.training.parallel import Network, OneDevice
+from convoy.training.planning import describe, method_of, plan_of
 from convoy.training.precision import DTYPES, check_precision
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.under_plan import UnderPlan
 
 
 @dataclass
@@ -83,16 +85,17 @@ class Session:
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
         )
-        return evaluate(
-            self.state.delivered(),
-            batches,
-            self.pipeline,
-            len(self.data.classes),
-            self.autocast,
-            devices,
-            announce,
-            self.network.joint,
-        )
+        with self.state.delivered() as model:
+            return evaluate(
+                model,
+                batches,
+                self.pipeline,
+                len(self.data.classes),
+                self.autocast,
+                devices,
+                announce,
+                self.network.joint,
+            )
 
     def _evaluation_batch(self) -> int:
         """Samples of a pass: as many as in training, but no more than a rank's even share."""
@@ -116,8 +119,9 @@ class Session:
         )
 
     def step(self) -> TrainingStep:
-        """The function that does one weight update."""
-        recipe = self.recipe
+        """The function that does one weight update. All ranks call it."""
+        recipe, passes = self.recipe, self.division.passes(self.merge)
+        self.network.divide(self.division, len(passes))
         return TrainingStep(
             seed=recipe.seed,
             network=self.network,
@@ -128,11 +132,12 @@ class Session:
             learning_rate=self.quantities.schedule.lr,
             autocast=self.autocast,
             scaler=self.state.scaler,
-            passes=self.division.passes(self.merge),
+            passes=passes,
             rank=self.devices.sample_rank,
             num_samples=recipe.batch,
             reseed=self.probe.draws,
             clip_norm=recipe.clip_norm,
+            last_waits=recipe.reproducible and self.devices.num > 1,
         )
 
 
@@ -160,26 +165,18 @@ def set_up(
     notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
-    context = prepare(model, recipe.seed, recipe.batch_norm)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = _probe(model, context, recipe, data, quantities.sizes, device)
+    trial = model if devices.num == 1 else copy.deepcopy(model)
+    context = prepare(trial, recipe.seed, recipe.batch_norm)
+    found = _probe(trial, context, recipe, data, quantities.sizes, device)
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
     merge, reason = devices.broadcast(_merge(recipe, found, quantities.sizes, device))
-    network = build_network(
-        model,
-        context,
-        plan,
-        devices,
-        device,
-        tree=recipe.reproducible,
-        forward=torch.compile(model) if recipe.compile else model,
-        approximation=approximation_of(recipe.parallel),
-    )
+    network = _network(recipe, model, trial, context, plan, data, quantities.sizes, device, notes)
     devices.follow(plan.mesh, network.sample_axes)
     division = _division(recipe, quantities.sizes, devices, notes)
     optimizer = create_optimizer(model, recipe.optimizer, quantities.lr)
-    averaged = AveragedModel(model, recipe.ema.decay) if recipe.ema else None
+    averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     return Session(
         recipe=recipe,
@@ -209,6 +206,28 @@ def set_up(
         ],
         notes=[*recipe.notes(), *data.notes, *notes],
     )
+
+
+def _network(
+    recipe: Recipe,
+    model: nn.Module,
+    prepared: nn.Module,
+    context: StepContext,
+    plan: Plan,
+    data: DataSet,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    notes: list[str],
+) -> Network:
+    if plan.mesh.num_devices == 1:
+        forward = torch.compile(prepared) if recipe.compile else prepared
+        return OneDevice(prepared, context, device, forward, recipe.reproducible)
+    example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
+    model.train()
+    network = UnderPlan(model, plan, example, batch_norm=recipe.batch_norm, seed=recipe.seed, method=method_of(recipe))
+    if recipe.compile:
+        notes.append("compile has no effect on several devices yet")
+    return network
 
 
 def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:

@@ -20,11 +20,11 @@ class SpeedTest:
         """Whether enough updates were seen."""
         return self.updates >= WARM_UP + MEASURED
 
-    def add(self, compute_s: float) -> None:
-        """Count one update."""
+    def add(self, seconds: float) -> None:
+        """Count one update: what one microbatch took."""
         self.updates += 1
         if self.updates > WARM_UP:
-            self.seconds.append(compute_s)
+            self.seconds.append(seconds)
 
     def shares(self, devices: Devices, division: Division) -> tuple[Division, list[float]]:
         """A division in proportion to the speeds; the same on every rank. All ranks call it.
@@ -34,6 +34,5 @@ class SpeedTest:
         """
         median = sorted(self.seconds)[len(self.seconds) // 2]
         said = devices.gather((devices.sample_rank, median))
-        slowest = [max(s for part, s in said if part == rank) for rank in range(devices.num_sample_ranks)]
-        times = [seconds / count for seconds, count in zip(slowest, division.counts, strict=True)]
+        times = [max(s for part, s in said if part == rank) for rank in range(devices.num_sample_ranks)]
         return divide(division.sizes, len(times), [1 / time for time in times]), [1e3 * time for time in times]

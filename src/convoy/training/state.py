@@ -1,6 +1,8 @@
 """A run's state as a checkpoint, and back: everything by name, so that it fits any number of devices."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.training.checkpoint import Checkpoint, DamagedCheckpointError
-from convoy.training.ema import AveragedModel
+from convoy.training.ema import AveragedWeights
 from convoy.training.parallel import Network
-
-_EMA_MODULE = "module."
 
 
 @dataclass
@@ -22,33 +22,35 @@ class RunState:
     A checkpoint holds whole tensors under serial names, whatever parts of them this rank has.
 
     Attributes:
-        averaged: the model with averaged weights (EMA), if there is one.
+        averaged: averages of the weights (EMA), if there are any.
     """
 
     network: Network
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    averaged: AveragedModel | None = None
+    averaged: AveragedWeights | None = None
 
     @property
     def model(self) -> nn.Module:
         """The network's, with this rank's part of the weights."""
         return self.network.model
 
-    def delivered(self) -> nn.Module:
+    @contextmanager
+    def delivered(self) -> Iterator[nn.Module]:
         """The network that the run is for: with averaged weights, where there are any."""
-        return self.model if self.averaged is None else self.averaged.module
+        with self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext():
+            yield self.model
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers of the delivered network. All ranks call it."""
-        return self._whole(self.delivered())
+        with self.delivered() as model:
+            return {name: self.network.whole(name, tensor).cpu() for name, tensor in model.state_dict().items()}
 
     def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
         """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
-        tensors = {f"model.{name}": tensor for name, tensor in self._whole(self.model).items()}
+        tensors = self._whole("model.", self.model.state_dict())
         if self.averaged is not None:
-            averages = self._whole(self.averaged, _EMA_MODULE)
-            tensors |= {f"ema.{name}": tensor for name, tensor in averages.items()}
+            tensors |= self._whole("ema.", self.averaged.averages)
         scalars: dict[str, dict[str, Any]] = {}
         parameters = dict(self.model.named_parameters())
         for name, entry in self._optimizer_entries().items():
@@ -67,6 +69,7 @@ class RunState:
             "loop": dict(loop),
             "optimizer": {"scalars": scalars, "groups": groups},
             "scaler": self.scaler.state_dict(),
+            "ema": None if self.averaged is None else self.averaged.num_updates,
         }
         return Checkpoint(step, identity, tensors, values)
 
@@ -80,8 +83,8 @@ class RunState:
             DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
-        state_dict = self._parts("model.", self.model, checkpoint)
-        averages = None if self.averaged is None else self._parts("ema.", self.averaged, checkpoint, _EMA_MODULE)
+        state_dict = self._parts("model.", self.model.state_dict(), checkpoint)
+        averages = None if self.averaged is None else self._parts("ema.", self.averaged.averages, checkpoint)
         state: dict[int, dict[str, Any]] = {}
         for index, (name, parameter) in enumerate(self._named_parameters()):
             entry: dict[str, Any] = {
@@ -97,7 +100,7 @@ class RunState:
             group.update(saved)
         self.model.load_state_dict(state_dict)
         if self.averaged is not None and averages is not None:
-            self.averaged.load_state_dict(averages)
+            self.averaged.load(averages, values["ema"])
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
@@ -111,27 +114,21 @@ class RunState:
     def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
         return {name: self.optimizer.state.get(parameter, {}) for name, parameter in self._named_parameters()}
 
-    def _whole(self, model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-        """A module's state as whole tensors; below `prefix` it has the network's names."""
-        return {
-            name: self.network.whole(name[len(prefix) :], tensor) if name.startswith(prefix) else tensor
-            for name, tensor in model.state_dict().items()
-        }
+    def _whole(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{prefix}{name}": self.network.whole(name, tensor) for name, tensor in tensors.items()}
 
-    def _parts(self, below: str, model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
-        """This rank's parts of the checkpoint's tensors for a module."""
-        want = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        have = {
-            name: self.network.part(name[len(prefix) :], tensor) if name.startswith(prefix) and name in want else tensor
-            for name, tensor in _below(below, checkpoint.tensors).items()
-        }
-        shapes = {name: tensor.shape for name, tensor in have.items()}
+    def _parts(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """This rank's parts of the checkpoint's tensors, which must be shaped as `own`."""
+        saved = _below(prefix, checkpoint.tensors)
+        parts = {name: self.network.part(name, saved[name]) for name in own.keys() & saved.keys()}
+        shapes = {name: tensor.shape for name, tensor in (saved | parts).items()}
+        want = {name: tensor.shape for name, tensor in own.items()}
         if want != shapes:
-            odd = min(name for name in want.keys() | have.keys() if want.get(name) != shapes.get(name))
+            odd = min(name for name in want.keys() | shapes.keys() if want.get(name) != shapes.get(name))
             raise DamagedCheckpointError(
-                f"checkpoint step-{checkpoint.step:08d} is of another model: {below}{odd} does not fit"
+                f"checkpoint step-{checkpoint.step:08d} is of another model: {prefix}{odd} does not fit"
             )
-        return have
+        return parts
 
     def _part_like(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's part of a parameter's state, with the parameter's memory format; what has no part as it is."""

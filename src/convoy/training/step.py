@@ -37,12 +37,12 @@ class StepResult:
     loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
 
     Attributes:
-        compute_s: seconds until the gradients were there, without waiting for other ranks.
+        seconds: what a microbatch took to compute, without waiting for other ranks; only where the step is `timed`.
     """
 
     losses: list[Tensor]
     correct: list[Tensor]
-    compute_s: float
+    seconds: float
 
 
 @dataclass
@@ -55,7 +55,8 @@ class TrainingStep:
         rank: this rank's place among the parts of each pass.
         num_samples: of the global batch.
         reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
-        timed: wait for the device before the time is taken.
+        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
+        last_waits: the last pass waits for other ranks all the same, so its time says nothing.
     """
 
     seed: int
@@ -73,6 +74,7 @@ class TrainingStep:
     reseed: bool
     clip_norm: float | None
     timed: bool = False
+    last_waits: bool = False
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -84,35 +86,50 @@ class TrainingStep:
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.network.clip(self.clip_norm)
-        self.scaler.step(self.optimizer)
+        with self.network.stepping(self.optimizer):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.network.updated()
         return result
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
-        began = time.perf_counter()
         labels = batch.labels.to(self.pipeline.device, non_blocking=True)
         losses: list[Tensor] = []
         correct: list[Tensor] = []
+        seconds = 0.0
         start = 0
         for number, piece in enumerate(self.passes, 1):
+            began = time.perf_counter()
+            last = number == len(self.passes)
             end = start + len(piece.parts[self.rank])
             images, targets = self._input(batch, labels, start, end, update, piece)
             self.network.enter(update, piece)
             if self.reseed:
                 torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
-            with self.network.paused() if number < len(self.passes) else contextlib.nullcontext():
+            with contextlib.nullcontext() if last and not self.timed else self.network.paused():
                 with self.autocast():
                     outputs = self.network.forward(images)
                     loss = self._part_of_mean(outputs, targets)
                 self.scaler.scale(loss).backward()
             self.network.passed()
             if end > start:
-                losses.append(loss.detach())
+                losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
                 correct.append(num_correct(outputs, targets))
+            if self.timed and not (last and self.last_waits):
+                seconds += self._took(began)
             start = end
-        if self.timed and self.pipeline.device.type == "cuda":
+        timed = self.passes[: -1 if self.last_waits else None]
+        return StepResult(losses, correct, seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed)))
+
+    def _took(self, began: float) -> float:
+        if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
-        return StepResult(losses, correct, time.perf_counter() - began)
+        return time.perf_counter() - began
+
+    @property
+    def _share(self) -> float:
+        """This rank's part of the global batch."""
+        return sum(len(piece.parts[self.rank]) for piece in self.passes) / self.num_samples
 
     def _input(
         self, batch: Batch, labels: Tensor, start: int, end: int, update: int, piece: Pass
@@ -136,4 +153,5 @@ class TrainingStep:
         if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
             return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
         loss = self.loss(outputs, targets)
-        return loss * (len(targets) / self.num_samples) if len(targets) < self.num_samples else loss
+        whole = self.num_samples * self._share if self.network.local_mean else self.num_samples
+        return loss * (len(targets) / whole) if len(targets) < whole else loss

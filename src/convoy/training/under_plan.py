@@ -1,0 +1,183 @@
+"""The network of a run on several devices: the engine, as the trainer asks for it."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from convoy.engine.gradients import GradientReducer, TreeReducer
+from convoy.engine.gradients.local_sgd import LocalSgd
+from convoy.engine.gradients.norms import clip_grad_norm
+from convoy.engine.gradients.whole_norms import WholeNorms
+from convoy.engine.network import network_of
+from convoy.engine.parallelize import BatchNorm, parallelize
+from convoy.engine.shards import collect, cut
+from convoy.plans import Layout
+from convoy.plans.mesh import Axes
+from convoy.plans.plan import Plan
+from convoy.training.division import Division, Pass
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients become an update of all ranks.
+
+    Attributes:
+        tree: add them in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
+        compression: approximate: the type in which they are sent.
+        local_updates: approximate: updates that every rank makes by itself before the weights are averaged.
+    """
+
+    tree: bool = False
+    compression: torch.dtype | None = None
+    local_updates: int | None = None
+
+
+class UnderPlan:
+    """A model that runs under a plan; see `convoy.training.parallel.Network`."""
+
+    joint = True
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, example: Tensor, *, batch_norm: BatchNorm, seed: int, method: Method
+    ) -> None:
+        """Make the model this rank's part of it, in place. All ranks call it.
+
+        Args:
+            model: the plain network, on its device.
+            plan: for as many devices as there are.
+            example: images of one microbatch; only shape, type and device matter.
+            batch_norm: over which samples statistics are taken.
+            seed: the run's.
+            method: how gradients become an update.
+
+        Raises:
+            ConvoyError: a layer cannot be divided as the plan says.
+        """
+        self.model = parallelize(model, plan, example, batch_norm=batch_norm, seed=seed)
+        self.engine = network_of(self.model)
+        self.engine.weigh = _as_it_is  # type: ignore[method-assign]  # the trainer's loss is weighted already
+        self.sample_axes: Axes = self.engine.sample_axes
+        self.local_mean = method.local_updates is not None
+        self._method = method
+        self._device = example.device
+        self._places = {id(p): self.engine.layouts[name] for name, p in self.model.named_parameters()}
+        self._tree: TreeReducer | None = None
+        self._local: LocalSgd | None = None
+        self._left_over = False
+        if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
+            self.engine.reducer.remove()
+            self.engine.reducer = None
+            if not method.tree:
+                self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
+
+    def enter(self, update: int, piece: Pass) -> None:
+        """Announce a pass with the samples of all ranks."""
+        self.engine.samples = tuple(map(len, piece.parts))
+        self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
+
+    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
+        """Announce how many samples each rank has."""
+        self.engine.samples = parts
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples."""
+        return self.model(images)
+
+    def divide(self, division: Division, num_passes: int) -> None:
+        """Tell the tree, or the average of local SGD, who has how much."""
+        if self._method.tree and self._tree is None:
+            self._tree = TreeReducer(
+                self._reduced(),
+                self.engine.groups,
+                sample_axes=self.sample_axes,
+                shares=division.counts,
+                passes=num_passes,
+            )
+        elif self._tree is not None:
+            self._tree.set_shares(division.counts, num_passes)
+        if self._method.local_updates is not None:
+            self._local = LocalSgd(
+                list(self.model.parameters()),
+                self.engine.groups,
+                self.sample_axes,
+                every=self._method.local_updates,
+                weight=len(division.positions(self.engine.sample_rank)),
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave gradients on this rank."""
+        with self.engine.reducer.paused() if self.engine.reducer is not None else contextlib.nullcontext():
+            yield
+        self._left_over = self.engine.reducer is not None
+
+    def passed(self) -> None:
+        """The engine was there."""
+
+    def finish_update(self) -> None:
+        """Gradients and running statistics of the global batch."""
+        if self._left_over and self.engine.reducer is not None:
+            self.engine.reducer.reduce()
+        self._left_over = False
+        if self._tree is not None:
+            self._tree.finish()
+        self.engine.context.statistics.fold(self.engine.groups)
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradient by its norm over all shards."""
+        clip_grad_norm(self._divided(), self.engine.groups, max_norm)
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Whole norms for LARS and LAMB."""
+        divided = self._divided()
+        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in divided):
+            return contextlib.nullcontext()
+        return WholeNorms(divided, self.engine.groups)
+
+    def updated(self) -> None:
+        """Average the weights, where it is their time."""
+        if self._local is not None:
+            self._local.step()
+
+    def synchronise(self) -> None:
+        """Average the weights now."""
+        if self._local is not None:
+            self._local.average()
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Collect a tensor from all ranks."""
+        shape, layout = self._entry(name)
+        return collect(tensor, layout, shape, self.engine.groups)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Cut this rank's part out of a whole tensor."""
+        shape, layout = self._entry(name)
+        if tuple(tensor.shape) != shape:
+            return tensor
+        return cut(tensor, layout, self.engine.groups.mesh, self.engine.groups.coordinates)
+
+    def _entry(self, name: str) -> tuple[tuple[int, ...], Layout]:
+        """Serial shape and layout under a name of the state, which a tied tensor has several of."""
+        if name not in self.engine.shapes:
+            tensor = self.model.state_dict(keep_vars=True)[name]
+            name = next(other for other, own in self.model.named_parameters() if own is tensor)
+        return self.engine.shapes[name][0], self.engine.layouts[name]
+
+    def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
+        """Every parameter with the axes over which its gradient is added."""
+        apart = frozenset(self.sample_axes if self.local_mean else ())
+        return [(p, tuple(sorted(self._places[id(p)].copied - apart))) for p in self.model.parameters()]
+
+    def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
+        """Every parameter with the axes that divide it."""
+        return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
+
+
+def _as_it_is(output: Tensor, samples: tuple[int, ...]) -> Tensor:
+    return output
