@@ -90,13 +90,13 @@ class CaseRun:
 
     def _best(self, sides: Sequence[Side]) -> Side | None:
         """The fastest in one trial."""
-        found = {}
-        for side in sides:
+        found: list[tuple[float, int]] = []
+        for number, side in enumerate(sides):
             timings = self._measure(side, 0, f"{side.label}, {side.arrangement}")
             if timings is not None:
-                found[side] = slowest(timings)
-                self._note(f"{side.label}, {side.arrangement}", found[side])
-        return min(found, key=lambda side: found[side]) if found else None
+                found.append((slowest(timings), number))
+                self._note(f"{side.label}, {side.arrangement}", slowest(timings))
+        return sides[min(found)[1]] if found else None
 
     def _measure(self, side: Side, number: int, name: str | None = None) -> list[Timing] | None:
         """What each rank measured; None if one fails."""
