@@ -16,6 +16,11 @@ def test_number_i_does_not_depend_on_how_many_are_drawn() -> None:
     assert torch.equal(random_bits(keys, 7, 100)[:, :30], random_bits(keys, 7, 30))
 
 
+def test_chosen_elements_have_the_numbers_of_the_whole() -> None:
+    keys, chosen = sample_keys(1, 2, range(4)), torch.tensor([90, 3, 41], dtype=torch.int32)
+    assert torch.equal(random_bits(keys, 7, 100)[:, chosen], random_bits(keys, 7, chosen))
+
+
 def test_seed_step_layer_and_sample_all_matter() -> None:
     base = random_bits(sample_keys(0, 0, [0]), layer_key("a"), 1000)
     others = [
