@@ -1,0 +1,104 @@
+"""Collectives of every dtype, small and large, even and uneven, against what the ranks' tensors say."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from convoy.engine import collectives
+from ranks import run_ranks
+
+
+def _of(rank, *shape, dtype=torch.float64):
+    """The tensor of a rank: whole numbers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 8, shape, generator=generator).to(dtype)
+
+
+def _even(dtype):
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    for shape in [(), (0,), (3,), (5, 2), (70_000,)]:
+        everyones = torch.stack([_of(r, *shape, dtype=dtype) for r in range(ranks)])
+        x = everyones[rank].clone()
+        assert collectives.all_reduce(x, group) is x and torch.equal(x, everyones.sum(0).to(dtype))
+        pending = collectives.start_all_reduce(y := everyones[rank].clone(), group)
+        assert pending.wait() is y and torch.equal(y, x)
+        assert torch.equal(collectives.all_gather(everyones[rank], group), everyones)
+        rows = torch.stack([_of(10 * rank + r, *shape, dtype=dtype) for r in range(ranks)])
+        columns = torch.stack([_of(10 * r + rank, *shape, dtype=dtype) for r in range(ranks)])
+        assert torch.equal(collectives.all_to_all(rows, group), columns)
+        assert torch.equal(collectives.reduce_scatter(rows, group), columns.sum(0).to(dtype))
+        z = collectives.broadcast(everyones[rank].clone(), group, source=1)
+        assert torch.equal(z, everyones[1])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_even(world):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        run_ranks(_even, world, dtype)
+
+
+def _uneven(dtype):
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+
+    def shape(sender, receiver):
+        return None if sender == receiver else (sender, 2 + receiver)
+
+    sends = [None if r == rank else _of(10 * rank + r, *shape(rank, r), dtype=dtype).t() for r in range(ranks)]
+    shapes = [shape(r, rank) and shape(r, rank)[::-1] for r in range(ranks)]
+    found = collectives.exchange(sends, shapes, group)
+    for sender, piece in enumerate(found):
+        if sender == rank:
+            assert piece.shape == (0,)
+        else:
+            assert torch.equal(piece, _of(10 * sender + rank, *shape(sender, rank), dtype=dtype).t())
+    assert collectives.gather_ints([rank, 7], group) == [[r, 7] for r in range(ranks)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven(world):
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        run_ranks(_uneven, world, dtype)
+
+
+def _bits():
+    """Sums of all sizes have the same bits on every rank."""
+    found = []
+    for count in (1, 1000, 10_000, 200_000):
+        x = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()))
+        found.append(collectives.all_reduce(x, dist.group.WORLD))
+    return found
+
+
+def test_sums_have_the_same_bits_on_every_rank():
+    first, *others = run_ranks(_bits, 3)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_one_rank_alone():
+    x = torch.randn(3)
+    assert collectives.size(None) == 1
+    assert collectives.all_reduce(x, None) is x and collectives.broadcast(x, None) is x
+    assert torch.equal(collectives.all_gather(x, None), x[None])
+    assert torch.equal(collectives.all_to_all(x[None], None), x[None])
+    assert torch.equal(collectives.reduce_scatter(x[None], None), x)
+    assert torch.equal(collectives.exchange([x], [(3,)], None)[0], x)
+    assert collectives.gather_ints([4, 2], None) == [[4, 2]]
+
+
+def _compiled():
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    def run(x):
+        y = collectives.all_reduce(x * 1, group)
+        y = y + collectives.all_gather(x, group).sum(0)
+        y = y + collectives.reduce_scatter(torch.stack([x, 2 * x]), group)
+        first, second = collectives.exchange([x[: rank + 1], x[: rank + 1]], [(1,), (2,)], group)
+        return y + first.sum() + second.sum()
+
+    x = _of(rank, 4)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+
+
+def test_the_private_functional_collectives_of_torch_are_still_there():
+    run_ranks(_compiled, 2, timeout=120)
