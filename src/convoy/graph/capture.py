@@ -5,6 +5,7 @@ control flow over shapes and modes is followed as it is. A graph therefore holds
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,8 @@ def _run(
     forward: Callable[..., Any], given: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
 ) -> Any:
     try:
-        with fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+        with warnings.catch_warnings(), fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+            warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
             output = forward(*given)
         output = recorder.reference(output)
     except CaptureError:

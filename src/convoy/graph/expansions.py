@@ -40,6 +40,18 @@ def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Steps:
     )
 
 
+def _expand(input: Tensor, *sizes: Any, **kwargs: Any) -> Steps:
+    """As broadcasting with a constant, which has no size of its own on a rank that holds a part of the result."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    new = len(sizes) - input.dim()
+    if kwargs or not sizes or new < 0:
+        return None
+    shape = [input.shape[place - new] if size == -1 else size for place, size in enumerate(sizes)]
+    if tuple(shape) == tuple(input.shape):
+        return None
+    return lambda: input.expand_as(torch.zeros(1, device=input.device).broadcast_to(shape))
+
+
 def _glu(input: Tensor, dim: int = -1) -> Steps:
     def steps() -> Tensor:
         value, gate = input.chunk(2, dim)
@@ -102,6 +114,7 @@ EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "__getitem__": _getitem,
     "__rmatmul__": _pair(torch.matmul),
     "channel_shuffle": _channel_shuffle,
+    "expand": _expand,
     "glu": _glu,
     "native_channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,

@@ -3,6 +3,7 @@
 from convoy.graph.normalise import (
     convolution,
     elementwise,
+    independent,
     indexing,
     joining,
     norms,
@@ -25,6 +26,7 @@ OPS = (
 _NORMALISERS: dict[str, Normaliser] = {
     **convolution.NORMALISERS,
     **elementwise.NORMALISERS,
+    **independent.NORMALISERS,
     **indexing.NORMALISERS,
     **joining.NORMALISERS,
     **norms.NORMALISERS,
@@ -36,6 +38,10 @@ _NORMALISERS: dict[str, Normaliser] = {
 
 
 def normalise(seen: Seen) -> Normal:
-    """The op and the attributes of a call; `opaque` where no family knows it."""
+    """The op and the attributes of a call; `opaque` where no family knows it.
+
+    An opaque call may have the attribute `independent`: dimensions, of all its inputs and outputs alike, along which
+    the same function with the same arguments gives each piece of the outputs for the same piece of the inputs.
+    """
     normaliser = _NORMALISERS.get(seen.name)
     return (normaliser(seen) if normaliser else None) or Normal("opaque")

@@ -65,5 +65,5 @@ NORMALISERS: dict[str, Normaliser] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
     "linear": _linear,
-    **dict.fromkeys(("matmul", "bmm", "mm", "__matmul__"), _matmul),
+    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
 }

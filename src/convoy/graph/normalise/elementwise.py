@@ -24,7 +24,10 @@ ARITHMETIC = (
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan"),
     *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "isinf", "isfinite"),
 )
-OPERATORS = ("rsub", "rdiv", "rtruediv", "truediv", "rpow", "floordiv", "rfloordiv", "mod", "rmod", "and", "or", "xor")
+OPERATORS = (  # of python, as torch's methods call them without their underscores
+    *("rsub", "rdiv", "rtruediv", "truediv", "rpow", "floordiv", "rfloordiv", "mod", "rmod", "radd", "rmul"),
+    *("and", "or", "xor", "rand", "ror", "rxor", "invert"),
+)
 CONVERSIONS = ("to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "type", "contiguous", "clone")
 
 
@@ -79,8 +82,7 @@ def _expand(seen: Seen) -> Normal | None:
 
 
 NORMALISERS: dict[str, Normaliser] = {
-    **dict.fromkeys((*ACTIVATIONS, *ARITHMETIC), _elementwise),
-    **{f"__{name}__": _elementwise for name in OPERATORS},
+    **dict.fromkeys((*ACTIVATIONS, *ARITHMETIC, *OPERATORS), _elementwise),
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **{name: partial(_dropout, channels=True) for name in ("dropout1d", "dropout2d", "dropout3d", "feature_dropout")},

@@ -53,4 +53,4 @@ def _one(seen: Seen) -> Normal | None:
     return _select(seen, {dim: found["index"] % sizes[dim]})
 
 
-NORMALISERS: dict[str, Normaliser] = {"__getitem__": _getitem, "narrow": _narrow, "select": _one}
+NORMALISERS: dict[str, Normaliser] = {"getitem": _getitem, "narrow": _narrow, "select": _one}

@@ -32,8 +32,8 @@ class Seen:
 
     @property
     def name(self) -> str:
-        """The function's bare name: `relu` for `torch.relu`, `F.relu` and `Tensor.relu`."""
-        return str(getattr(self.function, "__name__", ""))
+        """The function's bare name: `relu` for `torch.relu` and `F.relu`, `add` for `Tensor.__add__`."""
+        return str(getattr(self.function, "__name__", "")).strip("_")
 
     def bound(self, **defaults: Any) -> dict[str, Any]:
         """The arguments by name; `defaults` are the function's parameters in order, with the names for tensors."""

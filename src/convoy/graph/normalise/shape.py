@@ -58,7 +58,7 @@ NORMALISERS: dict[str, Normaliser] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"), _reshape),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     **dict.fromkeys(("movedim", "moveaxis"), _move),
-    "__get__": _property,
+    "get": _property,
     "permute": _permute,
     "t": _t,
 }

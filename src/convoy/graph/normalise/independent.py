@@ -1,0 +1,59 @@
+"""Functions without a rule of their own that can still be computed piece by piece along some dimensions."""
+
+from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+
+
+def _opaque(dims: tuple[int, ...]) -> Normal | None:
+    return Normal("opaque", {"independent": dims}) if dims else None
+
+
+def _attention(seen: Seen) -> Normal | None:
+    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]."""
+    found = seen.bound(query=None, key=None, value=None, attn_mask=None)
+    shapes = [seen.shape(found[name])[:-2] for name in ("query", "key", "value")]
+    if found["attn_mask"] is not None or len(set(shapes)) > 1 or seen.kwargs.get("enable_gqa"):
+        return None
+    return _opaque(tuple(range(len(shapes[0]))))
+
+
+def _along(name: str, place: int, last: bool = False) -> Normaliser:
+    """A function that mixes numbers along the dimensions in its argument `name` only, and keeps all dimensions."""
+
+    def normaliser(seen: Seen) -> Normal | None:
+        rank = len(seen.shape(seen.input))
+        dims = seen.kwargs.get(name, seen.args[place] if len(seen.args) > place else (-1 if last else None))
+        dims = (dims,) if isinstance(dims, int) else dims
+        ranks = {len(output.shape) for output in seen.outputs}
+        if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims) or ranks != {rank}:
+            return None
+        mixed = {dim % rank for dim in dims}
+        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(seen.operands) == 1 else None
+
+    return normaliser
+
+
+def _samples(seen: Seen) -> Normal | None:
+    return _opaque((0,)) if len(seen.shape(seen.input)) == 4 or seen.name == "fold" else None
+
+
+def _unfold(seen: Seen) -> Normal | None:
+    """`F.unfold` of images, or windows along one dimension."""
+    if "kernel_size" in seen.kwargs or len(seen.outputs[0].shape) != len(seen.shape(seen.input)) + 1:
+        return _samples(seen)
+    mixed = seen.bound(input=None, dimension=0)["dimension"] % len(seen.shape(seen.input))
+    return _opaque(tuple(dim for dim in range(len(seen.shape(seen.input))) if dim != mixed))
+
+
+NORMALISERS: dict[str, Normaliser] = {
+    **dict.fromkeys(("var", "std", "amin", "cumsum", "logsumexp", "argmax", "argmin", "prod"), _along("dim", 1)),
+    "flip": _along("dims", 1),
+    "fold": _samples,
+    "norm": _along("dim", 2),
+    "normalize": _along("dim", 2),
+    "repeat_interleave": _along("dim", 2),
+    "roll": _along("dims", 2),
+    "scaled_dot_product_attention": _attention,
+    "sort": _along("dim", 1, last=True),
+    "topk": _along("dim", 2, last=True),
+    "unfold": _unfold,
+}
