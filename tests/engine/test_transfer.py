@@ -1,6 +1,7 @@
 """Every redistribution gives what the target's layout says, and every backward pass is the adjoint of its forward."""
 
 import itertools
+import math
 import random
 import zlib
 
@@ -52,6 +53,27 @@ def test_layouts_are_connected():
         assert here == target, words
         count += 1
     assert count > 900
+
+
+def _missing(source: Layout, target: Layout, mesh, place):
+    """How many elements of the target a rank does not hold in the source."""
+    sizes = list(zip(*(found.local_shape(SHAPE, mesh, place) for found in (source, target)), strict=True))
+    shared = [
+        len(set(source.parts(dim, mesh, place, size)) & set(target.parts(dim, mesh, place, size)))
+        for dim, size in enumerate(SHAPE)
+    ]
+    return math.prod(wanted for _, wanted in sizes) - math.prod(shared)
+
+
+@pytest.mark.parametrize(("mesh", "limit"), [(MESHES[2], 1.0), (MESHES[3], 1.0), (MESHES[4], 1.6)])
+def test_little_more_is_sent_than_is_missing(mesh, limit):
+    """On one axis exactly what is missing arrives; on two a gather before an exchange may bring more."""
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    for words, source, target in layouts.pairs(mesh, SHAPE):
+        if not source.partial:
+            steps = [step for step in transfer(source, target, mesh, SHAPE) if step.kind in ("gather", "move")]
+            sent = sum(_missing(step.source, step.target, mesh, place) for step in steps for place in places)
+            assert sent <= limit * sum(_missing(source, target, mesh, place) for place in places), words
 
 
 def _values(channels_last):

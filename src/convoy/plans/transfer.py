@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from convoy.plans.layout import Indices, Layout, Split, common, indices, united
+from convoy.plans.layout import Indices, Layout, Split, common, indices, united, without
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
 Kind = Literal["reduce", "copy", "keep", "slice", "gather", "move", "reduce_scatter"]
@@ -172,24 +172,23 @@ class _Walk:
         )
 
     def _intersected(self, dim: int, wanted: Split, new: set[int]) -> Layout:
+        """Every rank keeps what it will want of what it holds; ranks that hold the same share the rest evenly."""
         here = self.here.split(dim)
         axes = tuple(sorted({*self._axes(dim), *new}))
-        if set(self._axes(dim)) & set(wanted.axes):
-            parts = [self._share(here, dim, place, tuple(sorted(new))) for place in _places(self.mesh, axes)]
-        else:
-            other = tuple(axis for axis in wanted.axes if axis not in axes)
-            parts = [
-                common(self._union(wanted, dim, place, other), self._part(here, dim, place))
-                for place in _places(self.mesh, axes)
-            ]
+        group = tuple(sorted(new))
+        other = tuple(axis for axis in wanted.axes if axis not in axes)
+        needed_elsewhere = bool(set(self._axes(dim)) & set(wanted.axes))
+        parts = []
+        for place in _places(self.mesh, axes):
+            held = self._part(here, dim, place)
+            kept = [common(held, self._union(wanted, dim, peer, other)) for peer in self.mesh.group(place, group)]
+            index, part = self.mesh.index(place, group), kept[self.mesh.index(place, group)]
+            if needed_elsewhere:
+                rest = without(held, united(kept))
+                share = rest[len(rest) * index // len(kept) : len(rest) * (index + 1) // len(kept)]
+                part = united([part, indices(share)])
+            parts.append(part)
         return self._with(dim, Split(axes, tuple(parts)))
-
-    def _share(self, here: Split | None, dim: int, place: Coordinates, new: Axes) -> Indices:
-        """An even share of what the rank holds, among the ranks that hold the same."""
-        mine = self._part(here, dim, place)
-        count, index = self.mesh.size(new), self.mesh.index(place, new)
-        share = mine[len(mine) * index // count : len(mine) * (index + 1) // count]
-        return indices(share) if isinstance(share, tuple) else share
 
     def _united(self, dim: int, axes: set[int], wanted: Split | None) -> Split | None:
         here = self.here.split(dim)
