@@ -1,0 +1,60 @@
+"""What autograd keeps on every rank is what the plan says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import convoy
+from convoy.engine.network import network_of
+from convoy.models import create
+from convoy.plans.layout import balanced
+from convoy.plans.memory import predict_memory
+from plans.made_graph import same_net
+from ranks import run_ranks
+
+SAMPLES = 4
+
+
+def _kept(name, size, plan):
+    """Bytes that autograd keeps on this rank, parameters that it has, and what was said of both."""
+    torch.manual_seed(0)
+    model = same_net() if name == "small" else create(name)
+    images = torch.randn(SAMPLES, 1 if name == "lenet" else 3, size, size)
+    net = convoy.parallelize(model, plan, example=images[:1])
+    mine = images[convoy.local_samples(net, SAMPLES)].clone()
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]}
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = net(mine)
+    assert output is not None
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    measured = sum(size for pointer, size in storages.items() if pointer not in own)
+    network = network_of(net)
+    parts = tuple(len(part) for part in balanced(SAMPLES, network.num_sample_ranks))
+    said = predict_memory(network.placement([mine], parts, True))[dist.get_rank()]
+    parameters = sum(parameter.numel() * parameter.itemsize for parameter in net.parameters())
+    return (measured, parameters), (said.activations, said.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "plan"),
+    [
+        ("small", 16, "filter=2"),
+        ("small", 16, "height=2"),
+        ("small", 16, "sample=2,filter=2"),
+        ("alexnet", 96, "owt=2"),
+        ("resnet18", 64, "sample=2"),
+        ("resnet18", 64, "filter=2"),
+        ("resnet18", 64, "height=2"),
+    ],
+)
+def test_memory(name, size, plan):
+    world = 4 if "," in plan else 2
+    for (measured, parameters), (said, said_parameters) in run_ranks(_kept, world, name, size, plan):
+        assert parameters == said_parameters
+        assert said == pytest.approx(measured, rel=0.12), "copies that kernels make for padding are not counted"
