@@ -68,13 +68,14 @@ class Shuffle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, 2, 1), nn.BatchNorm2d(12), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, 2, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU(inplace=True))
         self.way = nn.Sequential(
             nn.Conv2d(6, 6, 1, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(inplace=True),
             nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False),
             nn.BatchNorm2d(6),
+            nn.Tanh(),
             nn.Conv2d(6, 6, 1, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(inplace=True),

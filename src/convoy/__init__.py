@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from convoy.engine.class_parallel import cross_entropy
     from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
 
-__all__ = ["gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
+__all__ = ["cross_entropy", "gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, when it is first used: `convoy --help` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from convoy.engine import parallelize as engine
+    from convoy import engine
 
     return getattr(engine, name)

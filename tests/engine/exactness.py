@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from small_nets import SMALL_NETS
 from torch import Tensor, nn
 
 import convoy
 from convoy import models
+from small_nets import SMALL_NETS
 
 STEPS = 5
 IMAGE = {"lenet": (1, 28), "squeezenet1_1": (3, 48), "alexnet": (3, 64), "alexnet-2012": (3, 67), "googlenet": (3, 64)}
@@ -78,12 +78,11 @@ def distance(
     with torch.no_grad():
         for p in perturbed.parameters():
             p.mul_(1 + 1e-15 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign())
-    ranks = torch.distributed.get_world_size()
     net = convoy.parallelize(copy.deepcopy(serial), plan, example=torch.zeros(2, *shape, dtype=torch.float64))
     if sabotage is not None:
         import sabotages
 
-        getattr(sabotages, sabotage)(net, ranks)
+        getattr(sabotages, sabotage)(net)
     nets = {"serial": serial, "perturbed": perturbed, "parallel": net}
     optimizers = {
         kind: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4) for kind, n in nets.items()

@@ -2,10 +2,10 @@
 
 import pytest
 from exactness import run
-from ranks import RankFailed, run_ranks
-from small_nets import SMALL_NETS
 
 from convoy.plans.plan import Plan
+from ranks import RankFailed, run_ranks
+from small_nets import SMALL_NETS
 
 PLANS = [
     "sample=2",
@@ -21,12 +21,13 @@ PLANS = [
     "owt=2",
 ]
 NETS = ["lenet", "alexnet", "alexnet-2012", "squeezenet1_1", "vgg11_bn", "googlenet", "resnet18", "resnet50"]
-CHAOTIC = {"resnet50", "googlenet"}
 REFUSED = {
     ("lenet", "channel=2"): "layer 'features.0' has only 1 input channel",
     ("alexnet-2012", "filter=3"): "in 2 groups, which cannot be divided over the 3 ranks",
 }
-SIZES = {("squeezenet1_1", "height=3"): 64, ("googlenet", "height=3"): 96, ("vgg11_bn", "height=3"): 64}
+ROWS = {"height=2", "width=2", "sample=2,height=2"}
+SIZES = {(net, plan): 64 for net in ("resnet18", "resnet50") for plan in ROWS}
+SIZES |= {(net, "height=3"): 96 for net in ("resnet18", "resnet50", "googlenet", "squeezenet1_1", "vgg11_bn")}
 
 MIXED: dict[str, dict] = {
     "alexnet": {
@@ -73,8 +74,26 @@ def check(net: str, plan, **options) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("net", [*NETS, *SMALL_NETS])
-def test_every_plan_is_exact(net: str, plan: str) -> None:
+@pytest.mark.parametrize("net", ["lenet", *SMALL_NETS])
+def test_small_nets_are_exact_under_every_plan(net: str, plan: str) -> None:
+    exact_or_refused(net, plan)
+
+
+@pytest.mark.parametrize("net", ["squeezenet1_1", "resnet18"])
+def test_larger_nets_are_exact(net: str) -> None:
+    exact_or_refused(net, "sample=2,filter=2")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("net", NETS)
+def test_matrix(net: str, plan: str) -> None:
+    exact_or_refused(net, plan)
+
+
+def exact_or_refused(net: str, plan: str) -> None:
+    """Refused with the sentence of `REFUSED`, or exact."""
     reason = REFUSED.get((net, plan))
     if reason is not None:
         with pytest.raises(RankFailed, match=reason):
@@ -91,3 +110,18 @@ def test_a_mixed_plan_is_exact(net: str) -> None:
 @pytest.mark.parametrize("plan", ["sample=3", "owt=2"])
 def test_ranks_without_samples_join_in(plan: str) -> None:
     check("dense", plan, batches=(2, 1, 5))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "plan"),
+    [
+        ("local_batch_norm", "sample=2"),
+        ("unweighted_mean", "sample=2"),
+        ("missing_gradient_sum", "sample=2"),
+        ("missing_gradient_sum", "height=2"),
+    ],
+)
+def test_a_broken_engine_is_noticed(sabotage: str, plan: str) -> None:
+    world = Plan.parse(plan).mesh.num_devices
+    found = run_ranks(run, world, "dense", plan, {"sabotage": sabotage, "batches": (5, 7)}, timeout=150)
+    assert not any(distance.ok for distance in found)

@@ -1,11 +1,13 @@
 """Runs a network so that its numbers depend on the recipe alone: microbatches, random numbers, batch norm."""
 
 from convoy.engine.batch_norm import MicrobatchNorm
+from convoy.engine.class_parallel import cross_entropy
 from convoy.engine.context import StepContext
 from convoy.engine.dropout import SampleDropout
 from convoy.engine.gradient_tree import GradientTree
 from convoy.engine.merge import Probe, probe
 from convoy.engine.microbatches import microbatch_sizes, passes
+from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
 from convoy.engine.prepare import prepare
 
 __all__ = [
@@ -14,8 +16,14 @@ __all__ = [
     "Probe",
     "SampleDropout",
     "StepContext",
+    "cross_entropy",
+    "gradients",
+    "load_state_dict",
+    "local_samples",
     "microbatch_sizes",
+    "parallelize",
     "passes",
     "prepare",
     "probe",
+    "state_dict",
 ]

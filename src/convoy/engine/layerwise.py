@@ -45,7 +45,7 @@ class Layerwise(Network):
             part.place_parameters(inputs, training, self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
             self._parts[name] = part
-            layer.forward = part.part  # type: ignore[method-assign]
+            layer.forward = part.part
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""

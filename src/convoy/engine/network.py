@@ -15,6 +15,7 @@ from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
 from convoy.engine.output import scale_gradient
 from convoy.engine.program import Program
+from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves, replace
@@ -30,11 +31,19 @@ MAX_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Signature:
-    """What a program is made for: the mode, the samples of every sample rank, and the inputs' other sizes."""
+    """What a program is made for.
+
+    Attributes:
+        training: the mode.
+        samples: of every sample rank.
+        inputs: the inputs' sizes but for the samples, and their types.
+        as_given: whether the outputs stay as the last layers give them.
+    """
 
     training: bool
     samples: tuple[int, ...]
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    as_given: bool = False
 
 
 @dataclass
@@ -93,6 +102,13 @@ class Network:
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: self.weigh(found[ref.name], samples))
 
+    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
+        """The outputs as the last layers give them, by name, and how they are laid out."""
+        samples = self.exchange_samples(inputs)
+        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs), as_given=True))
+        self.begin_pass(samples, inputs[0].device)
+        return self._run(placement, program, inputs), placement
+
     def part(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
         samples = self.exchange_samples(inputs)
@@ -130,7 +146,8 @@ class Network:
         """How many samples every sample rank has in this pass."""
         if self.samples is not None:
             return self.samples
-        return tuple(gather_ints(len(inputs[0]), self.groups.of(self.sample_axes)))
+        group = self.groups.of(self.sample_axes)
+        return tuple(number for (number,) in gather_ints([len(inputs[0])], group, inputs[0].device))
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
@@ -143,7 +160,8 @@ class Network:
         if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            placement = self._place(self._capture(signature), consecutive(signature.samples))
+            parts = consecutive(signature.samples)
+            placement = self._place(self._capture(signature), parts, signature.as_given)
             found = self._programs[signature] = placement, Program(placement, self.groups, self.context)
         return found
 
@@ -154,9 +172,10 @@ class Network:
             graph = capture(self.model, tuple(inputs), training=signature.training, shapes=self.shapes)
         return graph.prefixed(self.prefix) if self.prefix else graph
 
-    def _place(self, graph: Graph, parts: tuple[range, ...]) -> Placement:
+    def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)
-        return place(graph, self.plan, batch, [ref.name for ref in leaves(graph.output, Ref)], self.layouts.get)
+        outputs = [ref.name for ref in leaves(graph.output, Ref)]
+        return place(graph, self.plan, batch, outputs, self.layouts.get, as_given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Network":
         twin = copy.copy(self)
@@ -166,6 +185,14 @@ class Network:
         twin._owners = _owners(twin.model)
         twin._programs = {}
         return twin
+
+
+def network_of(net: nn.Module) -> Network:
+    """What runs a parallelized network."""
+    network = getattr(net, "_convoy", None)
+    if not isinstance(network, Network):
+        raise ConvoyError("this network is not parallelized: pass what convoy.parallelize returned")
+    return network
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups, join
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.network import Network, named_tensors
+from convoy.engine.network import Network, named_tensors, network_of
 from convoy.engine.shards import collect, cut
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
@@ -65,7 +65,7 @@ def parallelize(
         [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
     )
     model._convoy = network  # type: ignore[assignment]
-    model.forward = network.forward  # type: ignore[method-assign]
+    model.forward = network.forward
     return model
 
 
@@ -111,14 +111,6 @@ def local_samples(net: nn.Module, num_samples: int) -> slice:
     return slice(part.start, part.stop)
 
 
-def network_of(net: nn.Module) -> Network:
-    """What runs a parallelized network."""
-    network = getattr(net, "_convoy", None)
-    if not isinstance(network, Network):
-        raise ConvoyError("this network is not parallelized: pass what convoy.parallelize returned")
-    return network
-
-
 def _check_examples(examples: tuple[Tensor, ...]) -> None:
     if not examples or not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
         raise ConvoyError("example must be a tensor, or a tuple of tensors, with one rank's samples along dim 0")
@@ -142,8 +134,8 @@ def _take_shards(network: Network) -> None:
     world = network.groups.of(tuple(mesh.axes))
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():
-            broadcast(tensor, world)
-            tensor.data = cut(tensor.data, network.layouts[name], mesh, place)
+            first = broadcast(tensor.data.contiguous(), world)
+            tensor.data = cut(tensor.data.copy_(first), network.layouts[name], mesh, place)
 
 
 def _whole(network: Network, name: str, tensor: Tensor) -> Tensor:

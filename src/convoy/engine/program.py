@@ -1,8 +1,9 @@
 """A placed network on one rank: kernels and transfers in the order in which they run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from convoy.engine.context import StepContext
@@ -13,6 +14,9 @@ from convoy.engine.transfer import redistribute
 from convoy.plans.layout import Layout
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
+
+LOW_PRECISION = {"conv", "linear"}
+"""Calls that autocast computes in low precision: what they need is sent so."""
 
 Place = tuple[str, Layout]
 """A value in one layout: what a slot of the program holds."""
@@ -51,9 +55,16 @@ class Program:
             for name, value in constants.items()
             if name in placement.layouts
         }
+        others = {
+            (name, layout)
+            for placed in placement.calls
+            for name, layout in placed.placed.inputs.items()
+            if placed.call.op not in LOW_PRECISION
+        }
         for placed in placement.calls:
             for name, steps in placed.transfers.items():
-                self._transfer(name, placed.placed.inputs[name], steps)
+                target = placed.placed.inputs[name]
+                self._transfer(name, target, steps, cast=(name, target) not in others)
             layouts = {**placed.placed.inputs, **placed.placed.outputs}
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
@@ -94,15 +105,16 @@ class Program:
     def _add(self, run: Callable[..., Sequence[Tensor]], inputs: Sequence[int], outputs: Sequence[int]) -> None:
         self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), ()))
 
-    def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...]) -> None:
-        """Redistribute a value, once for all who want it in the same layout."""
+    def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], cast: bool = False) -> None:
+        """Redistribute a value, once for all who want it in the same layout; `cast` sends it as autocast computes."""
         if not steps or (name, target) in self._slots:
             return
         placement = self._placement
         source = self._slot(name, steps[0].source)
         shape = placement.graph.shape(name)
         move = redistribute(steps, placement.mesh, self._groups.coordinates, self._groups, shape)
-        self._add(lambda x: [move(x)], [source], [self._slot(name, target)])
+        slot = self._slot(name, target)
+        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot])
 
     def _freeing(self) -> list[Instruction]:
         """The instructions, each emptying the slots that it reads last."""
@@ -116,6 +128,9 @@ class Program:
         return found[::-1]
 
 
-def arguments(program: Program, inputs: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors of a program's sources, from the network's inputs and its parameters and buffers."""
-    return [inputs[name] if name in inputs else named[name] for name in program.sources]
+def _low(x: Tensor) -> Tensor:
+    """The tensor in the precision in which autocast would have the next layer compute."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

@@ -8,6 +8,7 @@ from convoy.graph.graph import Call, Graph
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Mesh
 from convoy.plans.rules import RULES, Batch, Placed, Situation
+from convoy.plans.rules.layouts import without_partial
 from convoy.plans.rules.whole import rule as whole
 from convoy.plans.transfer import Step, transfer
 
@@ -73,6 +74,7 @@ def place(
     batch: Batch,
     outputs: Iterable[str],
     kept: Callable[[str], Layout | None] = lambda name: None,
+    as_given: bool = False,
 ) -> Placement:
     """Apply the rules to one call after the other.
 
@@ -82,6 +84,7 @@ def place(
         batch: how the samples are divided.
         outputs: names of the values that the network returns.
         kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
+        as_given: leave the outputs where the last calls give them, rather than with the ranks' own samples.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says.
@@ -107,9 +110,13 @@ def place(
                 steps[name] = transfer(layouts[name], wanted, mesh, graph.shape(name))
         layouts |= placed.outputs
         calls.append(PlacedCall(call, strategy, placed, steps))
-    targets = {name: _own(graph.shape(name), batch, of_batch) for name in outputs}
-    for name in targets:
+    names = list(outputs)
+    for name in names:
         layouts.setdefault(name, kept(name) or WHOLE)
+    if as_given:
+        targets = {name: without_partial(layouts[name]) for name in names}
+    else:
+        targets = {name: _own(graph.shape(name), batch, of_batch) for name in names}
     last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
     return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
 

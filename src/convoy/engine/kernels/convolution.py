@@ -58,7 +58,9 @@ def _convolution(site: Site) -> Callable[..., Tensor]:
     return lambda x, weight, bias: function(F.pad(x, flat), weight, bias, **options)
 
 
-def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any], needs: list[Need]) -> Any:
+def _transposed(
+    site: Site, function: Callable[..., Tensor], options: dict[str, Any], needs: list[Need]
+) -> Callable[..., Tensor]:
     attributes, output = site.call.attributes, site.call.outputs[0]
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])

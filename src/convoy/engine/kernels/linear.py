@@ -8,7 +8,7 @@ from convoy.engine.kernels.kernel import Kernel, Site
 
 
 def build(site: Site) -> Kernel:
-    """Column-parallel parts give their own features; row-parallel ones a partial sum, to which one rank adds the bias."""
+    """Column-parallel parts give their own features; row-parallel ones a partial sum with the bias in one of them."""
     call = site.call
     names = {name: place for place, name in enumerate(call.inputs)}
     source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]

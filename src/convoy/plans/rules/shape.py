@@ -13,7 +13,7 @@ def identity(situation: Situation) -> Placed:
     call = situation.call
     source = call.attributes.get("input", call.inputs[0])
     layout = situation.given.get(source, Layout())
-    return Placed({source: layout}, {name: layout for name in call.outputs})
+    return Placed({source: layout}, dict.fromkeys(call.outputs, layout))
 
 
 def permute(situation: Situation) -> Placed:
