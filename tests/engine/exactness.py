@@ -18,7 +18,7 @@ IMAGE = {"lenet": (1, 28), "squeezenet1_1": (3, 48), "alexnet": (3, 64), "alexne
 
 @dataclass
 class Distance:
-    """The worst relative error of each kind; `control` is how far a serial run drifts when its weights are perturbed."""
+    """The worst relative errors; `control` is how far a serial run drifts when its weights are perturbed."""
 
     loss: float = 0.0
     gradient: float = 0.0

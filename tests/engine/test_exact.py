@@ -102,7 +102,10 @@ def exact_or_refused(net: str, plan: str) -> None:
     check(net, plan, size=SIZES.get((net, plan)), steps=3 if net in ("resnet50", "googlenet") else 5)
 
 
-@pytest.mark.parametrize("net", MIXED)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "net", ["dense", *(pytest.param(net, marks=pytest.mark.matrix) for net in ("alexnet", "resnet18"))]
+)
 def test_a_mixed_plan_is_exact(net: str) -> None:
     check(net, MIXED[net])
 

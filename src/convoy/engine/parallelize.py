@@ -17,6 +17,7 @@ from convoy.engine.shards import collect, cut
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
 from convoy.plans import Layout
+from convoy.plans.check import check_devices
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 
@@ -56,6 +57,7 @@ def parallelize(
     join()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parsed = Plan.parse(plan, num_devices=world)
+    check_devices(parsed.mesh, world)
     groups = Groups(parsed.mesh)
     context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
     network = _network(model, parsed, groups, context, examples)

@@ -50,7 +50,10 @@ def _convolution(site: Site) -> Callable[..., Tensor]:
     needs = [_need(site, 2 + at) for at in range(num_dims)]
     if transposed:
         return _transposed(site, function, options, needs)
-    padding = [(need.before, need.after) for need in needs]
+    divided = {dim for dim, _ in site.layouts[site.call.outputs[0]].splits}
+    padding = [
+        (need.before, need.after) if 2 + at in divided else attributes["padding"][at] for at, need in enumerate(needs)
+    ]
     if all(before == after for before, after in padding):
         options["padding"] = tuple(before for before, _ in padding)
         return lambda x, weight, bias: function(x, weight, bias, **options)
