@@ -64,6 +64,7 @@ REFUSED = {
     "normal noise like": (lambda layer, x: x + torch.randn_like(x), "randn_like draws"),
     "noise of a constant": (lambda layer, x: x + torch.randn_like(layer.table), "randn_like draws"),
     "alpha dropout": (lambda layer, x: F.alpha_dropout(x, 0.5, True), "alpha_dropout draws"),
+    "dropout of a parameter": (lambda layer, x: x * F.dropout(layer.scale), "of numbers that belong to no sample"),
     "one draw for the batch": (lambda layer, x: x * torch.rand(1, 1, 1, 1), "do not belong to one sample each"),
     "a draw for the layer": (lambda layer, x: x * torch.rand(()), "do not belong to one sample each"),
     "python's random": (lambda layer, x: x * random.random(), "random numbers of python or numpy"),

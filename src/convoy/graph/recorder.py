@@ -153,7 +153,10 @@ class Recorder(TorchFunctionMode):
         if changed and not (call.op == "batch_norm" or call.function is torch.nn.functional.instance_norm):
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
         if self._fakes.draws > draws and call.op != "dropout":
-            raise CaptureError(f"{_called(func)} draws random numbers in a way of its own", self._layers.name)
+            told = (
+                "of numbers that belong to no sample" if _called(func).startswith("dropout") else "in a way of its own"
+            )
+            raise CaptureError(f"{_called(func)} draws random numbers {told}", self._layers.name)
         return result
 
     def _record(
