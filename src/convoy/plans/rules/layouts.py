@@ -42,7 +42,7 @@ def operand(
     copied: set[int] = set()
     for dim, split in target.items():
         own = dim - offset
-        if own >= 0 and shape[own] == out_shape[dim] and out_shape[dim] != 1:
+        if own >= 0 and shape[own] == out_shape[dim]:
             splits[own] = split
         else:
             copied |= set(split.axes)
