@@ -5,8 +5,8 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c 
 
 .PHONY: demo test lint types check clean
 
-demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits and write a report
-	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20
+demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
+	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
 
 test: $(VENV)/dev.installed           ## run the tests
 	$(VENV)/bin/python -m pytest
