@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from convoy.engine.gradients import GradientReducer, Sizes
 from convoy.engine.groups import Groups
@@ -122,8 +123,18 @@ def dropped(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> 
     loss_of(net, x * 4, y).backward()
 
 
+def checkpointed(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
+    """Backward passes inside a backward pass, each of which ends by itself."""
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        h = checkpoint(lambda x: net.norm(net.conv(x)).relu().flatten(1), x, use_reentrant=True)
+        h = checkpoint(lambda h: net.hidden(h).relu(), h, use_reentrant=True)
+        (nn.functional.cross_entropy(net.out(h), y, reduction="sum") / SAMPLES).backward()
+
+
 SCENARIOS = {
-    s.__name__: s for s in (once, three_steps, twice, auxiliary, accumulated, accumulated_and_reduced, dropped)
+    s.__name__: s
+    for s in (once, three_steps, twice, auxiliary, accumulated, accumulated_and_reduced, dropped, checkpointed)
 }
 
 
@@ -189,3 +200,26 @@ def test_a_parameter_that_one_rank_uses() -> None:
     for worst, none in run_ranks(used_by_some, 3, timeout=30):
         assert worst < 1e-12
         assert none
+
+
+def broken_off() -> str:
+    net, x, y = make()
+    reducer_of(net, dist.get_world_size())
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("as asked")
+
+    handle = net.conv.weight.register_hook(fail)
+    try:
+        loss_of(net, x, y).backward()
+    except ValueError:
+        handle.remove()
+    try:
+        loss_of(net, x, y).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pass_after_one_that_broke_off_is_refused() -> None:
+    assert all("broke off" in text for text in run_ranks(broken_off, 2, timeout=30))

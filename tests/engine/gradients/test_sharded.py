@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, Sizes, global_norm
+from convoy.engine.gradients import GradientReducer, ShardedOptimizer, Sizes, global_norm, sharding_pays
 from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
@@ -168,3 +168,26 @@ def refused() -> str:
 
 def test_lars_is_refused() -> None:
     assert all("LARS cannot be divided" in text for text in run_ranks(refused, 2, timeout=30))
+
+
+def pays(numbers: list[int], name: str) -> bool:
+    groups = Groups(Mesh(("sample",), (dist.get_world_size(),)))
+    parameters = [nn.Parameter(torch.zeros(1).expand(number, 1000)) for number in numbers]
+    own = [nn.Parameter(torch.zeros(2))]
+    config = LarsConfig(name="lars", lr=1)
+    optimizer = create_optimizer(nn.ParameterList(own), config, 1.0) if name == "lars" else optim.SGD(own, lr=1)
+    return sharding_pays(optimizer, [(parameter, (0,)) for parameter in parameters], groups)
+
+
+@pytest.mark.parametrize(
+    ("world", "numbers", "name", "want"),
+    [
+        (2, [38_000, 17_000, 4_000], "sgd", True),
+        (1, [38_000, 17_000, 4_000], "sgd", False),
+        (2, [38_000, 17_000, 4_000], "lars", False),
+        (2, [2_400, 2_400, 1_200], "sgd", False),
+        (2, [60] * 1000, "sgd", False),
+    ],
+)
+def test_dividing_pays_where_large_tensors_are_many(world: int, numbers: list[int], name: str, want: bool) -> None:
+    assert run_ranks(pays, world, numbers, name, timeout=30) == [want] * world

@@ -4,7 +4,7 @@ from convoy.engine.gradients.buckets import Sizes
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import clip_grad_norm, global_norm, shard_norms
 from convoy.engine.gradients.reducer import GradientReducer
-from convoy.engine.gradients.sharded import ShardedOptimizer
+from convoy.engine.gradients.sharded import ShardedOptimizer, sharding_pays
 from convoy.engine.gradients.tree_reducer import TreeReducer
 from convoy.engine.gradients.whole_norms import WholeNorms
 
@@ -18,4 +18,5 @@ __all__ = [
     "clip_grad_norm",
     "global_norm",
     "shard_norms",
+    "sharding_pays",
 ]
