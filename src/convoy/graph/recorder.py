@@ -153,9 +153,8 @@ class Recorder(TorchFunctionMode):
         if changed and not (call.op == "batch_norm" or call.function is torch.nn.functional.instance_norm):
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
         if self._fakes.draws > draws and call.op != "dropout":
-            told = (
-                "of numbers that belong to no sample" if _called(func).startswith("dropout") else "in a way of its own"
-            )
+            dropout = _called(func).startswith("dropout")
+            told = "of numbers that belong to no sample" if dropout else "in a way of its own"
             raise CaptureError(f"{_called(func)} draws random numbers {told}", self._layers.name)
         return result
 
