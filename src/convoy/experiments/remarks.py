@@ -30,6 +30,8 @@ def status(run: Run) -> tuple[str, str]:
         return "Finished", "good"
     if known == "stopped":
         return "Stopped early", "warn"
+    if known == "failed":
+        return "Failed", "warn"
     return ("Running", "open") if known == "running" else ("No summary", "warn")
 
 

@@ -37,7 +37,7 @@ class DerivedQuantity(_Part):
 class RunSummary(_Part):
     """`summary.json`: what came out of the run so far."""
 
-    status: Literal["finished", "stopped", "running"] | None = None
+    status: Literal["finished", "stopped", "running", "failed"] | None = None
     model: str | None = None
     data: str | None = None
     parameters: int | None = None

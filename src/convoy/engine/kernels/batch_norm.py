@@ -75,7 +75,7 @@ class _Layer:
         self.sample_axes: Axes = samples.axes if samples else ()
         self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
         self.passing = self._holders(tuple(sorted({*self.sample_axes, *self.other_axes})))
-        self.own = self._holders(self.other_axes)
+        self.own = self._holders(self.other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
 
     def without_channels(self, t: Tensors) -> Tensor:
@@ -141,12 +141,13 @@ class _Layer:
             return self.momentum
         return 0.0 if t.count is None else 1.0 / float(t.count)
 
-    def _holders(self, axes: Axes) -> Holders | None:
+    def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
         """The ranks along some axes, and how many numbers of each channel they have."""
         group = self.site.groups.of(axes)
         if group is None:
             return None
-        dims = [dim for dim in range(len(self.shape)) if dim != 1 and (dim > 0 or set(axes) >= set(self.sample_axes))]
+        samples = samples and set(axes) >= set(self.sample_axes)
+        dims = [dim for dim in range(len(self.shape)) if dim > 1 or (dim == 0 and samples)]
         layout, mesh = self.site.layouts[self.source], self.site.mesh
         counts = (
             math.prod(len(layout.parts(dim, mesh, place, self.shape[dim])) for dim in dims)
