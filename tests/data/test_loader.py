@@ -62,9 +62,18 @@ def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
     )
 
 
-def children() -> list[str]:
+_others: set[int | None] = set()
+
+
+@pytest.fixture(autouse=True)
+def _children_of_other_tests():
+    _others.update(process.pid for process in multiprocessing.active_children())
+
+
+def children() -> list[int]:
     """Worker processes of this one, by any way of starting them."""
-    return [process.name for process in multiprocessing.active_children()]
+    found = {process.pid for process in multiprocessing.active_children()} - _others
+    return [pid for pid in found if pid is not None]
 
 
 def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(photos):
@@ -202,8 +211,8 @@ def test_an_exception_in_the_loop_ends_the_workers(photos):
 def test_a_worker_that_is_killed_ends_in_one_sentence(photos):
     made = open_loader(config(photos))
     next(made)
-    for process in multiprocessing.active_children():
-        os.kill(process.pid, signal.SIGKILL)
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
     with pytest.raises(ConvoyError, match=r"a process that loads pictures died .*data.workers") as error:
         for _ in made:
             pass
@@ -214,8 +223,7 @@ def test_a_worker_that_is_killed_ends_in_one_sentence(photos):
 def test_signals_to_the_whole_group_do_not_reach_the_workers(photos):
     with closing(open_loader(config(photos))) as made:
         next(made)
-        groups = {os.getpgid(process.pid) for process in multiprocessing.active_children()}
-        assert os.getpgid(0) not in groups
+        assert os.getpgid(0) not in {os.getpgid(pid) for pid in children()}
 
 
 SCRIPT = """

@@ -5,6 +5,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -222,13 +223,16 @@ def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
 
 
 def _follow_parent(_: int) -> None:
-    """In a worker: end with the training process, however that ended.
+    """In a worker: end with the training process, however that ended, and not by a signal to its group.
 
+    The process that workers are forked from has left the group, unless another library had started it before.
     Torch's own watch is for the process that forked the worker, and that is the fork server, which in turn stays as
     long as it has workers.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    with suppress(OSError):
+        os.setpgid(0, 0)
 
     def end() -> None:
         parent.join()
