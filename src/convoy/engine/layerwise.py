@@ -42,6 +42,7 @@ class Layerwise(Network):
             layer = self.model.get_submodule(name)
             part = Network(layer, self.plan, self.groups, self.context, prefix=name)
             inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+            part.channels_last = self.channels_last
             part.place_parameters(inputs, training, self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
             self._parts[name] = part

@@ -58,6 +58,7 @@ class Network:
         sample_axes: axes along which ranks are given different samples.
         samples: how many samples each sample rank passes next, where the caller knows; None asks the other ranks.
         reducer: adds the gradients during the backward pass.
+        channels_last: whether images travel between ranks with the channels innermost in memory.
         captured: how the network's calls were found, for people.
     """
 
@@ -71,6 +72,7 @@ class Network:
     sample_axes: tuple[int, ...] = ()
     samples: tuple[int, ...] | None = None
     reducer: GradientReducer | None = None
+    channels_last: bool = False
     captured: str = "recorded while it ran on tensors without numbers"
 
     def __post_init__(self) -> None:
@@ -162,7 +164,8 @@ class Network:
                 self._programs.pop(next(iter(self._programs)))
             parts = consecutive(signature.samples)
             placement = self._place(self._capture(signature), parts, signature.as_given)
-            found = self._programs[signature] = placement, Program(placement, self.groups, self.context)
+            program = Program(placement, self.groups, self.context, self.channels_last)
+            found = self._programs[signature] = placement, program
         return found
 
     def _capture(self, signature: Signature) -> Graph:

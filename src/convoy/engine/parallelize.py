@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from convoy.engine.collectives import broadcast
+from convoy.engine.collectives import broadcast, gather_ints
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups, join
@@ -122,13 +122,25 @@ def _network(
     model: nn.Module, plan: Plan, groups: Groups, context: StepContext, examples: tuple[Tensor, ...]
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
+    channels_last = _is_channels_last(model, examples, groups)
     try:
-        network = Network(model, plan, groups, context)
+        network = Network(model, plan, groups, context, channels_last=channels_last)
         network.place_parameters(examples, model.training)
     except CaptureError as error:
-        network = Layerwise(model, plan, groups, context, captured=f"layer by layer ({error})")
+        network = Layerwise(
+            model, plan, groups, context, channels_last=channels_last, captured=f"layer by layer ({error})"
+        )
         network.place_parameters(examples, model.training)
     return network
+
+
+def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Groups) -> bool:
+    """Whether convolutions compute with the channels innermost: their images or their weights lie so on rank 0."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    images = [x for x in (*examples, *model.parameters()) if x.dim() in formats]
+    lies_so = any(x.is_contiguous(memory_format=formats[x.dim()]) and not x.is_contiguous() for x in images)
+    world = groups.of(tuple(groups.mesh.axes))
+    return gather_ints([int(lies_so)], world, examples[0].device)[0][0] == 1
 
 
 def _take_shards(network: Network) -> None:

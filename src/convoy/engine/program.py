@@ -35,16 +35,23 @@ class Instruction:
 class Program:
     """Runs a network's forward pass on this rank.
 
+    Args:
+        placement: of the network.
+        groups: the process groups.
+        context: of the step.
+        channels_last: whether images travel with the channels innermost in memory; the same on all ranks.
+
     Attributes:
         sources: names of the tensors that it is given, in order: inputs, parameters and buffers.
         outputs: names of those that it gives, in order.
     """
 
-    def __init__(self, placement: Placement, groups: Groups, context: StepContext) -> None:
+    def __init__(self, placement: Placement, groups: Groups, context: StepContext, channels_last: bool = False) -> None:
         self._slots: dict[Place, int] = {}
         self._instructions: list[Instruction] = []
         self._placement = placement
         self._groups = groups
+        self._channels_last = channels_last
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
         constants = graph.constants
         self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
@@ -112,7 +119,8 @@ class Program:
         placement = self._placement
         source = self._slot(name, steps[0].source)
         shape = placement.graph.shape(name)
-        move = redistribute(steps, placement.mesh, self._groups.coordinates, self._groups, shape)
+        groups = self._groups
+        move = redistribute(steps, placement.mesh, groups.coordinates, groups, shape, self._channels_last)
         slot = self._slot(name, target)
         self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot])
 

@@ -16,14 +16,16 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
     """A rank's own part of a whole tensor: a copy, or the tensor itself where the rank holds all of it."""
     if not layout.splits:
         return tensor
-    channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kept = formats.get(tensor.dim(), torch.contiguous_format)
+    kept = kept if tensor.is_contiguous(memory_format=kept) else torch.contiguous_format
     for dim, _ in layout.splits:
         part = layout.parts(dim, mesh, coordinates, tensor.shape[dim])
         if isinstance(part, range):
             tensor = tensor.narrow(dim, part.start, len(part))
         else:
             tensor = tensor.index_select(dim, torch.tensor(part, device=tensor.device))
-    return tensor.clone(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    return tensor.clone(memory_format=kept)
 
 
 def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups) -> Tensor:
