@@ -28,22 +28,27 @@ LAYERS = (_ConvNd, nn.Linear, _BatchNorm, _DropoutNd)
 class Layerwise(Network):
     """Runs the model's own forward pass, with a `Network` in place of each of its layers."""
 
-    def place_parameters(self, examples: Sequence[Tensor], training: bool, axes: Axes | None = None) -> None:
-        """Run the examples once and divide every layer that they reach."""
-        seen = _inputs_of_layers(self.model, examples)
-        ops = [(name, _op(self.model.get_submodule(name))) for name in seen]
-        self.sample_axes = sample_axes(ops, self.plan) if axes is None else axes
+    def look(self, examples: Sequence[Tensor], training: bool) -> None:
+        """Run the examples once and find the layers that they reach."""
+        self._training = training
+        self._seen = _inputs_of_layers(self.model, examples)
+        self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
+
+    def place_parameters(self, axes: Axes | None = None) -> None:
+        """Divide every layer that was found."""
+        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
         shared = Layout.of(copied=self.sample_axes)
         parameters = dict(self.model.named_parameters())
         self.layouts = {name: shared if name in parameters else Layout() for name in self.shapes}
         self.context.draws = True
         self._parts: dict[str, Network] = {}
-        for name, shapes in seen.items():
+        for name, shapes in self._seen.items():
             layer = self.model.get_submodule(name)
             part = Network(layer, self.plan, self.groups, self.context, prefix=name)
             inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
             part.channels_last = self.channels_last
-            part.place_parameters(inputs, training, self.sample_axes)
+            part.look(inputs, self._training)
+            part.place_parameters(self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
             self._parts[name] = part
             layer.forward = part.part

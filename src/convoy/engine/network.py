@@ -1,5 +1,6 @@
 """A network that runs under a plan: this rank's parameters, and one program for every batch and image size."""
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from convoy.engine.output import scale_gradient
 from convoy.engine.program import Program
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
+from convoy.graph.errors import CaptureError
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.plans import Layout
@@ -60,6 +62,8 @@ class Network:
         reducer: adds the gradients during the backward pass.
         channels_last: whether images travel between ranks with the channels innermost in memory.
         captured: how the network's calls were found, for people.
+        layers: name and kind of every layer that the network calls.
+        borrowed: layers whose parameters another one computes with: its name by theirs.
     """
 
     model: nn.Module
@@ -74,27 +78,52 @@ class Network:
     reducer: GradientReducer | None = None
     channels_last: bool = False
     captured: str = "recorded while it ran on tensors without numbers"
+    layers: tuple[tuple[str, str], ...] = ()
+    borrowed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
         self._owners = _owners(self.model)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._passes = 0
+        self._graphs: list[Graph] = []
 
-    def place_parameters(self, examples: Sequence[Tensor], training: bool, axes: Axes | None = None) -> None:
-        """Decide where every parameter and buffer is kept: where the network's calls want it.
+    def look(self, examples: Sequence[Tensor], training: bool) -> None:
+        """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
 
         Args:
             examples: one rank's inputs.
             training: the mode.
-            axes: the sample axes, where they are not for this network alone to decide.
+
+        Raises:
+            CaptureError: the network does something that a graph cannot say.
         """
         total = len(examples[0]) * self.plan.mesh.num_devices
-        graph = self._capture(Signature(training, (total,), _rest(examples)))
-        calls = ((call.layer, call.op) for call in graph.calls)
-        self.sample_axes = sample_axes(calls, self.plan) if axes is None else axes
-        placement = self._place(graph, balanced(total, self.num_sample_ranks))
-        self.layouts = {name: placement.layouts.get(name, WHOLE) for name in self.shapes}
+        self._graphs = [self._capture(Signature(training, (total,), _rest(examples)))]
+        used = {value.name for value in self._graphs[0].parameters()}
+        if any(name not in used for name, _ in self.model.named_parameters()):
+            with contextlib.suppress(CaptureError):
+                self._graphs.append(self._capture(Signature(not training, (total,), _rest(examples))))
+        self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
+        self.borrowed = {owner: layer for graph in self._graphs for owner, layer in _borrowed(graph)}
+
+    def place_parameters(self, axes: Axes | None = None) -> None:
+        """Decide where every parameter and buffer is kept: where the calls that were found want it.
+
+        Args:
+            axes: the sample axes, where they are not for this network alone to decide.
+        """
+        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
+        first, *others = self._graphs
+        total = first.shape(first.inputs[0])[0]
+        placement = self._place(first, balanced(total, self.num_sample_ranks))
+        self.layouts = {name: placement.layouts[name] for name in self.shapes if name in placement.layouts}
+        for graph in others:
+            with contextlib.suppress(ConvoyError):  # it is said when the network first runs in that mode
+                layouts = self._place(graph, balanced(total, self.num_sample_ranks)).layouts
+                self.layouts |= {name: layouts[name] for name in self.shapes if name in layouts}
+        self.layouts = {name: self.layouts.get(name, WHOLE) for name in self.shapes}
+        self._graphs = []
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
@@ -222,6 +251,15 @@ def _owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         module = model.get_submodule(path)
         found[name] = (module._parameters if key in module._parameters else module._buffers), key
     return found
+
+
+def _borrowed(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Modules of whose parameters a call of another module makes use, with the name of that one."""
+    for call in graph.calls:
+        for name in call.inputs:
+            owner = name.rpartition(".")[0]
+            if graph.values[name].origin == "parameter" and owner != call.layer:
+                yield owner, call.layer
 
 
 def _rest(inputs: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -18,7 +18,9 @@ from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
 from convoy.plans import Layout
 from convoy.plans.check import check_devices
+from convoy.plans.check_plan import check_patterns
 from convoy.plans.layout import balanced
+from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,7 +50,8 @@ def parallelize(
         seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
 
     Raises:
-        ConvoyError: a layer cannot be divided as the plan says, or the plan is not for as many devices as there are.
+        ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
+            not for as many devices as there are.
     """
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
@@ -125,12 +128,15 @@ def _network(
     channels_last = _is_channels_last(model, examples, groups)
     try:
         network = Network(model, plan, groups, context, channels_last=channels_last)
-        network.place_parameters(examples, model.training)
+        network.look(examples, model.training)
     except CaptureError as error:
         network = Layerwise(
             model, plan, groups, context, channels_last=channels_last, captured=f"layer by layer ({error})"
         )
-        network.place_parameters(examples, model.training)
+        network.look(examples, model.training)
+    modules = [name for name, _ in model.named_modules()]
+    check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)
+    network.place_parameters()
     return network
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from convoy.plans.explanation import COMPUTE, Explanation, Row, explanation
-from convoy.plans.place import Placement
+from convoy.plans.explanation import Explanation, Row, explanation
+from convoy.plans.place import COMPUTE, Placement
 from convoy.plans.plan import Plan
 
 _NUMBERS = ("forward", "backward", "gradients", "parameters")

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from convoy.plans.check import axis_names
 from convoy.plans.memory import Memory, predict_memory
-from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic
-
-COMPUTE = ("conv", "linear")
-"""Kinds of work that a plan divides; all others follow."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from convoy.plans.rules.layouts import without_partial
 from convoy.plans.rules.whole import rule as whole
 from convoy.plans.transfer import Step, transfer
 
+COMPUTE = ("conv", "linear")
+"""Kinds of calls that a plan divides; all others follow."""
+
 
 class Strategies(Protocol):
     """What placing needs of a plan."""
@@ -64,7 +67,7 @@ def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[in
         layers: name and op of every layer.
         plan: their strategies.
     """
-    strategies = [plan.strategy(layer, op) for layer, op in layers if op in ("conv", "linear")]
+    strategies = [plan.strategy(layer, op) for layer, op in layers if op in COMPUTE]
     return tuple(axis for axis in plan.mesh.axes if any(strategy[axis] == "sample" for strategy in strategies))
 
 
