@@ -54,6 +54,7 @@ class Network:
 
     Attributes:
         model: with this rank's shards for parameters and buffers.
+        whole_batch: its inputs and outputs are whole on every rank: it is part of what all ranks compute alike.
         prefix: put before the names of the model's layers and parameters in the plan and in what is said of them.
         shapes: serial shape and dtype of every parameter and buffer, by serial name.
         layouts: how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`.
@@ -64,6 +65,8 @@ class Network:
         captured: how the network's calls were found, for people.
         layers: name and kind of every layer that the network calls.
         borrowed: layers whose parameters another one computes with: its name by theirs.
+        undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
+            torch.compile then sees the plain network.
     """
 
     model: nn.Module
@@ -71,6 +74,7 @@ class Network:
     groups: Groups
     context: StepContext
     prefix: str = ""
+    whole_batch: bool = False
     shapes: Shapes = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     sample_axes: tuple[int, ...] = ()
@@ -80,6 +84,7 @@ class Network:
     captured: str = "recorded while it ran on tensors without numbers"
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
+    undivided: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -106,6 +111,9 @@ class Network:
                 self._graphs.append(self._capture(Signature(not training, (total,), _rest(examples))))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in _borrowed(graph)}
+        if self.plan.mesh.num_devices == 1:
+            graph = self._graphs[0] if training else self._capture(Signature(True, (total,), _rest(examples)))
+            self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -127,6 +135,8 @@ class Network:
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
+        if self.undivided and self.context.batch_norm != "microbatch":
+            return type(self.model).forward(self.model, *inputs)
         samples = self.exchange_samples(inputs)
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         self.begin_pass(samples, inputs[0].device)
@@ -142,7 +152,7 @@ class Network:
 
     def part(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
-        samples = self.exchange_samples(inputs)
+        samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: found[ref.name])
@@ -178,6 +188,8 @@ class Network:
         if self.samples is not None:
             return self.samples
         group = self.groups.of(self.sample_axes)
+        if group is None:  # no need to send the number to the device and wait for it to come back
+            return (len(inputs[0]),)
         return tuple(number for (number,) in gather_ints([len(inputs[0])], group, inputs[0].device))
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -207,7 +219,7 @@ class Network:
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)
         outputs = [ref.name for ref in leaves(graph.output, Ref)]
-        return place(graph, self.plan, batch, outputs, self.layouts.get, as_given)
+        return place(graph, self.plan, batch, outputs, self.layouts.get, as_given, self.whole_batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Network":
         twin = copy.copy(self)
