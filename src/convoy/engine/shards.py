@@ -16,9 +16,7 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
     """A rank's own part of a whole tensor: a copy, or the tensor itself where the rank holds all of it."""
     if not layout.splits:
         return tensor
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    kept = formats.get(tensor.dim(), torch.contiguous_format)
-    kept = kept if tensor.is_contiguous(memory_format=kept) else torch.contiguous_format
+    kept = _memory_format(tensor)
     for dim, _ in layout.splits:
         part = layout.parts(dim, mesh, coordinates, tensor.shape[dim])
         if isinstance(part, range):
@@ -26,6 +24,14 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
         else:
             tensor = tensor.index_select(dim, torch.tensor(part, device=tensor.device))
     return tensor.clone(memory_format=kept)
+
+
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    """Plain or channels innermost, by its strides alone: a filter of 1 × 1 counts as contiguous in both, and one that
+    lies in the wrong one has the convolution turn its images round."""
+    kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return torch.contiguous_format if plain or kept is None or not tensor.is_contiguous(memory_format=kept) else kept
 
 
 def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups) -> Tensor:
