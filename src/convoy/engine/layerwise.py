@@ -1,13 +1,17 @@
 """A network that cannot be captured: its own Python code runs, and every layer in it is divided by itself.
 
-Between the layers activations are whole but for the samples, so this sends more than a program would. What the code
-does between its layers must treat samples one by one.
+Nobody knows what the code does between its layers, so every rank runs it on the whole batch, and activations are whole
+between the layers: this sends more than a program would, and never computes anything else than one device.
 """
 
-from collections.abc import Sequence
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,81 +19,122 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from convoy.engine.network import Network, plain_forward
+from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
+from convoy.graph.errors import CaptureError
 from convoy.graph.tree import replace
-from convoy.plans import Layout
+from convoy.plans import Layout, transfer
+from convoy.plans.layout import WHOLE, consecutive
 from convoy.plans.mesh import Axes
-from convoy.plans.place import sample_axes
+from convoy.plans.place import own_samples, sample_axes
+from convoy.plans.rules import Batch
 
 LAYERS = (_ConvNd, nn.Linear, _BatchNorm, _DropoutNd)
 
 
 @dataclass
 class Layerwise(Network):
-    """Runs the model's own forward pass, with a `Network` in place of each of its layers."""
+    """Runs the model's own forward pass, with a `Network` in place of each of its layers.
+
+    Attributes:
+        parts: these networks, by the layer's name.
+        alone: layers that run whole on every rank, and why.
+    """
 
     def look(self, examples: Sequence[Tensor], training: bool) -> None:
-        """Run the examples once and find the layers that they reach."""
+        """Run the examples once in each mode and find the layers that they reach."""
         self._training = training
-        self._seen = _inputs_of_layers(self.model, examples)
+        self._seen = _inputs_of_layers(self.model, examples, self.plan.mesh.num_devices)
         self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
-        """Divide every layer that was found."""
+        """Divide every layer that was found; all other parameters are whole on every rank, and so are gradients."""
         self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
-        shared = Layout.of(copied=self.sample_axes)
-        parameters = dict(self.model.named_parameters())
-        self.layouts = {name: shared if name in parameters else Layout() for name in self.shapes}
+        self.layouts = dict.fromkeys(self.shapes, WHOLE)
         self.context.draws = True
-        self._parts: dict[str, Network] = {}
+        self.parts: dict[str, Network] = {}
+        self.alone: dict[str, str] = {}
         for name, shapes in self._seen.items():
             layer = self.model.get_submodule(name)
-            part = Network(layer, self.plan, self.groups, self.context, prefix=name)
+            part = Network(layer, self.plan, self.groups, self.context, prefix=name, whole_batch=True)
             inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
             part.channels_last = self.channels_last
-            part.look(inputs, self._training)
+            try:
+                part.look(inputs, self._training)
+            except CaptureError as error:
+                self.alone[name] = error.reason
+                continue
             part.place_parameters(self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
-            self._parts[name] = part
+            self.parts[name] = part
             layer.forward = part.part
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
         samples = self.exchange_samples(inputs)
+        batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
+        own = own_samples((sum(samples),), batch)
+        whole = [self._move(x, own, WHOLE, (sum(samples), *x.shape[1:])) for x in inputs]
         with plain_forward(self.model):
-            outputs = self.model.forward(*inputs)
-        return replace(outputs, Tensor, lambda output: self.weigh(output, samples))
+            outputs = self.model.forward(*whole)
+
+        def mine(output: Tensor) -> Tensor:
+            layout = own_samples(tuple(output.shape), batch)
+            return self.weigh(self._move(output, WHOLE, layout, output.shape), samples)
+
+        return replace(outputs, Tensor, mine)
+
+    def _move(self, x: Tensor, source: Layout, target: Layout, shape: Sequence[int]) -> Tensor:
+        mesh, groups = self.groups.mesh, self.groups
+        steps = transfer(source, target, mesh, shape)
+        return redistribute(steps, mesh, groups.coordinates, groups, shape, self.channels_last)(x) if steps else x
 
 
-def _inputs_of_layers(model: nn.Module, examples: Sequence[Tensor]) -> dict[str, list[Any]]:
-    """Shapes and types of what every layer is given, by the layer's name."""
+def _inputs_of_layers(model: nn.Module, examples: Sequence[Tensor], num_devices: int) -> dict[str, list[Any]]:
+    """Shapes and types of what every layer is given in either mode, by the layer's name."""
     seen: dict[str, list[Any]] = {}
-    handles = []
+    model = copy.deepcopy(model)
     for name, layer in model.named_modules():
         if isinstance(layer, LAYERS):
 
             def note(layer: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
-                seen.setdefault(name, [(tuple(x.shape), x.dtype) for x in inputs])
+                if inputs and all(isinstance(x, Tensor) for x in inputs):
+                    seen.setdefault(name, [(tuple(x.shape), x.dtype) for x in inputs])
 
-            handles.append(layer.register_forward_pre_hook(note))
-    state = torch.get_rng_state()
-    modes = {module: module.training for module in model.modules()}
+            layer.register_forward_pre_hook(note)
+    with torch.no_grad(), _alike_on_all_ranks(num_devices, examples[0].device):
+        for training in (False, True):
+            for module in model.train(training).modules():
+                if isinstance(module, (_BatchNorm, _DropoutNd)):
+                    module.eval()
+            model(*examples)
+    return seen
+
+
+@contextmanager
+def _alike_on_all_ranks(num_devices: int, device: torch.device) -> Iterator[None]:
+    """Refuse, on several devices, what draws random numbers; the states of their generators stay as they were."""
+    before = _states(device)
+    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.no_grad():
-            model.eval()(*examples)
-            drawn = not torch.equal(state, torch.get_rng_state())
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+            drawn = any(not torch.equal(a, b) for a, b in zip(before, _states(device), strict=True))
+        drawn |= random.getstate() != python or str(np.random.get_state()) != str(numpy)
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    if drawn:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    if drawn and num_devices > 1:
         raise ConvoyError(
             "the network draws random numbers by itself, outside of dropout layers, and cannot be captured: "
             "ranks would draw different ones; use nn.Dropout or write its forward pass without tests on tensors"
         )
-    return seen
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def _op(layer: nn.Module) -> str:

@@ -112,8 +112,9 @@ class Network:
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in _borrowed(graph)}
         if self.plan.mesh.num_devices == 1:
-            graph = self._graphs[0] if training else self._capture(Signature(True, (total,), _rest(examples)))
-            self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
+            with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
+                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), _rest(examples)))
+                self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.

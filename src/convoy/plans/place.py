@@ -78,6 +78,7 @@ def place(
     outputs: Iterable[str],
     kept: Callable[[str], Layout | None] = lambda name: None,
     as_given: bool = False,
+    whole_batch: bool = False,
 ) -> Placement:
     """Apply the rules to one call after the other.
 
@@ -88,6 +89,7 @@ def place(
         outputs: names of the values that the network returns.
         kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
         as_given: leave the outputs where the last calls give them, rather than with the ranks' own samples.
+        whole_batch: every rank gives, and gets, all samples, as where the calls are part of what all ranks do alike.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says.
@@ -98,7 +100,7 @@ def place(
     layouts: dict[str, Layout] = {}
     for name in graph.inputs:
         shape = graph.shape(name)
-        layouts[name] = of_batch if shape and shape[0] == batch.num_samples else WHOLE
+        layouts[name] = of_batch if shape and shape[0] == batch.num_samples and not whole_batch else WHOLE
     calls = []
     for call in graph.calls:
         strategy = plan.strategy(call.layer, call.op)
@@ -119,10 +121,16 @@ def place(
     if as_given:
         targets = {name: without_partial(layouts[name]) for name in names}
     else:
-        targets = {name: _own(graph.shape(name), batch, of_batch) for name in names}
+        targets = {name: WHOLE if whole_batch else own_samples(graph.shape(name), batch) for name in names}
     last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
     return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
 
 
-def _own(shape: tuple[int, ...], batch: Batch, of_batch: Layout) -> Layout:
-    return of_batch if shape and shape[0] == batch.num_samples else WHOLE
+def own_samples(shape: tuple[int, ...], batch: Batch) -> Layout:
+    """How a network's output lies: with the ranks' own samples. What belongs to no sample every rank has, but the
+    gradient that it gives is only its share of it.
+    """
+    samples = batch.split(batch.axes)
+    if samples is None:
+        return WHOLE
+    return Layout.of({0: samples}) if shape and shape[0] == batch.num_samples else Layout.of(copied=batch.axes)
