@@ -61,6 +61,7 @@ def distance(
     sabotage: str | None = None,
     size: int | None = None,
     eval_size: int | None = None,
+    device: str = "cpu",
 ) -> Distance:
     """Run on every rank; the same on each of them.
 
@@ -69,16 +70,20 @@ def distance(
         plan: the plan.
         batches: sizes of the global batch, one after the other.
         steps: weight updates.
+        device: where all of it runs.
         sabotage: name of a function in `sabotages` that breaks the engine on purpose.
     """
     serial, shape = build(name, size)
-    serial.train()
+    serial.to(device).train()
     _without_chance(serial)
     perturbed = copy.deepcopy(serial)
     with torch.no_grad():
         for p in perturbed.parameters():
-            p.mul_(1 + 1e-15 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign())
-    net = convoy.parallelize(copy.deepcopy(serial), plan, example=torch.zeros(2, *shape, dtype=torch.float64))
+            signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()
+            p.mul_(1 + 1e-15 * signs.to(device))
+    net = convoy.parallelize(
+        copy.deepcopy(serial), plan, example=torch.zeros(2, *shape, dtype=torch.float64, device=device)
+    )
     if sabotage is not None:
         import sabotages
 
@@ -91,8 +96,8 @@ def distance(
     found = Distance()
     for step in range(steps):
         batch = batches[step % len(batches)]
-        x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator)
-        y = torch.randint(0, 10, (batch,), generator=generator)
+        x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator).to(device)
+        y = torch.randint(0, 10, (batch,), generator=generator).to(device)
         mine = convoy.local_samples(net, batch)
         losses, inputs = {}, {}
         for kind, n in nets.items():
@@ -118,7 +123,7 @@ def distance(
         found.note("control", key, relative(drifted[key].double(), value.double(), 1.0))
     for n in nets.values():
         n.eval()
-    x = torch.randn(5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64)
+    x = torch.randn(5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64).to(device)
     mine = convoy.local_samples(net, 5)
     with torch.no_grad():
         outputs, whole = _first(net(x[mine])), _first(serial(x))
@@ -143,6 +148,7 @@ def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> No
 
 def _compare_loss(found: Distance, net: nn.Module, share: Tensor, want: Tensor) -> None:
     """Shares of the ranks that have different samples add up to the loss."""
+    share = share.cpu()  # gloo's ranks may share a GPU
     from convoy.engine.parallelize import network_of
 
     group = network_of(net).groups.of(network_of(net).sample_axes)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -248,6 +249,8 @@ def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[
 def set_numerics(recipe: Recipe) -> None:
     """Set the process's threads and torch's switches as the recipe asks."""
     torch.set_num_threads(num_threads(recipe))
+    if recipe.reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(recipe.reproducible)
     torch.backends.cudnn.benchmark = not recipe.reproducible
 
