@@ -6,9 +6,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from convoy.engine.class_parallel import cross_entropy
+    from convoy.engine.explain import explain
     from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
 
-__all__ = ["cross_entropy", "gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
+__all__ = ["cross_entropy", "explain", "gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
 
 
 def __getattr__(name: str) -> Any:

@@ -58,8 +58,8 @@ def written_out(layer: Layer, x: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "branch on a value": (lambda layer, x: x if x.sum() > 0 else -x, "DataDependent"),
-    "number of a tensor": (lambda layer, x: x * float(x.mean()), "DataDependent"),
+    "branch on a value": (lambda layer, x: x if x.sum() > 0 else -x, "asks for the numbers in a tensor"),
+    "number of a tensor": (lambda layer, x: x * float(x.mean()), "asks for the numbers in a tensor"),
     "normal noise": (lambda layer, x: x + torch.randn(2, 1, 1, 1), "randn draws random numbers in a way of its own"),
     "normal noise like": (lambda layer, x: x + torch.randn_like(x), "randn_like draws"),
     "noise of a constant": (lambda layer, x: x + torch.randn_like(layer.table), "randn_like draws"),

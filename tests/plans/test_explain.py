@@ -9,7 +9,7 @@ from plans.made_graph import Chain, placed, small_net
 
 OWT = """\
 plan owt=2
-training, 8 samples (4 + 4), 2 ranks, captured by recording
+training, 8 samples (4 + 4), 2 ranks, captured as one program
 
 layer         work    strategy  gives              sent for its input  forward  backward  gradients  parameters
 features.0    conv    sample    samples over owt   -                         -         -      896 B       896 B
@@ -30,7 +30,7 @@ def _explain(graph, plan, capture=""):
 
 
 def test_one_weird_trick():
-    text = _explain(small_net(), "owt=2", "recording")
+    text = _explain(small_net(), "owt=2", "as one program")
     assert text == OWT
 
 

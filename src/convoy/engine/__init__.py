@@ -4,6 +4,7 @@ from convoy.engine.batch_norm import MicrobatchNorm
 from convoy.engine.class_parallel import cross_entropy
 from convoy.engine.context import StepContext
 from convoy.engine.dropout import SampleDropout
+from convoy.engine.explain import explain
 from convoy.engine.gradient_tree import GradientTree
 from convoy.engine.merge import Probe, probe
 from convoy.engine.microbatches import microbatch_sizes, passes
@@ -17,6 +18,7 @@ __all__ = [
     "SampleDropout",
     "StepContext",
     "cross_entropy",
+    "explain",
     "gradients",
     "load_state_dict",
     "local_samples",

@@ -44,6 +44,7 @@ class Layerwise(Network):
     def look(self, examples: Sequence[Tensor], training: bool) -> None:
         """Run the examples once in each mode and find the layers that they reach."""
         self._training = training
+        self.example = tuple((tuple(x.shape), x.dtype) for x in examples)
         self._seen = _inputs_of_layers(self.model, examples, self.plan.mesh.num_devices)
         self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
 

@@ -63,6 +63,7 @@ class Network:
         reducer: adds the gradients during the backward pass.
         channels_last: whether images travel between ranks with the channels innermost in memory.
         captured: how the network's calls were found, for people.
+        example: sizes and types of one rank's inputs that it was made with.
         layers: name and kind of every layer that the network calls.
         borrowed: layers whose parameters another one computes with: its name by theirs.
         undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
@@ -81,7 +82,8 @@ class Network:
     samples: tuple[int, ...] | None = None
     reducer: GradientReducer | None = None
     channels_last: bool = False
-    captured: str = "recorded while it ran on tensors without numbers"
+    captured: str = "as one program"
+    example: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
     undivided: bool = False
@@ -103,6 +105,7 @@ class Network:
         Raises:
             CaptureError: the network does something that a graph cannot say.
         """
+        self.example = tuple((tuple(x.shape), x.dtype) for x in examples)
         total = len(examples[0]) * self.plan.mesh.num_devices
         self._graphs = [self._capture(Signature(training, (total,), _rest(examples)))]
         used = {value.name for value in self._graphs[0].parameters()}
@@ -182,7 +185,12 @@ class Network:
 
     def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
         """How the network is placed for a batch of which every sample rank has `samples`."""
-        return self._program(Signature(training, samples, _rest(examples)))[0]
+        return self._placement(Signature(training, samples, _rest(examples)))
+
+    def example_placement(self, training: bool) -> Placement:
+        """How the network is placed where every rank has as many samples as its example."""
+        samples = (self.example[0][0][0],) * self.num_sample_ranks
+        return self._placement(Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example)))
 
     def exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
         """How many samples every sample rank has in this pass."""
@@ -204,11 +212,14 @@ class Network:
         if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            parts = consecutive(signature.samples)
-            placement = self._place(self._capture(signature), parts, signature.as_given)
+            placement = self._placement(signature)
             program = Program(placement, self.groups, self.context, self.channels_last)
             found = self._programs[signature] = placement, program
         return found
+
+    def _placement(self, signature: Signature) -> Placement:
+        parts = consecutive(signature.samples)
+        return self._place(self._capture(signature), parts, signature.as_given)
 
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)

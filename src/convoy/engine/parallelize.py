@@ -131,7 +131,7 @@ def _network(
         network.look(examples, model.training)
     except CaptureError as error:
         network = Layerwise(
-            model, plan, groups, context, channels_last=channels_last, captured=f"layer by layer ({error})"
+            model, plan, groups, context, channels_last=channels_last, captured=f"layer by layer, as {error}"
         )
         network.look(examples, model.training)
     modules = [name for name, _ in model.named_modules()]

@@ -83,6 +83,8 @@ def _run(
     except CaptureError:
         raise
     except Exception as error:
+        if type(error).__name__.startswith("DataDependent"):
+            raise CaptureError("it asks for the numbers in a tensor", layers.name) from error
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(f"{type(error).__name__} without numbers: {first}", layers.name) from error
     if recorder.updates:

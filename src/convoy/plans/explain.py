@@ -1,6 +1,7 @@
 """A plan's explanation for people: a table of the layers, and what the plan costs in all."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from convoy.plans.explanation import Explanation, Row, explanation
 from convoy.plans.place import COMPUTE, Placement
@@ -8,6 +9,22 @@ from convoy.plans.plan import Plan
 
 _NUMBERS = ("forward", "backward", "gradients", "parameters")
 _HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For what an explanation holds.
+
+    Attributes:
+        training: the mode.
+        parts: samples of every sample rank.
+        capture: how the network was captured, in a few words: `as one program`.
+    """
+
+    training: bool
+    parts: tuple[int, ...]
+    num_devices: int
+    capture: str = ""
 
 
 def explain(placement: Placement, plan: Plan | None = None, capture: str = "") -> str:
@@ -18,7 +35,23 @@ def explain(placement: Placement, plan: Plan | None = None, capture: str = "") -
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
     """
-    return "\n".join(_lines(explanation(placement, plan), placement, plan, capture)) + "\n"
+    parts = tuple(map(len, placement.batch.parts))
+    setting = Setting(placement.graph.training, parts, placement.mesh.num_devices, capture)
+    return text_of(
+        explanation(placement, plan), setting, f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
+    )
+
+
+def text_of(found: Explanation, setting: Setting, name: str, notes: Iterable[str] = ()) -> str:
+    """An explanation as text.
+
+    Args:
+        found: the numbers.
+        setting: for what they hold.
+        name: the first line.
+        notes: lines about layers that the plan does not divide.
+    """
+    return "\n".join(_lines(found, setting, name, notes)) + "\n"
 
 
 def size(num_bytes: int) -> str:
@@ -51,9 +84,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
     ]
 
 
-def _lines(found: Explanation, placement: Placement, plan: Plan | None, capture: str) -> Iterable[str]:
-    yield f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
-    yield _setting(placement, capture)
+def _lines(found: Explanation, setting: Setting, name: str, notes: Iterable[str]) -> Iterable[str]:
+    yield name
+    yield _setting(setting)
     yield ""
     rows = [*found.rows, *([found.output] if found.output else [])]
     yield from table(_HEADERS, [_cells(row) for row in rows], _NUMBERS)
@@ -61,29 +94,29 @@ def _lines(found: Explanation, placement: Placement, plan: Plan | None, capture:
     if found.others:
         follow = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
         yield f"{follow} the layout given, without sending anything"
+    yield from notes
     for note in dict.fromkeys(row.note for row in found.rows if row.note):
-        yield f"{note}: {_listed([row.layer for row in found.rows if row.note == note])}"
+        yield f"{note}: {listed([row.layer for row in found.rows if row.note == note])}"
     if found.unmatched:
-        yield f"replicated, as no pattern matches them: {_listed(found.unmatched)}"
+        yield f"replicated, as no pattern matches them: {listed(found.unmatched)}"
     yield from _totals(found)
 
 
-def _listed(layers: Sequence[str]) -> str:
+def listed(layers: Sequence[str]) -> str:
+    """Names of layers in a sentence, the first eight of them."""
     names = [layer or "the network itself" for layer in dict.fromkeys(layers)]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
-def _setting(placement: Placement, capture: str) -> str:
-    parts = [len(part) for part in placement.batch.parts]
-    shares = f" ({' + '.join(map(str, parts))})" if len(parts) > 1 else ""
-    num_devices = placement.mesh.num_devices
+def _setting(setting: Setting) -> str:
+    shares = f" ({' + '.join(map(str, setting.parts))})" if len(setting.parts) > 1 else ""
     return ", ".join(
         [
-            "training" if placement.graph.training else "evaluation",
-            f"{placement.batch.num_samples} samples{shares}",
-            f"{num_devices} {'rank' if num_devices == 1 else 'ranks'}",
-            *([f"captured by {capture}"] if capture else []),
+            "training" if setting.training else "evaluation",
+            f"{sum(setting.parts)} samples{shares}",
+            f"{setting.num_devices} {'rank' if setting.num_devices == 1 else 'ranks'}",
+            *([f"captured {setting.capture}"] if setting.capture else []),
         ]
     )
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.plans.check import axis_names
 from convoy.plans.memory import Memory, predict_memory
@@ -93,6 +93,34 @@ def explanation(placement: Placement, plan: Plan | None = None) -> Explanation:
         max(predict_memory(placement), key=lambda memory: memory.total),
         sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
         _unmatched(placement, plan),
+    )
+
+
+def together(parts: Sequence[tuple[str, Explanation]], rest: int) -> Explanation:
+    """The explanation of a network whose layers are placed one by one.
+
+    Args:
+        parts: each layer's name and explanation.
+        rest: bytes of the parameters that are in none of them; every rank has them whole.
+    """
+    rows = []
+    for layer, part in parts:
+        rows += [*part.rows, *([replace(part.output, layer=layer)] if part.output else [])]
+    if rest:
+        rows.append(Row("", "parameters", (), "", (), Traffic(), 0, rest, ""))
+    found = [part for _, part in parts]
+    memory = [part.memory for part in found]
+    parameters, gradients = rest + sum(m.parameters for m in memory), rest + sum(m.gradients for m in memory)
+    held = Memory(parameters, gradients, sum(m.buffers for m in memory), sum(m.activations for m in memory))
+    return Explanation(
+        tuple(rows),
+        sum(part.others for part in found),
+        None,
+        sum((part.traffic for part in found), Traffic()),
+        sum(part.gradients for part in found),
+        held,
+        sum(part.whole for part in found) + rest,
+        tuple(layer for part in found for layer in part.unmatched),
     )
 
 

@@ -1,0 +1,50 @@
+"""What a plan does with a parallelized network, as text for people."""
+
+import math
+
+from torch import nn
+
+from convoy.engine.layerwise import Layerwise
+from convoy.engine.network import network_of
+from convoy.plans.explain import Setting, listed, text_of
+from convoy.plans.explain import explain as text_of_placement
+from convoy.plans.explanation import explanation, together
+from convoy.plans.plan import Plan
+
+
+def explain(net: nn.Module) -> str:
+    """What the plan of a parallelized network does, as text: `print(convoy.explain(net))`.
+
+    For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
+    rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
+    mode that the network is in and for as many samples on each rank as the example had. No rank waits for another.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+
+    Raises:
+        ConvoyError: the network is not parallelized, or cannot run in this mode.
+    """
+    network = network_of(net)
+    plan = network.plan if isinstance(network.plan, Plan) else None
+    if isinstance(network, Layerwise):
+        return _layer_by_layer(network, plan, net.training)
+    return text_of_placement(network.example_placement(net.training), plan, network.captured)
+
+
+def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool) -> str:
+    parts = network.parts
+    inside = {f"{name}.{key}" for name, part in parts.items() for key in part.shapes}
+    outside = [name for name, _ in network.model.named_parameters() if name not in inside]
+    rest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(network.shapes.__getitem__, outside))
+    found = together(
+        [(name, explanation(part.example_placement(training), plan)) for name, part in parts.items()],
+        rest,
+    )
+    notes = ["between these layers every rank computes the whole batch: what is gathered for that is not counted"]
+    for reason in dict.fromkeys(network.alone.values()):
+        layers = [name for name, why in network.alone.items() if why == reason]
+        notes.append(f"whole on every rank, as {reason}: {listed(layers)}")
+    samples = (network.example[0][0][0],) * network.num_sample_ranks
+    setting = Setting(training, samples, network.plan.mesh.num_devices, network.captured)
+    return text_of(found, setting, f"plan {network.plan}", notes)

@@ -1,0 +1,91 @@
+"""What is said of a parallelized network: how it was captured, which layers fell back, what is sent."""
+
+import pytest
+import torch
+from test_coupled import UNSEEN, Coupled
+from torch import Tensor, nn
+
+import convoy
+from convoy import models
+from convoy.errors import ConvoyError
+from ranks import run_ranks
+
+LAYER_BY_LAYER = """\
+plan gpu=2: conv gpu:filter
+training, 2 samples, 2 ranks, captured layer by layer, as it asks for the numbers in a tensor
+
+layer  work        strategy   gives              sent for its input  forward  backward  gradients  parameters
+conv   conv        filter     channels over gpu  -                         -         -          -       224 B
+conv   output      -          -                  gather over gpu       576 B         -          -           -
+norm   batch_norm  -          whole              -                         -         -          -        32 B
+fc     linear      replicate  whole              -                         -         -          -       120 B
+-      parameters  -          -                  -                         -         -          -        16 B
+
+1 other call follows the layout given, without sending anything
+between these layers every rank computes the whole batch: what is gathered for that is not counted
+replicated, as no pattern matches them: fc
+a rank sends 576 B in the forward pass
+a rank holds 392 B of 616 B of parameters, 392 B of gradients, 2.72 kB of activations kept for the backward pass
+"""
+
+
+class Strange(nn.Module):
+    """Calls something that nobody has a rule for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linalg.svdvals(x).unsqueeze(-1)
+
+
+class Own(nn.Conv2d):
+    """A layer that decides by numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.isfinite().all() else x * 0)
+
+
+def explained(kind: str) -> tuple[str, str]:
+    """In training and in evaluation mode."""
+    example = torch.zeros(2, 3, 8, 8)
+    plan = "filter=2"
+    net: nn.Module
+    if kind == "alexnet":
+        net, plan, example = models.create("alexnet"), "owt=2", torch.zeros(16, 3, 224, 224)
+    elif kind == "fallback":
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), Strange(), nn.Conv2d(8, 8, 3))
+    elif kind == "own layer":
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), Own(8, 8, 3), nn.Conv2d(8, 8, 3))
+    else:
+        net, plan = Coupled(UNSEEN["choice"]), {"mesh": {"gpu": 2}, "layers": {"conv": {"gpu": "filter"}}}
+    net = convoy.parallelize(net, plan, example)
+    return convoy.explain(net), convoy.explain(net.eval())
+
+
+def test_alexnet_is_explained_as_in_the_handbook() -> None:
+    training, evaluation = run_ranks(explained, 2, "alexnet")[1]
+    assert training.startswith("plan owt=2\ntraining, 32 samples (16 + 16), 2 ranks, captured as one program\n\nlayer ")
+    assert "classifier.1  linear  filter    features over owt  move over owt        590 kB    590 kB" in training
+    assert "a rank sends 1.15 MB in the forward pass, 1.15 MB in the backward pass, 9.88 MB for gradients" in training
+    assert evaluation.startswith("plan owt=2\nevaluation, 32 samples")
+
+
+def test_layers_that_fall_back_are_named_with_the_reason() -> None:
+    training, _ = run_ranks(explained, 2, "fallback")[0]
+    assert "no rule for linalg_svdvals: runs whole on every rank: 1\n" in training
+    training, _ = run_ranks(explained, 2, "own layer")[0]
+    assert "captured layer by layer, as layer 1: it asks for the numbers in a tensor" in training
+    assert "whole on every rank, as it asks for the numbers in a tensor: 1\n" in training
+
+
+def test_layer_by_layer() -> None:
+    both = run_ranks(explained, 2, "layer by layer")
+    assert both[0] == both[1]
+    assert both[0][0] == LAYER_BY_LAYER
+    assert "in the backward pass" not in both[0][1]
+
+
+def test_one_device_and_a_plain_network() -> None:
+    net = models.create("lenet")
+    with pytest.raises(ConvoyError, match="not parallelized"):
+        convoy.explain(net)
+    text = convoy.explain(convoy.parallelize(net, "serial", torch.zeros(2, 1, 28, 28)))
+    assert "a rank sends nothing" in text
