@@ -1,5 +1,7 @@
 """Collectives of every dtype, small and large, even and uneven, against what the ranks' tensors say."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +16,15 @@ def _of(rank, *shape, dtype=torch.float64):
     return torch.randint(-8, 8, shape, generator=generator).to(dtype)
 
 
-def _even(dtype):
+def _through(transport):
+    """Say through what this rank sends from now on."""
+    os.environ["CONVOY_SHARED_MEMORY"] = "1" if transport == "memory" else "0"
+
+
+def _even(dtype, transport):
+    _through(transport)
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    for shape in [(), (0,), (3,), (5, 2), (70_000,)]:
+    for shape in [(), (0,), (3,), (5, 2), (70_000,), (3, 500_001)]:
         everyones = torch.stack([_of(r, *shape, dtype=dtype) for r in range(ranks)])
         x = everyones[rank].clone()
         assert collectives.all_reduce(x, group) is x and torch.equal(x, everyones.sum(0).to(dtype))
@@ -31,17 +39,22 @@ def _even(dtype):
         assert torch.equal(z, everyones[1])
 
 
+TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "gloo"])
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3])
-def test_even(world):
+def test_even(world, transport):
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64):
-        run_ranks(_even, world, dtype)
+        run_ranks(_even, world, dtype, transport)
 
 
-def _uneven(dtype):
+def _uneven(dtype, scale, transport):
+    _through(transport)
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
 
     def shape(sender, receiver):
-        return None if sender == receiver else (sender, 2 + receiver)
+        return None if sender == receiver else (sender, scale * (1 + receiver) + 1)
 
     sends = [None if r == rank else _of(10 * rank + r, *shape(rank, r), dtype=dtype).t() for r in range(ranks)]
     shapes = [shape(r, rank) and shape(r, rank)[::-1] for r in range(ranks)]
@@ -54,23 +67,64 @@ def _uneven(dtype):
     assert collectives.gather_ints([rank, 7], group) == [[r, 7] for r in range(ranks)]
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3])
-def test_uneven(world):
+@pytest.mark.parametrize("scale", [1, 150_000])
+def test_uneven(world, scale, transport):
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
-        run_ranks(_uneven, world, dtype)
+        run_ranks(_uneven, world, dtype, scale, transport)
 
 
-def _bits():
+def _into(transport, sizes):
+    """Every rank sends `sizes[sender][receiver]` numbers."""
+    _through(transport)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sends = [_of(10 * rank + r, sizes[rank][r]) for r in range(ranks)]
+    receives = [torch.full((sizes[r][rank],), -99.0, dtype=torch.float64) for r in range(ranks)]
+    found = collectives.start_exchange_into(sends, receives, dist.group.WORLD).wait()
+    assert found is receives[rank - 1]
+    for sender, piece in enumerate(receives):
+        assert torch.equal(piece, _of(10 * sender + rank, sizes[sender][rank]) if sender != rank else piece.fill_(-99))
+
+
+@TRANSPORTS
+def test_exchange_into_tensors_that_need_different_numbers_of_rounds(transport):
+    run_ranks(_into, 3, transport, [[3, 0, 900_000], [0, 1, 0], [5, 300_000, 0]])
+    run_ranks(_into, 2, transport, [[0, 0], [700_000, 0]])
+
+
+@TRANSPORTS
+def test_many_collectives_of_different_kinds_after_one_another(transport):
+    run_ranks(_mixed, 3, transport)
+
+
+def _mixed(transport):
+    _through(transport)
+    group, rank = dist.group.WORLD, dist.get_rank()
+    part = dist.new_group([0, 1])
+    for number in range(60):
+        x = _of(rank, 1 + 997 * number % 3000)
+        everyones = [_of(r, len(x)) for r in range(3)]
+        pending = collectives.start_all_reduce(x.clone(), group)
+        assert torch.equal(collectives.all_gather(x, group), torch.stack(everyones))
+        if rank < 2:
+            assert torch.equal(collectives.all_reduce(x.clone(), part), everyones[0] + everyones[1])
+        assert torch.equal(pending.wait(), sum(everyones))
+
+
+def _bits(transport):
     """Sums of all sizes have the same bits on every rank."""
+    _through(transport)
     found = []
-    for count in (1, 1000, 10_000, 200_000):
+    for count in (1, 1000, 10_000, 200_000, 1_000_003):
         x = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()))
         found.append(collectives.all_reduce(x, dist.group.WORLD))
     return found
 
 
-def test_sums_have_the_same_bits_on_every_rank():
-    first, *others = run_ranks(_bits, 3)
+@TRANSPORTS
+def test_sums_have_the_same_bits_on_every_rank(transport):
+    first, *others = run_ranks(_bits, 3, transport)
     for other in others:
         assert all(map(torch.equal, first, other))
 

@@ -1,21 +1,26 @@
 """The collectives, the only place that calls torch.distributed's.
 
 Plain functions of tensors and a group; a group of None is one rank alone. All ranks of a group must call the same
-function with shapes and dtypes that fit together. None has a gradient: `engine/transfer.py` builds on them what has.
+function with shapes and dtypes that fit together, and wait for pending results in the same order. None has a gradient:
+`engine/transfer.py` builds on them what has.
 
-On gloo, where latency counts, everything but the sum of a large tensor is one all-to-all: it takes one round and was
-the fastest of gloo's variants from 64 bytes to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of
-the CPU. While a program is compiled the functional collectives of torch are used, a private module that only this file
-knows.
+CPU tensors go through memory that the ranks share where all are on one host. On gloo, where latency counts, everything
+but the sum of a large tensor is one all-to-all: it takes one round and was the fastest of gloo's variants from 64 bytes
+to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of the CPU. While a program is compiled the
+functional collectives of torch are used, a private module that only this file knows.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+
+from convoy.engine import shared_memory
+from convoy.engine.shared_memory import Channel, operations
 
 Group = dist.ProcessGroup | None
 
@@ -24,10 +29,11 @@ _SMALL = 1 << 18
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weakref.WeakKeyDictionary()
 
 
 class Pending:
-    """A collective that may still run; `wait` gives its result, once."""
+    """A collective that may still run, or that runs when it is waited for; `wait` gives its result, once."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor]) -> None:
         self._work = work
@@ -64,6 +70,8 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     if group is None or x.numel() == 0:
         return Pending(None, lambda: x)
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
+    if (channel := _channel(x, group)) is not None:
+        return Pending(None, lambda: operations.all_reduce(x, channel))
     if not _is_gloo(x, group):
         return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
     if size(group) * x.nbytes <= _SMALL:
@@ -84,6 +92,8 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     """As `all_gather`, but without waiting."""
     if group is None:
         return Pending(None, lambda: x.unsqueeze(0))
+    if (channel := _channel(x, group)) is not None:
+        return Pending(None, lambda: operations.all_gather(x, channel))
     ranks = size(group)
     if _is_gloo(x, group) and ranks * x.nbytes <= 1 << 24:
         return start_all_to_all(x.expand(ranks, *x.shape).contiguous(), group)
@@ -105,6 +115,8 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     """As `all_to_all`, but without waiting."""
     if group is None:
         return Pending(None, lambda: x)
+    if (channel := _channel(x, group)) is not None:
+        return Pending(None, lambda: operations.all_to_all(x, channel))
     here = _for(group, x).contiguous()
     received = torch.empty_like(here)
     work = dist.all_to_all_single(received, here, group=group, async_op=True)
@@ -121,8 +133,11 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
         group: the ranks.
 
     Returns:
-        Contiguous tensors in the order of ranks, views of one buffer; those of `shapes` None are empty.
+        Contiguous tensors in the order of ranks, perhaps views of one buffer; those of `shapes` None are empty.
     """
+    some = next(x for x in sends if x is not None)
+    if group is not None and not torch.compiler.is_compiling() and (channel := _channel(some, group)) is not None:
+        return operations.exchange(sends, shapes, channel)
     given = [0 if x is None else x.numel() for x in sends]
     wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
     pieces = [x.reshape(-1) for x in sends if x is not None]
@@ -149,6 +164,8 @@ def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], gro
     if group is None:
         return Pending(None, lambda: receives[0])
     ranks, here = size(group), group.rank()
+    if (channel := _channel(receives[here], group)) is not None:
+        return Pending(None, lambda: operations.exchange_into(sends, receives, channel)[here - 1])
     if not _is_gloo(receives[here], group):
         nothing = receives[here].new_empty(0)
         taken = [nothing if q == here else x for q, x in enumerate(receives)]
@@ -178,6 +195,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     if group is None:
         return x[0]
+    if not torch.compiler.is_compiling() and (channel := _channel(x, group)) is not None:
+        return operations.reduce_scatter(x, channel)
     if torch.compiler.is_compiling() or _is_gloo(x, group):
         return all_to_all(x, group).sum(0)
     found = x.new_empty(x.shape[1:])
@@ -210,3 +229,27 @@ def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
 def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """The tensor where the group can send it from."""
     return x.cpu() if not x.is_cpu and _is_gloo(x, group) else x
+
+
+def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
+    """The memory that the group's ranks share, if they do and `x` can go through it; made at the first call."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return None
+    if group not in _channels:
+        _channels[group] = _meet(group) if _is_gloo(x, group) else None
+    return _channels[group]
+
+
+def _meet(group: dist.ProcessGroup) -> Channel | None:
+    def gather(numbers: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        rows = mine.new_empty(group.size(), len(mine))
+        _gather_single(rows.view(-1), mine, group=group)
+        found: list[list[int]] = rows.tolist()
+        return found
+
+    timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    channel = shared_memory.meet(group.rank(), group.size(), timeout, gather)
+    if channel is not None:
+        weakref.finalize(group, channel.close)
+    return channel

@@ -1,0 +1,99 @@
+"""Who shares memory, what happens when one of them ends, and that nothing is left behind."""
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from convoy.engine import collectives
+from convoy.engine.shared_memory.meeting import SWITCH
+from ranks import RankFailed, run_ranks
+
+
+def _channel():
+    x = torch.ones(3)
+    collectives.all_reduce(x, dist.group.WORLD)
+    return collectives._channel(x, dist.group.WORLD)
+
+
+def _shares(switches):
+    os.environ[SWITCH] = switches[dist.get_rank()]
+    return _channel() is not None
+
+
+def test_all_ranks_share_memory_or_none():
+    assert run_ranks(_shares, 2, "11") == [True, True]
+    assert run_ranks(_shares, 2, "00") == [False, False]
+    assert run_ranks(_shares, 3, "110") == [False] * 3
+
+
+def _in_another_network():
+    """As on an emulated host: rank 1 leaves the network of the others, but keeps its open connections."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert ctypes.CDLL(None).unshare(0x40000000) == 0  # CLONE_NEWNET
+    return _channel() is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network of its own")
+def test_other_networks_are_other_hosts():
+    try:
+        assert run_ranks(_in_another_network, 2) == [False, False]
+    finally:
+        ranks._pool.close()  # a process in another network cannot join again
+
+
+def _descriptors():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        x = collectives.all_reduce(torch.ones(4), group)
+        assert x.tolist() == [2.0] * 4
+        dist.destroy_process_group(group)
+        del group
+    names = [entry.name for entry in Path("/dev/shm").iterdir()] if Path("/dev/shm").is_dir() else []
+    assert not any("convoy" in name for name in names)
+    return len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+def test_groups_that_are_gone_leave_no_open_files():
+    assert all(left <= 12 for left in run_ranks(_descriptors, 2))
+
+
+def _one_dies(begin):
+    _channel()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    try:
+        collectives.all_reduce(torch.ones(5), dist.group.WORLD)
+    except RuntimeError as error:
+        Path(begin).write_text(f"{error} {time.time()}")
+        raise
+
+
+def test_a_rank_that_dies_is_noticed_at_once(tmp_path):
+    begin = time.time()
+    with pytest.raises(RankFailed):
+        run_ranks(_one_dies, 2, str(tmp_path / "said"))
+    *sentence, when = (tmp_path / "said").read_text().split()
+    assert " ".join(sentence) == "Connection closed by peer: rank 1 of the group has ended"
+    assert float(when) - begin < 10
+
+
+def _one_stays_away():
+    _channel()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group did not answer within 2 s"):
+            collectives.all_reduce(torch.ones(5), dist.group.WORLD)
+    else:
+        time.sleep(2.5)
+        collectives._channel(torch.ones(1), dist.group.WORLD).post()
+
+
+def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_group_says():
+    run_ranks(_one_stays_away, 2, timeout=4.0)
