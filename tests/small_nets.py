@@ -114,10 +114,31 @@ class Permuted(nn.Module):
         return self.head(self.last(x.mean([-2, -1])))
 
 
+class Dropping(nn.Module):
+    """Drops channels, elements of pictures and elements of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.channels = nn.Dropout2d(0.4)
+        self.second = nn.Conv2d(8, 12, 3, 2, 1)
+        self.pixels = nn.Dropout(0.3)
+        self.hidden = nn.Linear(12 * 16, 24)
+        self.units = nn.Dropout(0.5)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.channels(F.relu(self.norm(self.conv(x))))
+        x = self.pixels(F.relu(self.second(x)))
+        return self.head(self.units(F.relu(self.hidden(F.adaptive_avg_pool2d(x, 4).flatten(1)))))
+
+
 SMALL_NETS: dict[str, type[nn.Module]] = {
     "depthwise": Depthwise,
     "squeeze-excite": SqueezeExcite,
     "dense": Dense,
     "shuffle": Shuffle,
     "permuted": Permuted,
+    "dropping": Dropping,
 }

@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 import convoy
 from convoy import models
+from convoy.engine import StepContext, prepare
+from convoy.engine.microbatches import microbatch_sizes
+from convoy.engine.network import network_of
+from convoy.training.division import divide
 from small_nets import SMALL_NETS
 
 STEPS = 5
+SEED = 11
 IMAGE = {"lenet": (1, 28), "squeezenet1_1": (3, 48), "alexnet": (3, 64), "alexnet-2012": (3, 67), "googlenet": (3, 64)}
 
 
@@ -62,32 +67,39 @@ def distance(
     size: int | None = None,
     eval_size: int | None = None,
     device: str = "cpu",
+    microbatches: int = 1,
 ) -> Distance:
     """Run on every rank; the same on each of them.
+
+    The serial run computes one microbatch after the other by torch's own layers, but for dropout, whose masks are
+    functions of (seed, step, layer, sample).
 
     Args:
         name: the network.
         plan: the plan.
         batches: sizes of the global batch, one after the other.
         steps: weight updates.
+        sabotage: name of a function in `sabotages` that breaks the engine on purpose; what follows a colon is its
+            second argument.
         device: where all of it runs.
-        sabotage: name of a function in `sabotages` that breaks the engine on purpose.
+        microbatches: over how many parts of the batch batch norm takes its statistics one by one.
     """
     serial, shape = build(name, size)
     serial.to(device).train()
-    _without_chance(serial)
     perturbed = copy.deepcopy(serial)
     with torch.no_grad():
         for p in perturbed.parameters():
             signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()
             p.mul_(1 + 1e-15 * signs.to(device))
-    net = convoy.parallelize(
-        copy.deepcopy(serial), plan, example=torch.zeros(2, *shape, dtype=torch.float64, device=device)
-    )
+    example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
+    mode = "sync" if microbatches == 1 else "microbatch"
+    net = convoy.parallelize(copy.deepcopy(serial), plan, example=example, batch_norm=mode, seed=SEED)
+    contexts = {"serial": prepare(serial, SEED, "sync"), "perturbed": prepare(perturbed, SEED, "sync")}
     if sabotage is not None:
         import sabotages
 
-        getattr(sabotages, sabotage)(net)
+        kind, _, argument = sabotage.partition(":")
+        getattr(sabotages, kind)(net, *filter(None, [argument]))
     nets = {"serial": serial, "perturbed": perturbed, "parallel": net}
     optimizers = {
         kind: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4) for kind, n in nets.items()
@@ -98,18 +110,22 @@ def distance(
         batch = batches[step % len(batches)]
         x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator).to(device)
         y = torch.randint(0, 10, (batch,), generator=generator).to(device)
-        mine = convoy.local_samples(net, batch)
+        sizes = microbatch_sizes(batch, microbatches)
+        mine = convoy.local_samples(net, batch) if microbatches == 1 else _announce(net, step, sizes, x.device)
         losses, inputs = {}, {}
         for kind, n in nets.items():
-            xs, ys = (x[mine], y[mine]) if kind == "parallel" else (x, y)
-            inputs[kind] = xs.clone().requires_grad_()
+            inputs[kind] = (x[mine] if kind == "parallel" else x).clone().requires_grad_()
             optimizers[kind].zero_grad()
-            losses[kind] = _loss(n(inputs[kind]), ys)
-            losses[kind].backward()
+            if kind == "parallel":
+                losses[kind] = _loss(n(inputs[kind]), y[mine])
+                losses[kind].backward()
+                network_of(n).context.statistics.fold(network_of(n).groups)
+            else:
+                losses[kind] = _one_by_one(n, contexts[kind], step, inputs[kind], y, sizes)
         if step < len(batches):
             _compare_gradients(found, serial, net)
             loss = losses["parallel"].detach().nan_to_num() * len(y[mine]) / batch
-            _compare_loss(found, net, loss, losses["serial"].detach())
+            _compare_loss(found, net, loss, losses["serial"])
             if inputs["parallel"].numel():
                 want = inputs["serial"].grad[mine]
                 found.note("input_gradient", "input", relative(inputs["parallel"].grad, want, 1.0))
@@ -124,6 +140,7 @@ def distance(
     for n in nets.values():
         n.eval()
     x = torch.randn(5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64).to(device)
+    network_of(net).samples = None
     mine = convoy.local_samples(net, 5)
     with torch.no_grad():
         outputs, whole = _first(net(x[mine])), _first(serial(x))
@@ -135,6 +152,30 @@ def distance(
 def run(net: str, plan: Any, options: dict[str, Any]) -> Distance:
     """`distance`, as a body for `run_ranks`."""
     return distance(net, plan, **options)
+
+
+def _one_by_one(
+    net: nn.Module, context: StepContext, step: int, images: Tensor, labels: Tensor, sizes: tuple[int, ...]
+) -> Tensor:
+    """Add up the gradients of the microbatches' part of the mean loss; that loss."""
+    total, start = images.new_zeros(()), 0
+    for size in sizes:
+        end = start + size
+        context.enter(step, start, (size,), images.device)
+        loss = _loss(net(images[start:end]), labels[start:end]) * (size / len(images))
+        loss.backward()
+        total, start = total + loss.detach(), end
+    return total
+
+
+def _announce(net: nn.Module, step: int, sizes: tuple[int, ...], device: torch.device) -> slice:
+    """Tell the engine of a pass over all microbatches, as the trainer does; this rank's samples."""
+    network = network_of(net)
+    (piece,) = divide(sizes, network.num_sample_ranks).passes(len(sizes))
+    network.samples = tuple(map(len, piece.parts))
+    network.context.enter(step, piece.positions, piece.sizes, device)
+    own = piece.parts[network.sample_rank]
+    return slice(own.start, own.stop)
 
 
 def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> None:
@@ -149,8 +190,6 @@ def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> No
 def _compare_loss(found: Distance, net: nn.Module, share: Tensor, want: Tensor) -> None:
     """Shares of the ranks that have different samples add up to the loss."""
     share = share.cpu()  # gloo's ranks may share a GPU
-    from convoy.engine.parallelize import network_of
-
     group = network_of(net).groups.of(network_of(net).sample_axes)
     if group is not None:
         torch.distributed.all_reduce(share, group=group)
@@ -167,9 +206,3 @@ def _loss(outputs: Any, labels: Tensor) -> Tensor:
 
 def _first(outputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else next(iter(outputs))
-
-
-def _without_chance(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0

@@ -115,16 +115,32 @@ def test_ranks_without_samples_join_in(plan: str) -> None:
     check("dense", plan, batches=(2, 1, 5))
 
 
+@pytest.mark.parametrize("net", ["dense", "depthwise", "dropping"])
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2", "width=2", "sample=2,height=2"])
+def test_microbatches_have_statistics_of_their_own(net: str, plan: str) -> None:
+    check(net, plan, batches=(8, 7), microbatches=3)
+
+
 @pytest.mark.parametrize(
-    ("sabotage", "plan"),
+    ("sabotage", "net", "plan", "options"),
     [
-        ("local_batch_norm", "sample=2"),
-        ("unweighted_mean", "sample=2"),
-        ("missing_gradient_sum", "sample=2"),
-        ("missing_gradient_sum", "height=2"),
+        ("local_batch_norm", "dense", "sample=2", {}),
+        ("local_batch_norm", "dense", "sample=2", {"microbatches": 3}),
+        ("unweighted_mean", "dense", "sample=2", {}),
+        ("missing_gradient_sum", "dense", "sample=2", {}),
+        ("missing_gradient_sum", "dense", "height=2", {}),
+        *(
+            (f"missing_backward_reduction:{which}", "dense", plan, {})
+            for plan, count in (("filter=2", 5), ("height=2", 3))
+            for which in range(count)
+        ),
+        ("missing_backward_reduction:1", "dense", "sample=2,filter=2", {}),
+        ("wrong_dropout_key", "dropping", "sample=2", {}),
+        ("wrong_dropout_key", "dropping", "filter=2", {}),
+        ("wrong_dropout_key", "dropping", "height=2", {"microbatches": 3}),
     ],
 )
-def test_a_broken_engine_is_noticed(sabotage: str, plan: str) -> None:
+def test_a_broken_engine_is_noticed(sabotage: str, net: str, plan: str, options: dict[str, int]) -> None:
     world = Plan.parse(plan).mesh.num_devices
-    found = run_ranks(run, world, "dense", plan, {"sabotage": sabotage, "batches": (5, 7)}, timeout=150)
+    found = run_ranks(run, world, net, plan, {"sabotage": sabotage, "batches": (5, 7)} | options, timeout=150)
     assert not any(distance.ok for distance in found)
