@@ -7,9 +7,18 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from convoy.engine.class_parallel import cross_entropy
     from convoy.engine.explain import explain
-    from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
+    from convoy.engine.parallelize import accumulate, gradients, load_state_dict, local_samples, parallelize, state_dict
 
-__all__ = ["cross_entropy", "explain", "gradients", "load_state_dict", "local_samples", "parallelize", "state_dict"]
+__all__ = [
+    "accumulate",
+    "cross_entropy",
+    "explain",
+    "gradients",
+    "load_state_dict",
+    "local_samples",
+    "parallelize",
+    "state_dict",
+]
 
 
 def __getattr__(name: str) -> Any:

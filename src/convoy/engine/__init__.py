@@ -8,7 +8,7 @@ from convoy.engine.explain import explain
 from convoy.engine.gradient_tree import GradientTree
 from convoy.engine.merge import Probe, probe
 from convoy.engine.microbatches import microbatch_sizes, passes
-from convoy.engine.parallelize import gradients, load_state_dict, local_samples, parallelize, state_dict
+from convoy.engine.parallelize import accumulate, gradients, load_state_dict, local_samples, parallelize, state_dict
 from convoy.engine.prepare import prepare
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Probe",
     "SampleDropout",
     "StepContext",
+    "accumulate",
     "cross_entropy",
     "explain",
     "gradients",

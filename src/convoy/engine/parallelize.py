@@ -1,5 +1,8 @@
 """`convoy.parallelize`: a plain network becomes this rank's part of it."""
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -107,6 +110,27 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     """The whole gradient of the mean loss over the global batch, by serial name. All ranks call it."""
     network = network_of(net)
     return {name: _whole(network, name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def accumulate(net: nn.Module) -> Iterator[None]:
+    """Backward passes in here leave their gradients on this rank; the next one outside of it adds up all of them.
+
+    Saves the exchange of gradients in all but the last of several batches that are to give one update:
+
+        with convoy.accumulate(net):
+            loss(net(first), ...).backward()
+        loss(net(second), ...).backward()  # now `.grad` is the sum of both, as on one device
+
+    As on one device, gradients add up: divide the losses by their number for a mean. All ranks enter and leave it
+    together. Until that backward pass, `.grad` and `convoy.gradients` are without meaning.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+    """
+    reducer = network_of(net).reducer
+    with reducer.paused() if reducer is not None else contextlib.nullcontext():
+        yield
 
 
 def local_samples(net: nn.Module, num_samples: int) -> slice:
