@@ -68,7 +68,7 @@ class Layerwise(Network):
             part.place_parameters(self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
             self.parts[name] = part
-            layer.forward = part.part
+            layer.forward = part.inner_forward
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
 from convoy.engine.output import scale_gradient
 from convoy.engine.program import Program
+from convoy.engine.shards import collect, cut
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
 from convoy.graph.errors import CaptureError
@@ -28,6 +29,7 @@ from convoy.plans.place import Placement, Strategies, place, sample_axes
 from convoy.plans.rules import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 
 
@@ -55,6 +57,7 @@ class Network:
     Attributes:
         model: with this rank's shards for parameters and buffers.
         whole_batch: its inputs and outputs are whole on every rank: it is part of what all ranks compute alike.
+        loss: of a rank: the mean over its own samples, or its part of the global batch's loss.
         prefix: put before the names of the model's layers and parameters in the plan and in what is said of them.
         shapes: serial shape and dtype of every parameter and buffer, by serial name.
         layouts: how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`.
@@ -74,6 +77,7 @@ class Network:
     plan: Strategies
     groups: Groups
     context: StepContext
+    loss: Loss = "mean"
     prefix: str = ""
     whole_batch: bool = False
     shapes: Shapes = field(default_factory=dict)
@@ -154,7 +158,7 @@ class Network:
         self.begin_pass(samples, inputs[0].device)
         return self._run(placement, program, inputs), placement
 
-    def part(self, *inputs: Tensor) -> Any:
+    def inner_forward(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
         samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
@@ -168,10 +172,31 @@ class Network:
             self._passes += 1
 
     def weigh(self, output: Tensor, samples: tuple[int, ...]) -> Tensor:
-        """Give an output's gradient the weight of this rank's samples among those of all ranks."""
-        if len(samples) == 1 or not output.requires_grad:
+        """Scale an output's gradient by this rank's share of the samples, where its loss does not do so itself."""
+        if self.loss == "part" or len(samples) == 1 or not output.requires_grad:
             return output
         return scale_gradient(output, samples[self.sample_rank] / max(1, sum(samples)))
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of something that lies as a parameter or buffer does: itself, its gradient. All ranks call it.
+
+        Args:
+            name: under which the state of the plain network has it; a tied tensor has several.
+            tensor: this rank's part.
+        """
+        shape, layout = self.entry(name)
+        return collect(tensor, layout, shape, self.groups)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of such a whole; it may share the whole's memory."""
+        return cut(tensor, self.entry(name)[1], self.groups.mesh, self.groups.coordinates)
+
+    def entry(self, name: str) -> tuple[tuple[int, ...], Layout]:
+        """Serial shape and layout of a parameter or buffer, under any of its names."""
+        if name not in self.shapes:
+            tensor = self.model.state_dict(keep_vars=True)[name]
+            name = next(other for other, own in named_tensors(self.model).items() if own is tensor)
+        return self.shapes[name][0], self.layouts[name]
 
     @property
     def sample_rank(self) -> int:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups, join
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.network import Network, named_tensors, network_of
-from convoy.engine.shards import collect, cut
+from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
-from convoy.plans import Layout
 from convoy.plans.check import check_devices
 from convoy.plans.check_plan import check_patterns
 from convoy.plans.layout import balanced
@@ -36,6 +34,7 @@ def parallelize(
     example: Tensor | tuple[Tensor, ...],
     *,
     batch_norm: BatchNorm = "sync",
+    loss: Loss = "mean",
     seed: int | None = None,
 ) -> Model:
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
@@ -50,6 +49,9 @@ def parallelize(
         example: one rank's batch, [samples, channels, height, width]; only shapes and types matter.
         batch_norm: statistics over the global batch (`sync`: those of the plain layer), each microbatch, or each
             rank's samples (`local`: not what one device computes).
+        loss: what a rank calls `backward` on. `mean`: the mean over its own samples, which the engine weighs by their
+            number among those of all ranks. `part`: its samples' part of the loss of the global batch, so that the
+            losses of ranks with different samples add up to that loss; they are taken as they are.
         seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
 
     Raises:
@@ -58,6 +60,8 @@ def parallelize(
     """
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
+    _check_option("batch_norm", batch_norm, get_args(BatchNorm))
+    _check_option("loss", loss, get_args(Loss))
     examples = example if isinstance(example, tuple) else (example,)
     _check_examples(examples)
     join()
@@ -66,7 +70,7 @@ def parallelize(
     check_devices(parsed.mesh, world)
     groups = Groups(parsed.mesh)
     context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
-    network = _network(model, parsed, groups, context, examples)
+    network = _network(model, parsed, groups, context, examples, loss)
     _take_shards(network)
     parameters = dict(model.named_parameters())
     network.reducer = GradientReducer(
@@ -81,7 +85,7 @@ def state_dict(net: nn.Module) -> dict[str, Tensor]:
     """Whole tensors under the names of the plain network, the same on every plan and every rank. All ranks call it."""
     network = network_of(net)
     tensors = net.state_dict()
-    return {name: _whole(network, name, tensor) for name, tensor in tensors.items()}
+    return {name: network.whole(name, tensor) for name, tensor in tensors.items()}
 
 
 def load_state_dict(net: nn.Module, state: dict[str, Tensor]) -> None:
@@ -97,19 +101,18 @@ def load_state_dict(net: nn.Module, state: dict[str, Tensor]) -> None:
         where = "the network" if wrong[0] in own else "the state"
         raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
     for name, tensor in state.items():
-        shape = _entry(network, name)[0]
+        shape = network.entry(name)[0]
         if tuple(tensor.shape) != shape:
             raise ConvoyError(f"{name} is {list(tensor.shape)} in the state, but {list(shape)} in the network")
-    mesh, place = network.groups.mesh, network.groups.coordinates
     with torch.no_grad():
         for name, tensor in state.items():
-            own[name].copy_(cut(tensor, _entry(network, name)[1], mesh, place))
+            own[name].copy_(network.part(name, tensor))
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
     """The whole gradient of the mean loss over the global batch, by serial name. All ranks call it."""
     network = network_of(net)
-    return {name: _whole(network, name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
+    return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
 
 
 @contextmanager
@@ -140,22 +143,33 @@ def local_samples(net: nn.Module, num_samples: int) -> slice:
     return slice(part.start, part.stop)
 
 
+def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConvoyError(f"{name}={value!r} is unknown: it must be {', '.join(choices[:-1])} or {choices[-1]}")
+
+
 def _check_examples(examples: tuple[Tensor, ...]) -> None:
     if not examples or not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
         raise ConvoyError("example must be a tensor, or a tuple of tensors, with one rank's samples along dim 0")
 
 
 def _network(
-    model: nn.Module, plan: Plan, groups: Groups, context: StepContext, examples: tuple[Tensor, ...]
+    model: nn.Module, plan: Plan, groups: Groups, context: StepContext, examples: tuple[Tensor, ...], loss: Loss
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
     try:
-        network = Network(model, plan, groups, context, channels_last=channels_last)
+        network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
         network.look(examples, model.training)
     except CaptureError as error:
         network = Layerwise(
-            model, plan, groups, context, channels_last=channels_last, captured=f"layer by layer, as {error}"
+            model,
+            plan,
+            groups,
+            context,
+            loss=loss,
+            channels_last=channels_last,
+            captured=f"layer by layer, as {error}",
         )
         network.look(examples, model.training)
     modules = [name for name, _ in model.named_modules()]
@@ -174,22 +188,8 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
 
 
 def _take_shards(network: Network) -> None:
-    mesh, place = network.groups.mesh, network.groups.coordinates
-    world = network.groups.of(tuple(mesh.axes))
+    world = network.groups.of(tuple(network.groups.mesh.axes))
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():
             first = broadcast(tensor.data.contiguous(), world)
-            tensor.data = cut(tensor.data.copy_(first), network.layouts[name], mesh, place)
-
-
-def _whole(network: Network, name: str, tensor: Tensor) -> Tensor:
-    shape, layout = _entry(network, name)
-    return collect(tensor, layout, shape, network.groups)
-
-
-def _entry(network: Network, name: str) -> tuple[tuple[int, ...], Layout]:
-    """Serial shape and layout under a name of the state, which a tied tensor has several of."""
-    if name not in network.shapes:
-        tensor = network.model.state_dict(keep_vars=True)[name]
-        name = next(other for other, own in named_tensors(network.model).items() if own is tensor)
-    return network.shapes[name][0], network.layouts[name]
+            tensor.data = network.part(name, tensor.data.copy_(first))

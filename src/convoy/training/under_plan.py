@@ -16,8 +16,6 @@ from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.gradients.whole_norms import WholeNorms
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import BatchNorm, parallelize
-from convoy.engine.shards import collect, cut
-from convoy.plans import Layout
 from convoy.plans.mesh import Axes
 from convoy.plans.plan import Plan
 from convoy.training.division import Division, Pass
@@ -59,9 +57,8 @@ class UnderPlan:
         Raises:
             ConvoyError: a layer cannot be divided as the plan says.
         """
-        self.model = parallelize(model, plan, example, batch_norm=batch_norm, seed=seed)
+        self.model = parallelize(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed)
         self.engine = network_of(self.model)
-        self.engine.weigh = _as_it_is  # type: ignore[method-assign]  # the trainer's loss is weighted already
         self.sample_axes: Axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
         self._method = method
@@ -152,22 +149,12 @@ class UnderPlan:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Collect a tensor from all ranks."""
-        shape, layout = self._entry(name)
-        return collect(tensor, layout, shape, self.engine.groups)
+        return self.engine.whole(name, tensor)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Cut this rank's part out of a whole tensor."""
-        shape, layout = self._entry(name)
-        if tuple(tensor.shape) != shape:
-            return tensor
-        return cut(tensor, layout, self.engine.groups.mesh, self.engine.groups.coordinates)
-
-    def _entry(self, name: str) -> tuple[tuple[int, ...], Layout]:
-        """Serial shape and layout under a name of the state, which a tied tensor has several of."""
-        if name not in self.engine.shapes:
-            tensor = self.model.state_dict(keep_vars=True)[name]
-            name = next(other for other, own in self.model.named_parameters() if own is tensor)
-        return self.engine.shapes[name][0], self.engine.layouts[name]
+        whole = tuple(tensor.shape) == self.engine.entry(name)[0]
+        return self.engine.part(name, tensor) if whole else tensor
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         """Every parameter with the axes over which its gradient is added."""
@@ -177,7 +164,3 @@ class UnderPlan:
     def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
         """Every parameter with the axes that divide it."""
         return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
-
-
-def _as_it_is(output: Tensor, samples: tuple[int, ...]) -> Tensor:
-    return output
