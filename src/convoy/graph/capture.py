@@ -76,9 +76,10 @@ def _run(
     forward: Callable[..., Any], given: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
 ) -> Any:
     try:
-        with warnings.catch_warnings(), fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
-            output = forward(*given)
+            with _without_autocast(), fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+                output = forward(*given)
         output = recorder.reference(output)
     except CaptureError:
         raise
@@ -90,6 +91,13 @@ def _run(
     if recorder.updates:
         raise CaptureError(f"it counts in {recorder.updates[0]}, which no batch norm uses")
     return output
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The caller may be in a context of autocast, which is for the calls when they run."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:

@@ -15,15 +15,15 @@ class AddBiasOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, first: bool) -> Tensor:
-        """`x` [..., channels at `dim`, ...], `bias` [channels]."""
-        ctx.dim = dim
+        """`x` [..., channels at `dim`, ...], `bias` [channels]; `x` may be of a lower precision, which stays."""
+        ctx.dim, ctx.dtype = dim, bias.dtype
         shape = [1] * x.dim()
         shape[dim] = -1
-        return x + bias.view(shape) if first else x.view_as(x)
+        return x + bias.view(shape).to(x.dtype) if first else x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """The bias's gradient is the sum over all other dimensions."""
         others = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
-        return gradient, gradient.sum(others), None, None
+        return gradient, gradient.sum(others, dtype=ctx.dtype), None, None

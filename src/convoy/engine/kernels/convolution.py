@@ -78,7 +78,7 @@ def _transposed(
             y = x.new_zeros(shape) + (x.sum() + weight.sum()) * 0
         else:
             y = F.pad(function(x, weight, None, **options), flat)
-        return y if bias is None else y + bias.view(-1, *[1] * len(needs))
+        return y if bias is None else y + bias.view(-1, *[1] * len(needs)).to(y.dtype)
 
     return convolve
 

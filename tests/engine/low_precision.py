@@ -1,0 +1,57 @@
+"""How far training under autocast is from training in float32, with a plan and without one."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from exactness import build
+from torch import Tensor
+
+import convoy
+
+
+@dataclass
+class Closeness:
+    """Relative errors against the plain network in float32.
+
+    Attributes:
+        dtype: of the outputs under the plan.
+        plain: of outputs and gradients under autocast without a plan.
+        plan: of the same under the plan.
+    """
+
+    dtype: torch.dtype
+    plain: list[float]
+    plan: list[float]
+
+    @property
+    def ok(self) -> bool:
+        """Whether autocast was at work, and the plan is about as precise as one device."""
+        return all(1e-5 < a < 0.2 and b < 1.5 * a for a, b in zip(self.plain, self.plan, strict=True))
+
+
+def closeness(net: str, plan: str, dtype: torch.dtype, size: int, device: str = "cpu") -> Closeness:
+    """Run on every rank; the plan must not divide the samples."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(8, 3, size, size, generator=generator).to(device)
+    labels = torch.randint(10, (8,), generator=generator).to(device)
+    want = _trained(net, None, None, images, labels)
+    plain, under = (_trained(net, chosen, dtype, images, labels) for chosen in (None, plan))
+    return Closeness(under[0].dtype, _errors(plain, want), _errors(under, want))
+
+
+def _trained(net: str, plan: str | None, dtype: torch.dtype | None, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """Outputs, and all gradients in one vector."""
+    model = build(net, images.shape[-1])[0].float().to(images.device)
+    model = convoy.parallelize(model, plan, example=images) if plan else model
+    scale = 1024.0 if dtype == torch.float16 else 1.0
+    with torch.autocast(images.device.type, dtype, enabled=dtype is not None):
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, labels)
+    (loss * scale).backward()
+    gradients = convoy.gradients(model) if plan else {name: p.grad for name, p in model.named_parameters()}
+    return [outputs.detach(), torch.cat([gradients[name].flatten() / scale for name in sorted(gradients)])]
+
+
+def _errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
