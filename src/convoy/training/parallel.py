@@ -43,6 +43,9 @@ class Network(Protocol):
         are.
         """
 
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """The optimiser with its work divided over ranks that have the same weights, where that is faster."""
+
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
 
@@ -96,6 +99,10 @@ class OneDevice:
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         """Nothing to announce."""
+
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """Nobody to share with."""
+        return optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Nothing to divide."""

@@ -112,7 +112,8 @@ class RunState:
         return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
-        return {name: self.optimizer.state.get(parameter, {}) for name, parameter in self._named_parameters()}
+        state = self.optimizer.state_dict()["state"]
+        return {name: state.get(index, {}) for index, (name, _) in enumerate(self._named_parameters())}
 
     def _whole(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"{prefix}{name}": self.network.whole(name, tensor) for name, tensor in tensors.items()}

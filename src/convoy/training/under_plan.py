@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.engine.gradients import GradientReducer, TreeReducer
+from convoy.engine.gradients import GradientReducer, ShardedOptimizer, TreeReducer, sharding_pays
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.gradients.whole_norms import WholeNorms
@@ -86,6 +86,19 @@ class UnderPlan:
         """The outputs for this rank's samples."""
         return self.model(images)
 
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """Divide the optimiser's state over the ranks where that is faster."""
+        exact = not (self._method.tree or self._method.compression or self.local_mean)
+        if (
+            not exact
+            or self.engine.reducer is None
+            or not sharding_pays(optimizer, self._reduced(), self.engine.groups)
+        ):
+            return optimizer
+        self.engine.reducer.remove()
+        self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, scatter=True)
+        return ShardedOptimizer(optimizer, self.engine.reducer)
+
     def divide(self, division: Division, num_passes: int) -> None:
         """Tell the tree, or the average of local SGD, who has how much."""
         if self._method.tree and self._tree is None:
@@ -128,7 +141,8 @@ class UnderPlan:
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient by its norm over all shards."""
-        clip_grad_norm(self._divided(), self.engine.groups, max_norm)
+        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
+        clip_grad_norm(self._divided(), self.engine.groups, max_norm, own)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Whole norms for LARS and LAMB."""

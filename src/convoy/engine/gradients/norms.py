@@ -1,6 +1,6 @@
 """Norms of tensors whose elements are divided over ranks: every element counts once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,26 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
     return total.sqrt().to(tensors[0][0].dtype)
 
 
-def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups, max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Sequence[tuple[nn.Parameter, Axes]],
+    groups: Groups,
+    max_norm: float,
+    own: Mapping[nn.Parameter, tuple[Tensor, Axes]] | None = None,
+) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
     Args:
         parameters: each with the axes that divide it (not those over which its gradient was added).
         groups: of this rank.
         max_norm: as in `torch.nn.utils.clip_grad_norm_`.
+        own: this rank's pieces of gradients that are divided over ranks with the same parameter, and over which axes
+            (`GradientReducer.own_gradients`).
     """
-    terms = [(p.new_zeros(0) if p.grad is None else p.grad, axes) for p, axes in parameters]
+    terms: list[tuple[Tensor, Axes]] = []
+    for parameter, axes in parameters:
+        whole = parameter.new_zeros(0) if parameter.grad is None else parameter.grad
+        piece, more = (own or {}).get(parameter, (whole, ()))
+        terms.append((piece, (*axes, *more)))
     norm = global_norm(terms, groups)
     nn.utils.clip_grads_with_norm_([parameter for parameter, _ in parameters], max_norm, norm)
     return norm
