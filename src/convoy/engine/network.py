@@ -237,8 +237,9 @@ class Network:
         if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            placement = self._placement(signature)
-            program = Program(placement, self.groups, self.context, self.channels_last)
+            with torch.inference_mode(False):  # the program, and the tensors in it, serve training too
+                placement = self._placement(signature)
+                program = Program(placement, self.groups, self.context, self.channels_last)
             found = self._programs[signature] = placement, program
         return found
 
@@ -249,7 +250,7 @@ class Network:
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
-        with plain_forward(self.model):
+        with plain_forward(self.model), torch.inference_mode(False):
             graph = capture(self.model, tuple(inputs), training=signature.training, shapes=self.shapes)
         return graph.prefixed(self.prefix) if self.prefix else graph
 

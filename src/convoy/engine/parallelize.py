@@ -70,12 +70,13 @@ def parallelize(
     check_devices(parsed.mesh, world)
     groups = Groups(parsed.mesh)
     context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
-    network = _network(model, parsed, groups, context, examples, loss)
-    _take_shards(network)
-    parameters = dict(model.named_parameters())
-    network.reducer = GradientReducer(
-        [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
-    )
+    with torch.inference_mode(False):
+        network = _network(model, parsed, groups, context, examples, loss)
+        _take_shards(network)
+        parameters = dict(model.named_parameters())
+        network.reducer = GradientReducer(
+            [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
+        )
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
     return model

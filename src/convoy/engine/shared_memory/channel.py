@@ -40,7 +40,8 @@ class Channel:
         words = memoryview(memory)[: self.ranks * _FLAG].cast("q")
         self._counters = words[:: _FLAG // 8]
         self._closed = words[1 :: _FLAG // 8]
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # the views serve training too, whoever asks for them first
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @staticmethod
@@ -75,7 +76,8 @@ class Channel:
         key = rank, slot, dtype
         if key not in self._views:
             start = _start(self.ranks) + (2 * rank + slot) * SLOT
-            self._views[key] = self._bytes[start : start + SLOT].view(dtype)
+            with torch.inference_mode(False):
+                self._views[key] = self._bytes[start : start + SLOT].view(dtype)
         return self._views[key]
 
     def _await(self, rank: int) -> None:
