@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from convoy.engine.class_parallel import cross_entropy
     from convoy.engine.explain import explain
     from convoy.engine.parallelize import accumulate, gradients, load_state_dict, local_samples, parallelize, state_dict
+    from convoy.plans import Mesh, Plan
 
 __all__ = [
+    "Mesh",
+    "Plan",
     "accumulate",
     "cross_entropy",
     "explain",
@@ -25,6 +28,6 @@ def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, when it is first used: `convoy --help` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from convoy import engine
+    from convoy import engine, plans
 
-    return getattr(engine, name)
+    return getattr(plans if name in ("Mesh", "Plan") else engine, name)

@@ -230,3 +230,10 @@ def test_every_yaml_reads_back():
         assert again.to_yaml() == plan.to_yaml()
         assert "\n" not in str(plan)
     assert made > 200
+
+
+def test_plans_are_public() -> None:
+    import convoy
+
+    assert convoy.Plan is Plan
+    assert str(convoy.Plan(convoy.Mesh((), ()))) == "serial"

@@ -2,6 +2,7 @@
 
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
 from convoy.plans.transfer import Step, transfer
 
-__all__ = ["Layout", "Mesh", "Split", "Step", "transfer"]
+__all__ = ["Layout", "Mesh", "Plan", "Split", "Step", "transfer"]
