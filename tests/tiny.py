@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,6 +25,26 @@ class TinyNet(nn.Module):
         x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
         logits = self.head(self.drop(x.flatten(1)))
         return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
+
+
+class TinyDepth(nn.Module):
+    """Random numbers outside of dropout layers: functional dropout, and stochastic depth as torchvision and timm have
+    it."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(in_channels, 8, 3, stride=4, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)) for _ in range(2)
+        )
+        self.head = nn.Linear(8 * 49, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        for block in self.blocks:
+            kept = torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device)
+            x = x + (block(x) * kept.bernoulli_(0.7).div_(0.7) if self.training else block(x))
+        return self.head(F.dropout(F.relu(x).flatten(1), 0.2, self.training))
 
 
 class Unfit(nn.Module):

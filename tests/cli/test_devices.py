@@ -140,6 +140,13 @@ def test_the_run_is_that_of_one_device(serial: Path, data: Path, tmp_path: Path,
     assert f"sample: {options[1]}" in (out / "plan.yaml").read_text()
 
 
+def test_draws_outside_of_dropout_layers_are_those_of_one_device(data: Path, tmp_path: Path) -> None:
+    for name, options in (("1", ""), ("2", "--devices 2"), ("3", "--devices 3 --shares 3,3,2")):
+        finish(command(data, tmp_path / name, *options.split(), model="tiny:TinyDepth", epochs="6ba"))
+    assert digest(tmp_path / "1") == digest(tmp_path / "2") == digest(tmp_path / "3")
+    assert curve(tmp_path / "1") == curve(tmp_path / "2") == curve(tmp_path / "3")
+
+
 def test_a_stopped_run_goes_on_by_another_plan_with_the_same_result(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

@@ -168,15 +168,21 @@ def set_up(
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    trial = model if devices.num == 1 else copy.deepcopy(model)
-    context = prepare(trial, recipe.seed, recipe.batch_norm)
-    found = _probe(trial, context, recipe, data, quantities.sizes, device)
+    prepared = copy.deepcopy(model)
+    context = prepare(prepared, recipe.seed, recipe.batch_norm)
+    found = _probe(prepared, context, recipe, data, quantities.sizes, device)
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
     merge, reason = devices.broadcast(_merge(recipe, found, quantities.sizes, device))
-    network = _network(recipe, model, trial, context, plan, data, quantities.sizes, device, notes)
+    network: Network
+    if plan.mesh.num_devices > 1 or found.draws:
+        network = _under_plan(recipe, model, plan, data, quantities.sizes, device, notes)
+    else:
+        model = prepared
+        forward = torch.compile(model) if recipe.compile else model
+        network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
     division = _division(recipe, quantities.sizes, devices, notes)
-    optimizer = create_optimizer(model, recipe.optimizer, quantities.lr)
+    optimizer = network.share(create_optimizer(model, recipe.optimizer, quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     return Session(
@@ -209,25 +215,23 @@ def set_up(
     )
 
 
-def _network(
+def _under_plan(
     recipe: Recipe,
     model: nn.Module,
-    prepared: nn.Module,
-    context: StepContext,
     plan: Plan,
     data: DataSet,
     sizes: tuple[int, ...],
     device: torch.device,
     notes: list[str],
-) -> Network:
-    if plan.mesh.num_devices == 1:
-        forward = torch.compile(prepared) if recipe.compile else prepared
-        return OneDevice(prepared, context, device, forward, recipe.reproducible)
+) -> UnderPlan:
+    """The network as the engine runs it: on several devices, and on one where random numbers that no layer controls
+    must be the same as on several."""
     example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
     model.train()
     network = UnderPlan(model, plan, example, batch_norm=recipe.batch_norm, seed=recipe.seed, method=method_of(recipe))
     if recipe.compile:
-        notes.append("compile has no effect on several devices yet")
+        one = "for a network that draws random numbers outside of dropout layers"
+        notes.append(f"compile has no effect {one if plan.mesh.num_devices == 1 else 'on several devices'} yet")
     return network
 
 
