@@ -55,6 +55,21 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def num_ranks() -> int:
+    """How many ranks have joined; without a process group this one alone."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """All ranks that have joined, in a group that carries tensors on the CPU; None for one alone. All ranks call it."""
+    if num_ranks() == 1:
+        return None
+    if "cpu:gloo" in dist.get_backend_config().split(","):
+        return dist.group.WORLD
+    own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return own
+
+
 def _check_variables(environment: Mapping[str, str]) -> None:
     missing = [name for name in _VARIABLES if not environment.get(name)]
     if missing:
@@ -88,7 +103,7 @@ class Groups:
     """
 
     def __init__(self, mesh: Mesh, rank: int | None = None, subsets: Iterable[Axes] = ()) -> None:
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = num_ranks()
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             if mesh.num_devices != world:

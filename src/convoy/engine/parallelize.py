@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from convoy.engine.collectives import broadcast, gather_ints
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
-from convoy.engine.groups import Groups, join
+from convoy.engine.groups import Groups, join, num_ranks
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.errors import ConvoyError
@@ -36,6 +35,7 @@ def parallelize(
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
+    compile: bool = False,
 ) -> Model:
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
 
@@ -53,6 +53,8 @@ def parallelize(
             number among those of all ranks. `part`: its samples' part of the loss of the global batch, so that the
             losses of ranks with different samples add up to that loss; they are taken as they are.
         seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
+        compile: run what lies between the exchanges through `torch.compile`, with the shapes of every batch as they
+            are: the first pass of each shape takes long.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
@@ -65,13 +67,13 @@ def parallelize(
     examples = example if isinstance(example, tuple) else (example,)
     _check_examples(examples)
     join()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    parsed = Plan.parse(plan, num_devices=world)
-    check_devices(parsed.mesh, world)
+    parsed = Plan.parse(plan, num_devices=num_ranks())
+    check_devices(parsed.mesh, num_ranks())
     groups = Groups(parsed.mesh)
     context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
     with torch.inference_mode(False):
         network = _network(model, parsed, groups, context, examples, loss)
+        network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(

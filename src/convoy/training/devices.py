@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from convoy.engine.groups import join, leave
+from convoy.engine import messages
+from convoy.engine.collectives import Group, gather_ints, place, size
+from convoy.engine.groups import everyone, join, leave
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
 
@@ -32,7 +33,7 @@ class Devices:
     sample_rank: int = 0
     num_sample_ranks: int = 1
     leads: bool = True
-    _group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _group: Group = field(default=None, repr=False)
     _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @staticmethod
@@ -46,11 +47,8 @@ class Devices:
             ConvoyError: the others are not to be reached.
         """
         device = join()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return Devices(), device
-        # What the ranks tell each other are small objects on the CPU, whatever carries the gradients.
-        group = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
-        return Devices(dist.get_rank(), dist.get_world_size(), _group=group), device
+        group = everyone()
+        return Devices(place(group), size(group), _group=group), device
 
     @staticmethod
     def leave() -> None:
@@ -71,32 +69,15 @@ class Devices:
 
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
-        if self.num == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        return messages.broadcast_object(value, self._group)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The named tensors of rank 0, on the CPU; others give None."""
-        if self.num == 1:
-            assert tensors is not None
-            return tensors
-        shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()} if tensors is not None else None
-        found: dict[str, Tensor] = {}
-        for name, (shape, dtype) in (self.broadcast(shapes) or {}).items():
-            tensor = tensors[name].cpu().contiguous() if tensors is not None else torch.empty(shape, dtype=dtype)
-            dist.broadcast(tensor, src=0, group=self._group)
-            found[name] = tensor
-        return found
+        return messages.broadcast_tensors(tensors, self._group)
 
     def gather(self, value: T) -> list[T]:
         """What every rank has, in the order of their numbers."""
-        if self.num == 1:
-            return [value]
-        values: list[Any] = [None] * self.num
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return messages.gather_objects(value, self._group)
 
     def gather_samples(self, value: T) -> list[T]:
         """What each part of the batch gave, in the order of the parts; model groups speak once."""
@@ -105,11 +86,11 @@ class Devices:
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         """The largest of every rank's numbers, one by one."""
-        if self.num == 1:
-            return numbers
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return tuple(tensor.tolist())
+        return tuple(map(max, *gather_ints(numbers, self._group), numbers))
+
+    def any(self, here: bool) -> bool:
+        """Whether something holds on any rank."""
+        return self.largest(int(here))[0] == 1
 
     def first(self, work: Callable[[], T]) -> T:
         """Let rank 0 alone do something, and give its result to all; a mistake that it finds is everybody's.
@@ -133,5 +114,4 @@ class Devices:
 
     def barrier(self) -> None:
         """Wait for all."""
-        if self.num > 1:
-            dist.barrier(group=self._group)
+        gather_ints([0], self._group)
