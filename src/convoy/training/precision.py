@@ -1,4 +1,7 @@
-"""Whether a device can train in a precision: tried out, not looked up."""
+"""Training in low precision: whether a device can, tried out, not looked up; and the scale of fp16's loss."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +32,32 @@ def check_precision(precision: str, device: torch.device) -> None:
         raise ConvoyError(_refusal(precision, device, reason)) from error
     if not works:
         raise ConvoyError(_refusal(precision, device, "gradients are not finite"))
+
+
+class Scaler(torch.amp.GradScaler):
+    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed.
+
+    Where parameters are divided over ranks, only the rank that has the part that overflowed would know of it, and the
+    weights and the scale would drift apart: all ranks agree once for each update.
+
+    Args:
+        device: of the gradients.
+        precision: `fp16`; in any other it does nothing, and asks nobody.
+        anywhere: whether something holds on any rank, given whether it does here; all ranks call it.
+    """
+
+    def __init__(self, device: torch.device, precision: str, anywhere: Callable[[bool], bool] = bool) -> None:
+        super().__init__(device.type, enabled=precision == "fp16")
+        self._anywhere = anywhere
+
+    def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
+        found = super()._unscale_grads_(*args, **options)
+        here = any(bool(number) for number in found.values())
+        if self._anywhere(here) and not here:
+            for number in found.values():
+                number.fill_(1.0)
+        return found
 
 
 def _refusal(precision: str, device: torch.device, reason: str) -> str:

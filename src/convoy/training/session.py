@@ -27,7 +27,7 @@ from convoy.training.loss import ClassificationLoss, heads
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Network, OneDevice
 from convoy.training.planning import describe, method_of, plan_of
-from convoy.training.precision import DTYPES, check_precision
+from convoy.training.precision import DTYPES, Scaler, check_precision
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
@@ -175,7 +175,7 @@ def set_up(
     merge, reason = devices.broadcast(_merge(recipe, found, quantities.sizes, device))
     network: Network
     if plan.mesh.num_devices > 1 or found.draws:
-        network = _under_plan(recipe, model, plan, data, quantities.sizes, device, notes)
+        network = _under_plan(recipe, model, plan, data, quantities.sizes, device)
     else:
         model = prepared
         forward = torch.compile(model) if recipe.compile else model
@@ -184,7 +184,7 @@ def set_up(
     division = _division(recipe, quantities.sizes, devices, notes)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
-    scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+    scaler = Scaler(device, recipe.precision, devices.any)
     return Session(
         recipe=recipe,
         devices=devices,
@@ -222,17 +222,20 @@ def _under_plan(
     data: DataSet,
     sizes: tuple[int, ...],
     device: torch.device,
-    notes: list[str],
 ) -> UnderPlan:
     """The network as the engine runs it: on several devices, and on one where random numbers that no layer controls
     must be the same as on several."""
     example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
     model.train()
-    network = UnderPlan(model, plan, example, batch_norm=recipe.batch_norm, seed=recipe.seed, method=method_of(recipe))
-    if recipe.compile:
-        one = "for a network that draws random numbers outside of dropout layers"
-        notes.append(f"compile has no effect {one if plan.mesh.num_devices == 1 else 'on several devices'} yet")
-    return network
+    return UnderPlan(
+        model,
+        plan,
+        example,
+        batch_norm=recipe.batch_norm,
+        seed=recipe.seed,
+        method=method_of(recipe),
+        compile=recipe.compile,
+    )
 
 
 def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
