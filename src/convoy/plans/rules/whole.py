@@ -1,16 +1,34 @@
 """Calls for which nobody has a rule: they get their inputs whole and run on every rank. Slower, never wrong."""
 
-from convoy.plans.layout import WHOLE, Layout
+import math
+
+from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.rules.rule import Placed, Situation
 
 
 def rule(situation: Situation) -> Placed:
-    """Everything whole, with a note for the plan's explanation unless it is whole anyway."""
+    """Everything whole, but for dimensions along which the call computes each piece by itself; with a note for the
+    plan's explanation unless it is where it was given.
+    """
     call = situation.call
-    gathered = any(situation.given[name] != WHOLE for name in call.inputs if name in situation.given)
+    layout = Layout.of(_independent(situation))
+    gathered = any(situation.given[name] != layout for name in call.inputs if name in situation.given)
     function = getattr(call.function, "__name__", str(call.function))
-    note = f"no rule for {function}: runs whole on every rank" if gathered else ""
-    return Placed(dict.fromkeys(call.inputs, WHOLE), dict.fromkeys(call.outputs, WHOLE), note)
+    what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
+    note = f"no rule for {function}: runs {what}" if gathered else ""
+    return Placed(dict.fromkeys(call.inputs, layout), dict.fromkeys(call.outputs, layout), note)
+
+
+def _independent(situation: Situation) -> dict[int, Split]:
+    """How the largest input is divided along the dimensions that all inputs and outputs have alike."""
+    call = situation.call
+    given = [name for name in call.inputs if name in situation.given]
+    shapes = [situation.shape(name) for name in (*call.inputs, *call.outputs)]
+    if not given:
+        return {}
+    splits = situation.given[max(given, key=lambda name: math.prod(situation.shape(name)))].splits
+    alike = [dim for dim in call.attributes.get("independent", ()) if len({shape[dim] for shape in shapes}) == 1]
+    return {dim: split for dim, split in splits if dim in alike}
 
 
 def matmul(situation: Situation) -> Placed:
