@@ -47,7 +47,9 @@ def _kept(name, size, plan):
         ("small", 16, "filter=2"),
         ("small", 16, "height=2"),
         ("small", 16, "sample=2,filter=2"),
+        ("small", 16, "width=2"),
         ("alexnet", 96, "owt=2"),
+        ("squeezenet1_1", 64, "height=2"),
         ("resnet18", 64, "sample=2"),
         ("resnet18", 64, "filter=2"),
         ("resnet18", 64, "height=2"),
@@ -57,4 +59,4 @@ def test_memory(name, size, plan):
     world = 4 if "," in plan else 2
     for (measured, parameters), (said, said_parameters) in run_ranks(_kept, world, name, size, plan):
         assert parameters == said_parameters
-        assert said == pytest.approx(measured, rel=0.12), "copies that kernels make for padding are not counted"
+        assert said == pytest.approx(measured, rel=0.02), "the statistics of batch norm are not counted"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from convoy.graph.graph import Call
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.rules.convolution import paddings_of
 from convoy.plans.traffic import needs_gradient
 
 _KEEPS_OUTPUT = ("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt")
@@ -39,12 +40,14 @@ class Kept:
         value: the name of the tensor, or of one that has its shape where it is `inside` a kernel, such as a mask.
         layout: how it lies over the mesh.
         itemsize: bytes for each element.
+        padded: the convolution that keeps it with padding, on ranks where it pads the two ends unlike.
     """
 
     value: str
     layout: Layout
     itemsize: int
     inside: bool = False
+    padded: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,19 @@ def _kept(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
     call, values = placed.call, placement.graph.values
     for name, itemsize in _names(call):
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
-        yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize)
+        padded = call.name if _pads(placed, name) else ""
+        yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize, padded=padded)
     for name in call.outputs if call.op in _INSIDE else ():
         yield Kept(
             name, _where(placed.placed.outputs[name]), _INSIDE[call.op] * values[name].dtype.itemsize, inside=True
         )
+
+
+def _pads(placed: PlacedCall, name: str) -> bool:
+    call = placed.call
+    if call.op != "conv" or call.attributes["transposed"] or name != call.attributes["input"]:
+        return False
+    return any(dim > 1 for dim, _ in placed.placed.outputs[call.outputs[0]].splits)
 
 
 def _where(layout: Layout) -> Layout:
@@ -136,9 +147,21 @@ def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
         if value.origin in of_origin and value.name in placement.layouts:
             layout = placement.layouts[value.name]
             of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
-    activations = sum(
-        math.prod(tensor.layout.local_shape(graph.shape(tensor.value), mesh, place)) * tensor.itemsize
-        for tensor in kept
-    )
+    calls = {placed.call.name: placed for placed in placement.calls}
+    sizes = {}
+    for tensor in kept:
+        whole = graph.shape(tensor.value)
+        parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
+        shape, padding = [len(part) for part in parts], [0] * len(parts)
+        if tensor.padded:
+            call = calls[tensor.padded]
+            output = call.placed.outputs[call.call.outputs[0]]
+            paddings = paddings_of(graph, call.call, output, mesh, place)
+            padding[2:] = [before + after for _, before, after in paddings]
+        # what is the same on this rank is there once, whatever the layouts of other ranks
+        of_call = tensor.padded if any(padding) else ""
+        size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
+        sizes[tensor.value, parts, tensor.itemsize, tensor.inside, of_call] = size
+    activations = sum(sizes.values())
     gradients = of_origin["parameter"] if graph.training else 0
     return Memory(of_origin["parameter"], gradients, of_origin["buffer"], activations)

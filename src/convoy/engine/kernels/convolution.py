@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.engine.kernels.bias import AddBiasOnce
 from convoy.engine.kernels.kernel import Kernel, Site
-from convoy.plans.rules.convolution import window_of
+from convoy.plans.rules.convolution import paddings_of, window_of
 from convoy.plans.windows import Need
 
 CONVOLUTIONS: dict[tuple[int, bool], Callable[..., Tensor]] = {
@@ -47,24 +47,19 @@ def _convolution(site: Site) -> Callable[..., Tensor]:
     function = CONVOLUTIONS[num_dims, transposed]
     options: dict[str, Any] = {"stride": attributes["stride"], "dilation": attributes["dilation"]}
     options["groups"] = _local_groups(site)
-    needs = [_need(site, 2 + at) for at in range(num_dims)]
     if transposed:
-        return _transposed(site, function, options, needs)
-    divided = {dim for dim, _ in site.layouts[site.call.outputs[0]].splits}
-    padding = [
-        (need.before, need.after) if 2 + at in divided else attributes["padding"][at] for at, need in enumerate(needs)
-    ]
-    if all(before == after for before, after in padding):
-        options["padding"] = tuple(before for before, _ in padding)
+        return _transposed(site, function, options)
+    paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], site.mesh, site.coordinates)
+    options["padding"] = tuple(both for both, _, _ in paddings)
+    flat = _flat([(before, after) for _, before, after in paddings])
+    if not any(flat):
         return lambda x, weight, bias: function(x, weight, bias, **options)
-    flat = _flat(padding)
     return lambda x, weight, bias: function(F.pad(x, flat), weight, bias, **options)
 
 
-def _transposed(
-    site: Site, function: Callable[..., Tensor], options: dict[str, Any], needs: list[Need]
-) -> Callable[..., Tensor]:
+def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
     attributes, output = site.call.attributes, site.call.outputs[0]
+    needs = [_need(site, 2 + at) for at in range(len(attributes["stride"]))]
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from convoy.graph.graph import Call, Graph
 from convoy.plans.check import axis_names, check_channel, check_filter, check_rows
 from convoy.plans.layout import Indices, Layout, Split, indices
-from convoy.plans.mesh import Axes
+from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.rules.layouts import even, is_balanced, put
 from convoy.plans.rules.rule import Placed, Situation
 from convoy.plans.windows import Transposed, Window, halo_split, output_split
@@ -132,6 +132,21 @@ def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
     if attributes["transposed"]:
         return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][at])
     return Window(size, kernel, stride, dilation, before, after)
+
+
+def paddings_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[tuple[int, int, int]]:
+    """What a rank pads, for each spatial dimension of a convolution that is not transposed: so much at both ends,
+    which the convolution does itself, then what more at either end, which takes a copy of the input."""
+    found = []
+    for at, (before, after) in enumerate(call.attributes["padding"]):
+        if output.split(2 + at) is not None:
+            rows = output.parts(2 + at, mesh, place, graph.shape(call.outputs[0])[2 + at])
+            assert isinstance(rows, range)
+            need = window_of(graph, call, 2 + at).needed(rows)
+            before, after = need.before, need.after
+        both = min(before, after)
+        found.append((both, before - both, after - both))
+    return found
 
 
 def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
