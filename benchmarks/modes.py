@@ -94,16 +94,16 @@ def images_per_second(arguments: argparse.Namespace, mode: str, data: Path, out:
     return statistics.median(rates[WARM_UP:])
 
 
-def write_images(folder: Path, batch: int) -> None:
+def write_images(folder: Path, batch: int, size: int = SIZE) -> None:
     """Random grey pictures as files of MNIST's kind, which are kept in memory and need no decoding."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for split, number in (("train", 4 * batch), ("t10k", 8)):
-        pixels = random.integers(256, size=(number, SIZE, SIZE), dtype=np.uint8)
-        header = b"".join(size.to_bytes(4, "big") for size in (0x803, number, SIZE, SIZE))
+        pixels = random.integers(256, size=(number, size, size), dtype=np.uint8)
+        header = b"".join(part.to_bytes(4, "big") for part in (0x803, number, size, size))
         (folder / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
         labels = random.integers(10, size=number, dtype=np.uint8)
-        header = b"".join(size.to_bytes(4, "big") for size in (0x801, number))
+        header = b"".join(part.to_bytes(4, "big") for part in (0x801, number))
         (folder / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
 
 
