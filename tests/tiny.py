@@ -47,6 +47,13 @@ class TinyDepth(nn.Module):
         return self.head(F.dropout(F.relu(x).flatten(1), 0.2, self.training))
 
 
+class TinyCoupled(TinyNet):
+    """Subtracts the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return super().forward(x - x.mean(0))
+
+
 class Unfit(nn.Module):
     """Gives pictures, not logits."""
 

@@ -147,6 +147,19 @@ def test_draws_outside_of_dropout_layers_are_those_of_one_device(data: Path, tmp
     assert curve(tmp_path / "1") == curve(tmp_path / "2") == curve(tmp_path / "3")
 
 
+def test_a_network_that_couples_samples_keeps_each_microbatch_on_one_device(data: Path, tmp_path: Path) -> None:
+    model = "tiny:TinyCoupled"
+    found = finish(command(data, tmp_path / "refused", "--devices", "2", model=model), status=2)
+    assert "mean in the network itself computes with several samples at once" in found.stderr
+    assert "e.g. filter=2, or batch_norm=sync" in found.stderr
+    assert found.stderr.count("\n") == 1, found.stderr
+    for name, options in (("1", ""), ("2", "--devices 2 --plan filter=2")):
+        finish(command(data, tmp_path / name, *options.split(), model=model, epochs="4ba"))
+    for one, two in zip(curve(tmp_path / "1"), curve(tmp_path / "2"), strict=True):
+        assert one[:2] == two[:2]
+        assert two[2] == pytest.approx(one[2], rel=1e-4)
+
+
 def test_a_stopped_run_goes_on_by_another_plan_with_the_same_result(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

@@ -16,6 +16,7 @@ from convoy import models
 from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
 from convoy.engine import Probe, StepContext, prepare, probe
+from convoy.engine.coupling import coupled
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
@@ -181,6 +182,7 @@ def set_up(
         forward = torch.compile(model) if recipe.compile else model
         network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
+    _check_coupling(recipe, found, model, devices)
     division = _division(recipe, quantities.sizes, devices, notes)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
@@ -236,6 +238,22 @@ def _under_plan(
         method=method_of(recipe),
         compile=recipe.compile,
     )
+
+
+def _check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Devices) -> None:
+    """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
+
+    Raises:
+        ConvoyError: samples of a batch are coupled by more than batch norm.
+    """
+    if found.separable or found.draws or devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+        return
+    what = coupled(model)
+    if what is not None:
+        raise ConvoyError(
+            f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
+            f"devices: choose a plan that does not divide samples, e.g. filter={devices.num}, or batch_norm=sync"
+        )
 
 
 def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
