@@ -59,7 +59,7 @@ class Layerwise(Network):
             layer = self.model.get_submodule(name)
             part = Network(layer, self.plan, self.groups, self.context, prefix=name, whole_batch=True)
             inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-            part.channels_last = self.channels_last
+            part.channels_last, part.compile = self.channels_last, self.compile
             try:
                 part.look(inputs, self._training)
             except CaptureError as error:

@@ -65,6 +65,7 @@ class Network:
         samples: how many samples each sample rank passes next, where the caller knows; None asks the other ranks.
         reducer: adds the gradients during the backward pass.
         channels_last: whether images travel between ranks with the channels innermost in memory.
+        compile: whether what lies between the exchanges of a training pass runs through `torch.compile`.
         captured: how the network's calls were found, for people.
         example: sizes and types of one rank's inputs that it was made with.
         layers: name and kind of every layer that the network calls.
@@ -86,6 +87,7 @@ class Network:
     samples: tuple[int, ...] | None = None
     reducer: GradientReducer | None = None
     channels_last: bool = False
+    compile: bool = False
     captured: str = "as one program"
     example: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
@@ -143,7 +145,7 @@ class Network:
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
-        if self.undivided and self.context.batch_norm != "microbatch":
+        if self.undivided and self.context.batch_norm != "microbatch" and not self.compile:
             return type(self.model).forward(self.model, *inputs)
         samples = self.exchange_samples(inputs)
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
@@ -239,7 +241,8 @@ class Network:
                 self._programs.pop(next(iter(self._programs)))
             with torch.inference_mode(False):  # the program, and the tensors in it, serve training too
                 placement = self._placement(signature)
-                program = Program(placement, self.groups, self.context, self.channels_last)
+                compile = self.compile and signature.training
+            program = Program(placement, self.groups, self.context, self.channels_last, compile)
             found = self._programs[signature] = placement, program
         return found
 

@@ -53,8 +53,8 @@ def parallelize(
             number among those of all ranks. `part`: its samples' part of the loss of the global batch, so that the
             losses of ranks with different samples add up to that loss; they are taken as they are.
         seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
-        compile: run what lies between the exchanges through `torch.compile`, with the shapes of every batch as they
-            are: the first pass of each shape takes long.
+        compile: run what lies between the exchanges of training passes through `torch.compile`; the first pass of
+            every batch size takes long.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is

@@ -1,15 +1,17 @@
 """A placed network on one rank: kernels and transfers in the order in which they run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from convoy.engine.context import StepContext
 from convoy.engine.groups import Groups
-from convoy.engine.kernels import Site, build_kernel
+from convoy.engine.kernels import Alone, Recorded, Site, build_kernel
 from convoy.engine.shards import cut
+from convoy.engine.stretches import Instruction, compiled
 from convoy.engine.transfer import redistribute
 from convoy.plans.layout import Layout
 from convoy.plans.place import Placement
@@ -22,16 +24,6 @@ Place = tuple[str, Layout]
 """A value in one layout: what a slot of the program holds."""
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """Takes the tensors of some slots, fills others, and empties those that nobody reads any more."""
-
-    run: Callable[..., Sequence[Tensor]]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    free: tuple[int, ...]
-
-
 class Program:
     """Runs a network's forward pass on this rank.
 
@@ -40,15 +32,25 @@ class Program:
         groups: the process groups.
         context: of the step.
         channels_last: whether images travel with the channels innermost in memory; the same on all ranks.
+        compile: whether what lies between the exchanges runs through `torch.compile`.
 
     Attributes:
         sources: names of the tensors that it is given, in order: inputs, parameters and buffers.
         outputs: names of those that it gives, in order.
     """
 
-    def __init__(self, placement: Placement, groups: Groups, context: StepContext, channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        groups: Groups,
+        context: StepContext,
+        channels_last: bool = False,
+        compile: bool = False,
+    ) -> None:
         self._slots: dict[Place, int] = {}
+        self._num_slots = 0
         self._instructions: list[Instruction] = []
+        records: list[Instruction] = []
         self._placement = placement
         self._groups = groups
         self._channels_last = channels_last
@@ -76,11 +78,21 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            self._add(build_kernel(site), inputs, outputs)
+            kernel = build_kernel(site)
+            if compile and isinstance(kernel, Recorded):
+                terms = self._new_slot()
+                self._add(kernel.compute, inputs, [*outputs, terms])
+                buffers = tuple(inputs[place] for place in kernel.buffers)
+                records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
+            else:
+                self._add(kernel, inputs, outputs, alone=isinstance(kernel, Alone))
         for name, steps in placement.outputs.items():
             self._transfer(name, placement.output_layouts[name], steps)
         self.outputs = list(placement.outputs)
         self._outputs = [self._slot(name, placement.output_layouts[name]) for name in self.outputs]
+        self._instructions += records
+        if compile:
+            self._instructions = compiled(self._instructions, self._outputs)
         self._instructions = self._freeing()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -92,7 +104,7 @@ class Program:
         Returns:
             This rank's part of every output, in order.
         """
-        slots: list[Tensor | None] = [None] * len(self._slots)
+        slots: list[Any] = [None] * self._num_slots
         for slot, constant in self._constants.items():
             slots[slot] = constant
         for slot, tensor in zip(self._sources, tensors, strict=True):
@@ -107,10 +119,18 @@ class Program:
         return [tensor for tensor in found if tensor is not None]
 
     def _slot(self, name: str, layout: Layout) -> int:
-        return self._slots.setdefault((name, layout), len(self._slots))
+        if (name, layout) not in self._slots:
+            self._slots[name, layout] = self._new_slot()
+        return self._slots[name, layout]
 
-    def _add(self, run: Callable[..., Sequence[Tensor]], inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), ()))
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _add(
+        self, run: Callable[..., Sequence[Any]], inputs: Sequence[int], outputs: Sequence[int], alone: bool = False
+    ) -> None:
+        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), alone))
 
     def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], cast: bool = False) -> None:
         """Redistribute a value, once for all who want it in the same layout; `cast` sends it as autocast computes."""
@@ -122,7 +142,7 @@ class Program:
         groups = self._groups
         move = redistribute(steps, placement.mesh, groups.coordinates, groups, shape, self._channels_last)
         slot = self._slot(name, target)
-        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot])
+        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot], alone=True)
 
     def _freeing(self) -> list[Instruction]:
         """The instructions, each emptying the slots that it reads last."""
@@ -132,8 +152,17 @@ class Program:
             read = set(instruction.inputs) | set(instruction.outputs)
             free = tuple(sorted(read - wanted))
             wanted |= read
-            found.append(Instruction(instruction.run, instruction.inputs, instruction.outputs, free))
+            found.append(replace(instruction, free=free))
         return found[::-1]
+
+
+def _recording(kernel: Recorded) -> Callable[..., Sequence[Any]]:
+    def run(*tensors: Any) -> Sequence[Any]:
+        *buffers, terms = tensors
+        kernel.record(buffers, terms)
+        return ()
+
+    return run
 
 
 def _low(x: Tensor) -> Tensor:

@@ -42,7 +42,15 @@ class UnderPlan:
     joint = True
 
     def __init__(
-        self, model: nn.Module, plan: Plan, example: Tensor, *, batch_norm: BatchNorm, seed: int, method: Method
+        self,
+        model: nn.Module,
+        plan: Plan,
+        example: Tensor,
+        *,
+        batch_norm: BatchNorm,
+        seed: int,
+        method: Method,
+        compile: bool = False,
     ) -> None:
         """Make the model this rank's part of it, in place. All ranks call it.
 
@@ -53,11 +61,12 @@ class UnderPlan:
             batch_norm: over which samples statistics are taken.
             seed: the run's.
             method: how gradients become an update.
+            compile: whether what lies between the exchanges is compiled.
 
         Raises:
             ConvoyError: a layer cannot be divided as the plan says.
         """
-        self.model = parallelize(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed)
+        self.model = parallelize(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
         self.engine = network_of(self.model)
         self.sample_axes: Axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None

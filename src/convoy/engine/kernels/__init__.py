@@ -21,7 +21,7 @@ from convoy.engine.kernels import (
     softmax,
     split,
 )
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Recorded, Site
 
 KERNELS: dict[str, Callable[[Site], Kernel]] = {
     "adaptive_avg_pool": pool.build_adaptive,
@@ -52,4 +52,4 @@ def build_kernel(site: Site) -> Kernel:
     return KERNELS.get(site.call.op, as_called.build)(site)
 
 
-__all__ = ["KERNELS", "Kernel", "Site", "build_kernel"]
+__all__ = ["KERNELS", "Alone", "Kernel", "Recorded", "Site", "build_kernel"]

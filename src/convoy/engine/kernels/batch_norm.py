@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.engine.batch_norm import normalise_by_itself
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Recorded, Site
 from convoy.engine.kernels.shared_statistics import affine
 from convoy.engine.kernels.synchronised import Holders, normalise_together
 from convoy.engine.statistics import Running, Term, add_term
@@ -18,6 +19,15 @@ from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
 
 ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The running statistics; None where the layer keeps none."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    count: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -36,22 +46,32 @@ def build(site: Site) -> Kernel:
     """By running statistics in evaluation, otherwise as the context's mode says."""
     attributes, names = site.call.attributes, site.call.inputs
     layer = _Layer(site)
-    if not attributes["training"]:
-        run = layer.by_running_statistics
-    elif site.graph.training and site.context.batch_norm == "microbatch":
-        run = layer.by_microbatch
-    elif site.graph.training and site.context.batch_norm == "local":
-        run = layer.by_own_samples
-    else:
-        run = layer.by_whole_pass
 
-    def kernel(*tensors: Tensor) -> list[Tensor]:
+    def sorted_out(tensors: Sequence[Tensor]) -> Tensors:
         found: dict[str | None, Tensor] = dict(zip(names, tensors, strict=True))
         given: list[Any] = [found.get(attributes[name]) for name in ARGUMENTS]
-        t = Tensors(*given)
-        return [run(t) if t.x.shape[1] else layer.without_channels(t)]
+        return Tensors(*given)
 
-    return kernel
+    def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
+        return lambda *tensors: [run(sorted_out(tensors))]
+
+    if not attributes["training"]:
+        return whole(layer.by_running_statistics)
+    if not site.graph.training or site.context.batch_norm == "sync":
+        return Alone(whole(layer.by_whole_pass))
+    by_microbatch = site.context.batch_norm == "microbatch"
+    compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
+    record = layer.record_microbatches if by_microbatch else layer.record_own_samples
+    places = {name: place for place, name in enumerate(names)}
+    kept = [attributes[name] for name in ARGUMENTS[3:]]
+    buffers = [places[name] for name in kept if name is not None]
+
+    def note(tensors: Sequence[Tensor], terms: list[Tensor]) -> None:
+        found = iter(tensors)
+        record(Buffers(*[None if name is None else next(found) for name in kept]), terms)
+
+    kernel = Recorded(lambda *tensors: compute(sorted_out(tensors)), note, tuple(buffers))
+    return kernel if layer.own is None else Alone(kernel)
 
 
 def _nothing(t: Tensors) -> Tensor:
@@ -78,19 +98,16 @@ class _Layer:
         self.own = self._holders(self.other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
 
-    def without_channels(self, t: Tensors) -> Tensor:
-        """Torch's functions refuse tensors without channels."""
-        if self.site.call.attributes["training"]:
-            by_microbatch = self.site.graph.training and self.site.context.batch_norm == "microbatch"
-            self._count(t, len(self.site.context.sizes) if by_microbatch else 1)
-        return _nothing(t)
-
     def by_running_statistics(self, t: Tensors) -> Tensor:
+        if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
+            return _nothing(t)
         return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        weight = self._count(t, 1)
+        weight = self._count(t.count, 1)
+        if t.x.shape[1] == 0:
+            return _nothing(t)
         if self.passing is None:
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
         y, term = normalise_together(t.x, t.weight, t.bias, self.eps, self.passing)
@@ -98,33 +115,49 @@ class _Layer:
             add_term([t.mean, t.var], term, [weight] * 2)
         return y
 
-    def by_own_samples(self, t: Tensors) -> Tensor:
+    def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are."""
-        weight = self._count(t, 1)
-        if t.mean is not None and t.var is not None:
-            running = Running(self.name, t.mean, t.var, t.count, self.momentum, self.sample_axes)
-            self.site.context.statistics.record_local(running)
-        if len(t.x) == 0:
-            return _nothing(t)
+        if t.x.shape[1] == 0 or len(t.x) == 0:
+            return _nothing(t), []
         y, term = self._normalise(t, t.x)
-        if t.mean is not None and t.var is not None:
-            add_term([t.mean, t.var], term, [weight] * 2)
-        return y
+        return y, [*term]
 
-    def by_microbatch(self, t: Tensors) -> Tensor:
-        """Over each microbatch, all of which a rank has; the running statistics follow in `RunningStatistics.fold`."""
-        division = self._division()
-        self._count(t, len(division.owners))
-        whole = len(division.sizes) == 1
-        pieces = [self._normalise(t, x) for x in ([t.x] if whole else t.x.split(division.sizes))]
-        if t.mean is not None and t.var is not None:
-            running = Running(self.name, t.mean, t.var, t.count, self.momentum, self.sample_axes)
-            own = iter(pieces)
-            terms = [next(own)[1] if owner == division.rank else None for owner in division.owners]
-            self.site.context.statistics.record(running, self.site.context.starts, division.owners, terms)
-        if not pieces:
-            return _nothing(t)
-        return pieces[0][0] if whole else torch.cat([y for y, _ in pieces])
+    def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
+        """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
+        weight = self._count(buffers.count, 1)
+        running = self._running(buffers)
+        if running is None:
+            return
+        if running.mean.numel():
+            self.site.context.statistics.record_local(running)
+        if terms:
+            mean, var = terms
+            add_term([running.mean, running.var], (mean, var), [weight] * 2)
+
+    def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
+        """Over each microbatch, all of which a rank has."""
+        sizes = self._division().sizes if t.x.shape[1] else ()
+        if not sizes:
+            return _nothing(t), []
+        pieces = [self._normalise(t, x) for x in ([t.x] if len(sizes) == 1 else t.x.split(sizes))]
+        terms = [number for _, term in pieces for number in term]
+        return pieces[0][0] if len(sizes) == 1 else torch.cat([y for y, _ in pieces]), terms
+
+    def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
+        """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
+        context = self.site.context
+        self._count(buffers.count, len(context.sizes))
+        running = self._running(buffers)
+        if running is None or running.mean.numel() == 0:
+            return
+        division, own = self._division(), iter(zip(terms[::2], terms[1::2], strict=True))
+        found = [next(own) if owner == division.rank else None for owner in division.owners]
+        context.statistics.record(running, context.starts, division.owners, found)
+
+    def _running(self, buffers: Buffers) -> Running | None:
+        if buffers.mean is None or buffers.var is None:
+            return None
+        return Running(self.name, buffers.mean, buffers.var, buffers.count, self.momentum, self.sample_axes)
 
     def _normalise(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:
         if self.own is None:
@@ -133,13 +166,13 @@ class _Layer:
         holders = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
         return normalise_together(x, t.weight, t.bias, self.eps, holders)
 
-    def _count(self, t: Tensors, terms: int) -> float:
+    def _count(self, count: Tensor | None, terms: int) -> float:
         """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""
-        if t.count is not None:
-            t.count.add_(terms)
+        if count is not None:
+            count.add_(terms)
         if self.momentum is not None:
             return self.momentum
-        return 0.0 if t.count is None else 1.0 / float(t.count)
+        return 0.0 if count is None else 1.0 / float(count)
 
     def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
         """The ranks along some axes, and how many numbers of each channel they have."""
@@ -157,6 +190,8 @@ class _Layer:
 
     def _division(self) -> "_Division":
         sizes = self.site.context.sizes
+        if torch.compiler.is_compiling():  # which is made anew when something that it has read changes
+            return self._divide(sizes)
         if sizes not in self._divisions:
             self._divisions[sizes] = self._divide(sizes)
         return self._divisions[sizes]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from convoy.engine.dropout import drop
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Site
 from convoy.engine.random import layer_key, random_bits
 from convoy.plans.layout import Indices
 
@@ -27,7 +27,7 @@ def build(site: Site) -> Kernel:
         keys = context.keys_of(samples, shape[0])
         return [drop(x, random_bits(keys, key, elements).view(view), p)]
 
-    return kernel
+    return Alone(kernel)
 
 
 def positions(parts: list[Indices], sizes: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Site
 from convoy.engine.kernels.shared_statistics import Normalise, Sharing, affine
 from convoy.plans.layout import Indices
 from convoy.plans.mesh import Axes
@@ -48,7 +48,7 @@ def build(site: Site) -> Kernel:
         y = _from_rows(rows, x)
         return [affine(y, weight, bias, view)]
 
-    return together
+    return Alone(together)
 
 
 def whole_groups(part: Indices, size: int) -> bool:

@@ -16,6 +16,38 @@ Kernel = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
+class Alone:
+    """A kernel that does more than compute: it talks to other ranks, or to the step's context. It is not compiled."""
+
+    kernel: Kernel
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run it."""
+        return self.kernel(*tensors)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A kernel of one output in two parts, of which the first only computes and can be compiled.
+
+    Attributes:
+        compute: takes the tensors of `call.inputs`; gives that of the output, and what is to be recorded.
+        record: takes the tensors of some inputs and what is to be recorded.
+        buffers: which inputs those are.
+    """
+
+    compute: Callable[..., tuple[Tensor, list[Tensor]]]
+    record: Callable[[Sequence[Tensor], list[Tensor]], None]
+    buffers: tuple[int, ...]
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run both parts."""
+        y, terms = self.compute(*tensors)
+        self.record([tensors[place] for place in self.buffers], terms)
+        return [y]
+
+
+@dataclass(frozen=True)
 class Site:
     """A call on one rank.
 

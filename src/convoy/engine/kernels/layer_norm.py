@@ -5,7 +5,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Site
 from convoy.engine.kernels.shared_statistics import Normalise, Sharing, affine
 
 
@@ -44,4 +44,4 @@ def build(site: Site) -> Kernel:
         y = Normalise.apply(rows, sharing, eps).view(x.shape)
         return [affine(y, weight, bias, view)]
 
-    return together
+    return Alone(together)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from convoy.engine.dropout import threshold
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Site
 from convoy.engine.random import layer_key, random_bits
 
 
@@ -23,7 +23,7 @@ def build(site: Site) -> Kernel:
         bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
         return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
 
-    return kernel
+    return Alone(kernel)
 
 
 def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:

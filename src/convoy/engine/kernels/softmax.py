@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.engine.collectives import all_gather, all_reduce
 from convoy.engine.kernels import as_called
-from convoy.engine.kernels.kernel import Kernel, Site
+from convoy.engine.kernels.kernel import Alone, Kernel, Site
 
 
 def build(site: Site) -> Kernel:
@@ -27,7 +27,7 @@ def build(site: Site) -> Kernel:
     def kernel(x: Tensor) -> list[Tensor]:
         return [_Softmax.apply(x if dtype is None else x.to(dtype), dim, logarithm, group)]
 
-    return kernel
+    return Alone(kernel)
 
 
 class _Softmax(torch.autograd.Function):

@@ -1,0 +1,119 @@
+"""Compiled programs give the same numbers; only what computes is compiled, and it really is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import convoy
+from convoy.engine import stretches
+from ranks import run_ranks
+
+IMAGES = (6, 3, 12, 12)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.last = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(32, 10))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last((self.second(x) + x).relu())
+
+
+def _train(net, images):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    mine = convoy.local_samples(net, len(images))
+    losses = []
+    engine = net._convoy
+    for step in range(3):
+        optimizer.zero_grad()
+        if engine.context.batch_norm == "microbatch":
+            engine.samples = (6,) if engine.num_sample_ranks == 1 else (3, 3)
+            engine.context.enter(step, 0, (3, 3), images.device)
+        loss = net(images[mine]).square().mean()
+        loss.backward()
+        optimizer.step()
+        engine.context.statistics.fold(engine.groups)
+        losses.append(loss.item())
+    return losses, convoy.state_dict(net)
+
+
+def _compare(plan, batch_norm):
+    """How far apart they are, how many stretches there are, and how many of them torch has compiled."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    net, images = Net(), torch.randn(IMAGES)
+    twin = copy.deepcopy(net)
+    made = []
+    inner = torch.compile
+
+    def counting(function, **options):
+        made.append(0)
+        number = len(made) - 1
+
+        def backend(module, inputs):
+            made[number] += 1
+            return module
+
+        return inner(function, backend=backend, **options)
+
+    torch.compile = counting
+    try:
+        compiled = convoy.parallelize(net, plan, images[:2], batch_norm=batch_norm, seed=1, compile=True)
+        losses, state = _train(compiled, images)
+    finally:
+        torch.compile = inner
+    plain = convoy.parallelize(twin, plan, images[:2], batch_norm=batch_norm, seed=1)
+    want_losses, want = _train(plain, images)
+    assert losses == pytest.approx(want_losses, rel=1e-12)
+    for name, tensor in want.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_norm", "num"),
+    [
+        ("sample=2", "microbatch", 2),  # before and after dropout
+        ("sample=2", "local", 2),
+        ("sample=2", "sync", 4),  # and around each batch norm
+        ("filter=2", "microbatch", None),
+        ("height=2", "sync", None),
+        ("owt=2", "microbatch", None),
+    ],
+)
+def test_the_numbers_are_the_same(plan, batch_norm, num):
+    for made in run_ranks(_compare, 2, plan, batch_norm, timeout=120):
+        assert made and all(graphs == 1 for graphs in made)
+        assert num is None or len(made) == num
+
+
+def test_one_device():
+    (made,) = run_ranks(_compare, 1, "sample=1", "microbatch", timeout=120)
+    assert made == [1, 1]
+
+
+def _times_two(x):
+    return [x * 2]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_stretches_end_where_something_else_happens():
+    step = stretches.Instruction
+    program = [
+        step(_times_two, (0,), (1,), alone=False),
+        step(_times_two, (1,), (2,), alone=False),
+        step(_times_two, (2,), (3,), alone=True),
+        step(_times_two, (3,), (4,), alone=False),
+    ]
+    found = stretches.compiled(program, [4, 1])
+    assert [(each.inputs, each.outputs, each.alone) for each in found] == [
+        ((0,), (1, 2), False),
+        ((2,), (3,), True),
+        ((3,), (4,), False),
+    ]
