@@ -66,7 +66,15 @@ CASES = {
         Case("alexnet-256", "alexnet", 224, 256, updates=1, num_classes=1000, plans=ALEXNET_PLANS),
         Case("alexnet-32", "alexnet", 224, 32, updates=5, num_classes=1000, plans=ALEXNET_PLANS),
         Case("vgg11", "vgg11-cifar", 32, 128, updates=4, plans=VGG_PLANS),
-        Case("resnet18", "resnet18", 64, 128, updates=2, plans={"owt=2": "owt=2"}, batch_norm=True),
+        Case(
+            "resnet18",
+            "resnet18",
+            64,
+            128,
+            updates=2,
+            plans={"owt=2": "owt=2", "filter=2": "filter=2"},
+            batch_norm=True,
+        ),
         Case("googlenet", "googlenet-cifar", 32, 128, updates=2, options={"aux_logits": False}, batch_norm=True),
         Case("squeezenet", "squeezenet1_1-cifar", 32, 128, updates=2),
     )

@@ -104,7 +104,9 @@ def set_up(side: Side, case: Case, model: nn.Module, rank: int, num: int) -> Tra
     assert case.batch % num == 0, f"a batch of {case.batch} on {num} devices"
     own = case.batch // num
     trained = prepare(side, case, model, slice(rank * own, (rank + 1) * own))
-    return replace(trained, network=torch.compile(trained.network)) if side.compiled else trained
+    if side.compiled and side.kind != "convoy":  # which compiles what lies between its exchanges
+        return replace(trained, network=torch.compile(trained.network))
+    return trained
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
@@ -144,13 +146,16 @@ def _accelerate(side: Side, case: Case, model: nn.Module, samples: slice) -> Tra
 
 def _convoy(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
     import convoy
-    from convoy.engine.network import network_of
 
     channels = next(p for p in model.parameters() if p.dim() == 4).shape[1]
     example = torch.empty(samples.stop - samples.start, channels, case.image_size, case.image_size)
     assert side.plan is not None
-    network = convoy.parallelize(model, side.plan, example=example, batch_norm=side.batch_norm)  # type: ignore[arg-type]
-    reducer = network_of(network).reducer
-    assert reducer is not None
+    network = convoy.parallelize(
+        model,
+        side.plan,
+        example=example,
+        batch_norm=side.batch_norm,  # type: ignore[arg-type]
+        compile=side.compiled,
+    )
     own = convoy.local_samples(network, case.batch)
-    return Trained(network, _optimizer(network), own, unfinished=reducer.paused)
+    return Trained(network, _optimizer(network), own, unfinished=lambda: convoy.accumulate(network))
