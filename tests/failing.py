@@ -2,7 +2,10 @@
 
 import os
 import time
-from typing import Self
+from typing import Any, Self
+
+import torch
+from torch import Tensor
 
 from convoy.errors import ConvoyError
 from tiny import TinyNet
@@ -24,3 +27,20 @@ class Mistaken(Failing):
     """Raises a mistake of the user there."""
 
     error = ConvoyError("rank 1 finds the data wanting: mend it")
+
+
+class _Undetermined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("guess_backward_cuda does not have a deterministic implementation, but you set 'torch.use…'")
+
+
+class Undetermined(TinyNet):
+    """Has a backward pass such as torch refuses where it is to be deterministic."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(_Undetermined.apply(x.requires_grad_()) if self.training else x)

@@ -1,5 +1,6 @@
 import copy
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def _join():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would take the devices")
 def test_join_follows_the_variables_of_torchrun():
     assert run_ranks(_join, 2, join=False) == [("cpu", 2.0)] * 2
+
+
+def _join_with_gpus(num_gpus):
+    current = []
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.device_count", lambda: num_gpus),
+        mock.patch("torch.cuda.set_device", current.append),
+    ):
+        device = join(timeout=30)
+    return str(device), [str(device) for device in current], dist.get_backend_config()
+
+
+def test_ranks_that_share_a_gpu_speak_over_gloo():
+    for device, current, backends in run_ranks(_join_with_gpus, 2, 1, join=False):
+        assert device == "cuda:0" and current == ["cuda:0"]
+        assert "cuda:gloo" in backends and "nccl" not in backends
 
 
 def _wrong_mesh():

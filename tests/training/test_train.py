@@ -225,3 +225,8 @@ def test_nothing_is_made_when_something_is_wrong(data: Path, tmp_path: Path) -> 
         with pytest.raises(ConvoyError):
             run(data, tmp_path / "run", settings)
         assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_reproducible_is_refused_in_a_sentence(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ConvoyError, match="torch has no deterministic guess_backward_cuda"):
+        run(data, tmp_path / "run", ["model.name=failing:Undetermined", "reproducible=true"])

@@ -109,7 +109,12 @@ def command(
             if devices.num > 1:
                 cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
             status = _train(
-                request, resolved, out, devices, _device_of(device, own), handed_on=place.folder is not None
+                request,
+                resolved,
+                out,
+                devices,
+                _device_of(device, own, devices.num),
+                handed_on=place.folder is not None,
             )
             Devices.leave()
             return launch.ended(place, status)
@@ -162,11 +167,21 @@ def _train(
     return 0
 
 
-def _device_of(name: str | None, own: torch.device) -> torch.device:
-    """The device of a rank: its own of the kind that was asked for, or exactly the one that was."""
+def _device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
+    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
+
+    Raises:
+        ConvoyError: it is another rank's GPU.
+    """
     if name is None or (name == "cuda" and own.type == "cuda"):
         return own
-    return choose_device(name)
+    device = choose_device(name)
+    if device.type == "cuda" and device != own and num_devices > 1:
+        raise ConvoyError(
+            f"--device {name} is one GPU for all ranks, but this rank has {own}: use --device cuda, and choose among "
+            "the machine's GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    return device
 
 
 @dataclass

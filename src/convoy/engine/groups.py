@@ -17,9 +17,9 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def join(timeout: float = 600.0) -> torch.device:
     """Join the process group that torchrun's variables describe, unless some group is joined already.
 
-    CPU tensors go through gloo. Where every local rank can have a CUDA device of its own, CUDA tensors go through NCCL
-    and the rank's device is made the current one; where ranks share a device all goes through gloo. Without the
-    variables nothing is joined: one device.
+    CPU tensors go through gloo. Where every local rank can have a CUDA device of its own, CUDA tensors go through NCCL;
+    where ranks share a device all goes through gloo. The rank's device is made the current one. Without the variables
+    nothing is joined: one device.
 
     Args:
         timeout: seconds that ranks wait for each other, here and in every collective.
@@ -36,7 +36,7 @@ def join(timeout: float = 600.0) -> torch.device:
     own_device = devices >= max(local_size, local_rank + 1)
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         _check_variables(os.environ)
-        if own_device:
+        if devices:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
         try:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
 from convoy.engine.random import fold
+from convoy.errors import ConvoyError
 from convoy.training.division import Pass
 from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.parallel import Network
@@ -110,7 +111,8 @@ class TrainingStep:
                 with self.autocast():
                     outputs = self.network.forward(images)
                     loss = self._part_of_mean(outputs, targets)
-                self.scaler.scale(loss).backward()
+                with _deterministic():
+                    self.scaler.scale(loss).backward()
             self.network.passed()
             if end > start:
                 losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
@@ -155,3 +157,18 @@ class TrainingStep:
         loss = self.loss(outputs, targets)
         whole = self.num_samples * self._share if self.network.local_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Say what to do where `reproducible` asks for a backward pass that torch has no deterministic version of."""
+    try:
+        yield
+    except RuntimeError as error:
+        name, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ConvoyError(
+            f"reproducible: torch has no deterministic {name}, which this network needs on this device: leave "
+            "reproducible away, train on the CPU (--device cpu), or use another layer"
+        ) from error
