@@ -123,6 +123,16 @@ def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: b
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
+def test_probe_sees_a_dropout_layer_that_runs_twice() -> None:
+    def draws(between: nn.Module) -> bool:
+        model = Net(between)
+        return probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU).draws
+
+    layer = nn.Dropout(0.1)
+    assert draws(nn.Sequential(layer, nn.ReLU(), layer))
+    assert not draws(nn.Sequential(layer, nn.ReLU(), nn.Dropout(0.1)))
+
+
 def test_probe_measures_the_memory_of_a_sample() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
     found = probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU)

@@ -5,6 +5,7 @@ would by itself. Layers that couple samples (batch norm) or draw random numbers 
 do. Whether anything else in the network couples samples or draws is seen by running it both ways.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.engine.context import StepContext
+from convoy.engine.dropout import SampleDropout
 
 PROBE_SAMPLES = 2
 TOLERANCE = 1e-2
@@ -27,7 +29,7 @@ class Probe:
 
     Attributes:
         separable: microbatches that run in one pass give what they give one after the other.
-        draws: the network draws random numbers that no layer here controls.
+        draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
     """
 
@@ -74,9 +76,9 @@ def probe(
         before = _random_state(device)
         context.enter(0, 0, sizes, device)
         kept: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _dropouts(model) as ran:
             together = list(_tensors(model(images)))
-        draws = not torch.equal(before, _random_state(device))
+        draws = not torch.equal(before, _random_state(device)) or any(number > 1 for number in ran.values())
         weights = {p.data_ptr() for p in model.parameters()}
         apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
     separable = all(
@@ -91,6 +93,19 @@ def _run(model: nn.Module, context: StepContext, images: Tensor, first_sample: i
     context.enter(0, first_sample, (len(images),), images.device)
     with torch.no_grad():
         return list(_tensors(model(images)))
+
+
+@contextmanager
+def _dropouts(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """How often each dropout layer runs: its second mask is another one, which it cannot know by itself."""
+    ran: Counter[nn.Module] = Counter()
+    layers = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
+    handles = [layer.register_forward_hook(lambda layer, *_: ran.update([layer])) for layer in layers]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
