@@ -8,12 +8,13 @@ def _opaque(dims: tuple[int, ...]) -> Normal | None:
 
 
 def _attention(seen: Seen) -> Normal | None:
-    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]."""
+    """Scaled dot product attention of each sample and, where it has keys of its own, each head by itself, [..., length,
+    channels]."""
     found = seen.bound(query=None, key=None, value=None, attn_mask=None)
     shapes = [seen.shape(found[name])[:-2] for name in ("query", "key", "value")]
-    if found["attn_mask"] is not None or len(set(shapes)) > 1 or seen.kwargs.get("enable_gqa"):
+    if found["attn_mask"] is not None or len(set(map(len, shapes))) > 1 or seen.kwargs.get("enable_gqa"):
         return None
-    return _opaque(tuple(range(len(shapes[0]))))
+    return _opaque(tuple(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) == 1))
 
 
 def _along(name: str, place: int, last: bool = False) -> Normaliser:
