@@ -120,3 +120,9 @@ def test_torchscript_is_refused() -> None:
     scripted = torch.jit.trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.ones(2, 3, 5, 5))
     with pytest.raises(CaptureError, match="layer 0: it is TorchScript"):
         capture(nn.Sequential(scripted, nn.Flatten()), ((2, 3, 5, 5),))
+
+
+def test_torch_logs_nothing_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError, match="Output size is too small"):
+        capture(Outer(lambda layer, x: F.avg_pool2d(x, 9)), ((2, 3, 5, 5),))
+    assert caplog.records == []

@@ -1,5 +1,6 @@
 """Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,16 @@ class Fakes(FakeTensorMode):
             names = [argument.name for argument in operation._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             self.draws += "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention draws nothing at 0
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within it an operation that cannot be is not logged with a traceback: its error says enough."""
+        logger = logging.getLogger(FakeTensorMode.__module__)
+        before, logger.disabled = logger.disabled, True
+        try:
+            yield
+        finally:
+            logger.disabled = before
 
     @contextmanager
     def real(self) -> Iterator[None]:
