@@ -76,7 +76,7 @@ def _run(
     forward: Callable[..., Any], given: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
 ) -> Any:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
             with _without_autocast(), fakes, layers.follow(), custom_functions(recorder.custom), recorder:
                 output = forward(*given)
