@@ -25,8 +25,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "patches": lambda x: F.fold(F.unfold(x, 3), (6, 6), 3),
     "windows": lambda x: x.unfold(2, 3, 1).mean(-1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x + 1),
+    "one head's keys": lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2] + 1),
 }
-ALONG_CHANNELS = {"flip", "cumsum", "roll", "sort", "topk", "std", "repeat", "windows", "attention"}
+BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6), "each head's bias": (4, 6, 6)}
+"""Attention with a parameter of some shape as its mask."""
+ALONG_CHANNELS = {"flip", "cumsum", "roll", "sort", "topk", "std", "repeat", "windows", "attention", *BIASED}
 """Those that each channel has by itself."""
 
 
@@ -38,9 +41,14 @@ class Between(nn.Module):
         self.first = nn.Conv2d(3, 4, 3)
         self.last = nn.Conv2d(4, 5, 3)
         self.kind = kind
+        self.bias = nn.Parameter(torch.randn(BIASED[kind])) if kind in BIASED else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = CALLS[self.kind](self.first(x))
+        x = self.first(x)
+        if self.bias is None:
+            x = CALLS[self.kind](x)
+        else:
+            x = F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=self.bias * 2)
         return self.last(F.pad(x, (0, 0, 0, 3))).mean((2, 3))
 
 
@@ -66,21 +74,21 @@ def run(kind: str, plan: str, samples: int) -> tuple[float, int]:
     return error, sum(rank.forward for each in sent for rank in each.ranks)
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", [*CALLS, *BIASED])
 def test_samples_stay_where_they_are(kind: str) -> None:
     for error, sent in run_ranks(run, 2, kind, "sample=2", 5):
         assert error < 1e-12
         assert sent == 0
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", [*CALLS, *BIASED])
 def test_channels_stay_where_they_are_unless_they_are_mixed(kind: str) -> None:
     for error, sent in run_ranks(run, 2, kind, "filter=2", 3):
         assert error < 1e-12
         assert (sent == 0) == (kind in ALONG_CHANNELS)
 
 
-@pytest.mark.parametrize("kind", ["attention", "cumsum", "patches", "normalize"])
+@pytest.mark.parametrize("kind", ["attention", "a bias", "cumsum", "patches", "normalize"])
 def test_rows_and_ranks_without_samples(kind: str) -> None:
     for plan, samples in (("height=2", 3), ("sample=2", 1)):
         assert max(error for error, _ in run_ranks(run, 2, kind, plan, samples)) < 1e-12

@@ -130,11 +130,6 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str, dict[str, Any]]] = {
     "double": (lambda m, x: x.double(), "elementwise", {}),
     "einsum": (lambda m, x: torch.einsum("nchw,nchw->nc", x, x), "opaque", {}),
     "attention": (lambda m, x: F.scaled_dot_product_attention(x, x, x), "opaque", {"independent": (0, 1)}),
-    "attention to one head": (
-        lambda m, x: F.scaled_dot_product_attention(x, x[:, :1], x[:, :1]),
-        "opaque",
-        {"independent": (0,)},
-    ),
     "normalize": (lambda m, x: F.normalize(x), "opaque", {"independent": (0, 2, 3)}),
     "windows": (lambda m, x: x.unfold(2, 3, 1), "opaque", {"independent": (0, 1, 3)}),
     "patches": (lambda m, x: F.unfold(x, 3), "opaque", {"independent": (0,)}),

@@ -8,13 +8,16 @@ def _opaque(dims: tuple[int, ...]) -> Normal | None:
 
 
 def _attention(seen: Seen) -> Normal | None:
-    """Scaled dot product attention of each sample and, where it has keys of its own, each head by itself, [..., length,
-    channels]."""
+    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]; keys, values or a
+    mask may be shared by several of them."""
     found = seen.bound(query=None, key=None, value=None, attn_mask=None)
-    shapes = [seen.shape(found[name])[:-2] for name in ("query", "key", "value")]
-    if found["attn_mask"] is not None or len(set(map(len, shapes))) > 1 or seen.kwargs.get("enable_gqa"):
+    names = [found[name] for name in ("key", "value", "attn_mask") if isinstance(found[name], str)]
+    own, given = seen.shape(found["query"]), [seen.shape(name) for name in names]
+    if seen.kwargs.get("enable_gqa") or len(own) != max(map(len, given)) or seen.output[:-2] != own[:-2]:
         return None
-    return _opaque(tuple(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) == 1))
+    shared = tuple(name for name, shape in zip(names, given, strict=True) if shape[:-2] != own[:-2])
+    dims = tuple(range(len(own) - 2))
+    return Normal("opaque", {"independent": dims, "shared": shared}) if dims and shared else _opaque(dims)
 
 
 def _along(name: str, place: int, last: bool = False) -> Normaliser:

@@ -3,6 +3,7 @@
 import math
 
 from convoy.plans.layout import WHOLE, Layout, Split
+from convoy.plans.rules.layouts import operand
 from convoy.plans.rules.rule import Placed, Situation
 
 
@@ -11,19 +12,27 @@ def rule(situation: Situation) -> Placed:
     plan's explanation unless it is where it was given.
     """
     call = situation.call
-    layout = Layout.of(_independent(situation))
-    gathered = any(situation.given[name] != layout for name in call.inputs if name in situation.given)
+    splits = _independent(situation)
+    layout = Layout.of(splits)
+    inputs = dict.fromkeys(call.inputs, layout)
+    for name in call.attributes.get("shared", ()):
+        inputs[name] = operand(splits, situation.shape(call.outputs[0]), situation.shape(name))
+    gathered = any(
+        situation.given[name].splits != inputs[name].splits for name in call.inputs if name in situation.given
+    )
     function = getattr(call.function, "__name__", str(call.function))
     what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
     note = f"no rule for {function}: runs {what}" if gathered else ""
-    return Placed(dict.fromkeys(call.inputs, layout), dict.fromkeys(call.outputs, layout), note)
+    return Placed(inputs, dict.fromkeys(call.outputs, layout), note)
 
 
 def _independent(situation: Situation) -> dict[int, Split]:
-    """How the largest input is divided along the dimensions that all inputs and outputs have alike."""
+    """How the largest input is divided along the dimensions that all inputs and outputs have alike; but for inputs
+    that several pieces share."""
     call = situation.call
-    given = [name for name in call.inputs if name in situation.given]
-    shapes = [situation.shape(name) for name in (*call.inputs, *call.outputs)]
+    own = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
+    given = [name for name in own if name in situation.given]
+    shapes = [situation.shape(name) for name in (*own, *call.outputs)]
     if not given:
         return {}
     splits = situation.given[max(given, key=lambda name: math.prod(situation.shape(name)))].splits
