@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from convoy.engine.network import Network, plain_forward
+from convoy.engine.output import writable
 from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
@@ -29,6 +30,10 @@ from convoy.plans.mesh import Axes
 from convoy.plans.place import own_samples, sample_axes
 from convoy.plans.rules import Batch
 
+_DRAWS = (
+    "{} draws random numbers by itself, outside of dropout layers of samples, and cannot be captured: ranks would draw "
+    "different ones; use nn.Dropout or write the forward pass without tests on tensors"
+)
 LAYERS = (_ConvNd, nn.Linear, _BatchNorm, _DropoutNd)
 
 
@@ -63,6 +68,8 @@ class Layerwise(Network):
             try:
                 part.look(inputs, self._training)
             except CaptureError as error:
+                if isinstance(layer, _DropoutNd):
+                    raise ConvoyError(_DRAWS.format(f"layer {name}")) from error
                 self.alone[name] = error.reason
                 continue
             part.place_parameters(self.sample_axes)
@@ -76,13 +83,13 @@ class Layerwise(Network):
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
         own = own_samples((sum(samples),), batch)
-        whole = [self._move(x, own, WHOLE, (sum(samples), *x.shape[1:])) for x in inputs]
+        whole = [writable(self._move(x, own, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
         with plain_forward(self.model):
             outputs = self.model.forward(*whole)
 
         def mine(output: Tensor) -> Tensor:
             layout = own_samples(tuple(output.shape), batch)
-            return self.weigh(self._move(output, WHOLE, layout, output.shape), samples)
+            return writable(self.weigh(self._move(output, WHOLE, layout, output.shape), samples))
 
         return replace(outputs, Tensor, mine)
 
@@ -109,7 +116,7 @@ def _inputs_of_layers(model: nn.Module, examples: Sequence[Tensor], num_devices:
             for module in model.train(training).modules():
                 if isinstance(module, (_BatchNorm, _DropoutNd)):
                     module.eval()
-            model(*examples)
+            model(*(example.clone() for example in examples))
     return seen
 
 
@@ -127,10 +134,7 @@ def _alike_on_all_ranks(num_devices: int, device: torch.device) -> Iterator[None
         random.setstate(python)
         np.random.set_state(numpy)
     if drawn and num_devices > 1:
-        raise ConvoyError(
-            "the network draws random numbers by itself, outside of dropout layers, and cannot be captured: "
-            "ranks would draw different ones; use nn.Dropout or write its forward pass without tests on tensors"
-        )
+        raise ConvoyError(_DRAWS.format("the network"))
 
 
 def _states(device: torch.device) -> list[Tensor]:

@@ -14,7 +14,7 @@ from convoy.engine.collectives import gather_ints
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
-from convoy.engine.output import scale_gradient
+from convoy.engine.output import scale_gradient, writable
 from convoy.engine.program import Program
 from convoy.engine.shards import collect, cut
 from convoy.errors import ConvoyError
@@ -151,7 +151,7 @@ class Network:
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
-        return replace(placement.graph.output, Ref, lambda ref: self.weigh(found[ref.name], samples))
+        return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
 
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
@@ -165,7 +165,7 @@ class Network:
         samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         found = self._run(placement, program, inputs)
-        return replace(placement.graph.output, Ref, lambda ref: found[ref.name])
+        return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""

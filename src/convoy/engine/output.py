@@ -26,3 +26,10 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     over all N, however unevenly they are divided.
     """
     return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
+
+
+def writable(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
+    gives as a view, though they may with what a plain layer gives.
+    """
+    return x.clone() if x.requires_grad and x._is_view() else x
