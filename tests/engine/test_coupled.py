@@ -171,6 +171,26 @@ def noisy(plan: str) -> None:
 
 
 def test_numbers_drawn_where_nobody_sees_it_are_refused() -> None:
-    with pytest.raises(RankFailed, match="draws random numbers by itself"):
+    with pytest.raises(RankFailed, match="the network draws random numbers that belong to no sample"):
         run_ranks(noisy, 2, "sample=2")
     run_ranks(noisy, 1, "serial")
+
+
+class Table(Coupled):
+    """Drops numbers of a table that all samples share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.drop(self.scale).sum())
+
+
+def shared(plan: str, p: float) -> None:
+    net = Table(UNSEEN["choice"])
+    net.drop.p = p
+    convoy.parallelize(net, plan, torch.zeros(2, 3, 6, 6))(torch.ones(2, 3, 6, 6))
+
+
+def test_dropout_of_what_belongs_to_no_sample_is_refused_by_name() -> None:
+    with pytest.raises(RankFailed, match="layer drop draws random numbers that belong to no sample"):
+        run_ranks(shared, 2, "sample=2", 0.5)
+    run_ranks(shared, 2, "sample=2", 0.0)
+    run_ranks(shared, 1, "serial", 0.5)

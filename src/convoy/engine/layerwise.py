@@ -31,8 +31,8 @@ from convoy.plans.place import own_samples, sample_axes
 from convoy.plans.rules import Batch
 
 _DRAWS = (
-    "{} draws random numbers by itself, outside of dropout layers of samples, and cannot be captured: ranks would draw "
-    "different ones; use nn.Dropout or write the forward pass without tests on tensors"
+    "{} draws random numbers that belong to no sample, or outside of dropout layers, in a network that cannot be "
+    "captured, so that ranks would draw different ones: set its probability to 0, or use nn.Dropout on activations"
 )
 LAYERS = (_ConvNd, nn.Linear, _BatchNorm, _DropoutNd)
 
@@ -62,6 +62,9 @@ class Layerwise(Network):
         self.alone: dict[str, str] = {}
         for name, shapes in self._seen.items():
             layer = self.model.get_submodule(name)
+            if isinstance(layer, _DropoutNd) and shapes[0][0][:1] != self.example[0][0][:1]:
+                self._refuse_draws(name, layer)
+                continue
             part = Network(layer, self.plan, self.groups, self.context, prefix=name, whole_batch=True)
             inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
             part.channels_last, part.compile = self.channels_last, self.compile
@@ -69,7 +72,7 @@ class Layerwise(Network):
                 part.look(inputs, self._training)
             except CaptureError as error:
                 if isinstance(layer, _DropoutNd):
-                    raise ConvoyError(_DRAWS.format(f"layer {name}")) from error
+                    self._refuse_draws(name, layer)
                 self.alone[name] = error.reason
                 continue
             part.place_parameters(self.sample_axes)
@@ -92,6 +95,11 @@ class Layerwise(Network):
             return writable(self.weigh(self._move(output, WHOLE, layout, output.shape), samples))
 
         return replace(outputs, Tensor, mine)
+
+    def _refuse_draws(self, name: str, layer: _DropoutNd) -> None:
+        """On several devices, refuse a dropout layer whose numbers belong to no sample."""
+        if layer.p > 0 and self.plan.mesh.num_devices > 1:
+            raise ConvoyError(_DRAWS.format(f"layer {name}"))
 
     def _move(self, x: Tensor, source: Layout, target: Layout, shape: Sequence[int]) -> Tensor:
         mesh, groups = self.groups.mesh, self.groups
