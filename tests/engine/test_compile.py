@@ -98,6 +98,25 @@ def test_one_device():
     assert made == [1, 1]
 
 
+def _whole():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    images = torch.randn(IMAGES)
+    net = convoy.parallelize(Net(), "sample=2", images[:2], seed=1)
+    mine = images[convoy.local_samples(net, len(images))]
+    want = net(mine).sum()
+    graphs = []
+    wrapped = torch.compile(net, backend=lambda module, inputs: graphs.append(module) or module)
+    torch.testing.assert_close(wrapped(mine).shape, net(mine).shape)
+    net.eval()
+    torch.testing.assert_close(wrapped(mine), net(mine))
+    assert want.isfinite() and not graphs
+
+
+def test_compiling_around_the_exchanges_leaves_the_network_as_it_is():
+    run_ranks(_whole, 2, timeout=120)
+
+
 def _times_two(x):
     return [x * 2]
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -99,6 +100,7 @@ class Network:
         self._owners = _owners(self.model)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._passes = 0
+        self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
     def look(self, examples: Sequence[Tensor], training: bool) -> None:
@@ -147,6 +149,11 @@ class Network:
         """The network's output for this rank's own samples."""
         if self.undivided and self.context.batch_norm != "microbatch" and not self.compile:
             return type(self.model).forward(self.model, *inputs)
+        if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
+            self._uncompiled = torch.compiler.disable(self._forward)
+        return (self._uncompiled or self._forward)(*inputs)
+
+    def _forward(self, *inputs: Tensor) -> Any:
         samples = self.exchange_samples(inputs)
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         self.begin_pass(samples, inputs[0].device)
@@ -269,6 +276,7 @@ class Network:
         twin.reducer = None
         twin._owners = _owners(twin.model)
         twin._programs = {}
+        twin._uncompiled = None
         return twin
 
 
