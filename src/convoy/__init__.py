@@ -7,13 +7,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from convoy.engine.class_parallel import cross_entropy
     from convoy.engine.explain import explain
-    from convoy.engine.parallelize import accumulate, gradients, load_state_dict, local_samples, parallelize, state_dict
+    from convoy.engine.parallelize import (
+        accumulate,
+        clip_grad_norm_,
+        gradients,
+        load_state_dict,
+        local_samples,
+        parallelize,
+        state_dict,
+    )
     from convoy.plans import Mesh, Plan
 
 __all__ = [
     "Mesh",
     "Plan",
     "accumulate",
+    "clip_grad_norm_",
     "cross_entropy",
     "explain",
     "gradients",

@@ -8,7 +8,15 @@ from convoy.engine.explain import explain
 from convoy.engine.gradient_tree import GradientTree
 from convoy.engine.merge import Probe, probe
 from convoy.engine.microbatches import microbatch_sizes, passes
-from convoy.engine.parallelize import accumulate, gradients, load_state_dict, local_samples, parallelize, state_dict
+from convoy.engine.parallelize import (
+    accumulate,
+    clip_grad_norm_,
+    gradients,
+    load_state_dict,
+    local_samples,
+    parallelize,
+    state_dict,
+)
 from convoy.engine.prepare import prepare
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "SampleDropout",
     "StepContext",
     "accumulate",
+    "clip_grad_norm_",
     "cross_entropy",
     "explain",
     "gradients",

@@ -31,7 +31,7 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
     Args:
         net: what `convoy.parallelize` returned; its output must be one tensor of logits.
         images: this rank's samples, [samples, channels, height, width].
-        labels: of this rank's samples, int64 [samples].
+        labels: of this rank's samples, int64 [samples], all of them classes: there is no `ignore_index`.
         label_smoothing: share of the target that is spread over all classes evenly (Szegedy et al., 2016).
 
     Returns:
@@ -42,6 +42,12 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
     if len(outputs) != 1 or next(iter(outputs.values())).dim() != 2:
         raise ConvoyError("cross_entropy needs a network whose only output is logits [samples, classes]")
     ((name, logits),) = outputs.items()
+    num_classes = placement.graph.shape(name)[1]
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < num_classes):
+        raise ConvoyError(
+            f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
+            "leave samples without a class out"
+        )
     rows = Rows.of(placement, placement.output_layouts[name], network, len(labels))
     losses = _losses(logits, rows.here(labels), placement, name, network.groups, label_smoothing)
     return _AddOver.apply(losses.sum() / placement.batch.num_samples, rows.axes, network.groups)  # type: ignore[no-any-return]

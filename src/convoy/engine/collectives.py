@@ -249,7 +249,8 @@ def _meet(group: dist.ProcessGroup) -> Channel | None:
         return found
 
     timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    channel = shared_memory.meet(group.rank(), group.size(), timeout, gather)
+    names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
+    channel = shared_memory.meet(group.rank(), names, timeout, gather)
     if channel is not None:
         weakref.finalize(group, channel.close)
     return channel

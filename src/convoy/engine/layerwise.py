@@ -78,7 +78,8 @@ class Layerwise(Network):
             part.place_parameters(self.sample_axes)
             self.layouts |= {f"{name}.{key}": layout for key, layout in part.layouts.items()}
             self.parts[name] = part
-            layer.forward = part.inner_forward
+        for name, part in self.parts.items():  # not before: a plan that is refused leaves the network as it was
+            self.model.get_submodule(name).forward = part.inner_forward
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""

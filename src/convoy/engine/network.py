@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,7 +98,9 @@ class Network:
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
-        self._owners = _owners(self.model)
+        self._owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self._is_copy = False
+        self._frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._passes = 0
         self._uncompiled: Callable[..., Any] | None = None
@@ -154,6 +157,7 @@ class Network:
         return (self._uncompiled or self._forward)(*inputs)
 
     def _forward(self, *inputs: Tensor) -> Any:
+        self._check(inputs)
         samples = self.exchange_samples(inputs)
         placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
         self.begin_pass(samples, inputs[0].device)
@@ -227,16 +231,56 @@ class Network:
         return self._placement(Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example)))
 
     def exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """How many samples every sample rank has in this pass."""
+        """How many samples every sample rank has in this pass.
+
+        Raises:
+            ConvoyError: ranks pass images of different sizes or types, or run in different modes, or those that work
+                on the same samples have different numbers of them.
+        """
         if self.samples is not None:
             return self.samples
-        group = self.groups.of(self.sample_axes)
-        if group is None:  # no need to send the number to the device and wait for it to come back
-            return (len(inputs[0]),)
-        return tuple(number for (number,) in gather_ints([len(inputs[0])], group, inputs[0].device))
+        mesh, device = self.groups.mesh, inputs[0].device
+        if self.groups.of(self.sample_axes) is None and not inputs[0].is_cpu:
+            return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
+        shapes = [f"{list(size)} of {dtype}" for size, dtype in _rest(inputs)]
+        what = f"{', '.join(shapes)}{' in training' if self.model.training else ' in evaluation'}"
+        own = [len(inputs[0]), zlib.crc32(what.encode())]
+        rows = gather_ints(own, self.groups.of(tuple(mesh.axes)), device)
+        found: dict[int, int] = {}
+        for rank, (number, kind) in enumerate(rows):
+            place = mesh.index(mesh.coordinates(rank), self.sample_axes)
+            if kind != own[1]:
+                raise ConvoyError(
+                    f"rank {self.groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must "
+                    "pass images of the same size and type, in the same mode"
+                )
+            if found.setdefault(place, number) != number:
+                raise ConvoyError(
+                    f"rank {rank} passes {number} samples, and a rank that works on the same ones {found[place]}: "
+                    "pass the samples that convoy.local_samples says"
+                )
+        return tuple(found[place] for place in range(self.num_sample_ranks))
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse what has changed in a way that ranks would not notice."""
+        if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
+            lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
+            raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
+        if any(p.requires_grad for p in self._frozen):
+            raise ConvoyError(
+                "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
+                "network anew, set requires_grad, then call convoy.parallelize"
+            )
+        if self._is_copy and self.model.training and torch.is_grad_enabled():
+            raise ConvoyError(
+                "this is a copy of a parallelized network, whose gradients nobody adds up: train the original, and "
+                "call the copy in eval mode or under torch.no_grad()"
+            )
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
+        if not self._owners:
+            self._owners = _owners(self.model)
         owners = self._owners
         tensors = [given[n] if n in given else owners[n][0][owners[n][1]] for n in program.sources]
         return dict(zip(program.outputs, program(tensors), strict=True))
@@ -274,7 +318,8 @@ class Network:
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
         twin.reducer = None
-        twin._owners = _owners(twin.model)
+        twin._owners = {}  # the model's own copy is not complete yet
+        twin._is_copy = True
         twin._programs = {}
         twin._uncompiled = None
         return twin

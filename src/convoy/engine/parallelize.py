@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from convoy.engine.collectives import broadcast, gather_ints
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
+from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.groups import Groups, join, num_ranks
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
@@ -40,8 +41,10 @@ def parallelize(
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
 
     Training is then that of the plain network on the global batch: `loss.backward()` leaves the gradient of the mean
-    loss over the samples of all ranks, in whatever way the plan divides the work. Any optimiser works on
-    `model.parameters()`. Under torchrun's variables the process group is joined, without them one device is used.
+    loss over the samples of all ranks, in whatever way the plan divides the work. Any optimiser that
+    treats numbers one by one works on `model.parameters()`. Terms of the loss that the network does not compute, such as
+    a penalty on `model.parameters()`, would be added over the ranks: compute them in its forward pass, or use weight
+    decay. Under torchrun's variables the process group is joined, without them one device is used.
 
     Args:
         model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count.
@@ -52,7 +55,8 @@ def parallelize(
         loss: what a rank calls `backward` on. `mean`: the mean over its own samples, which the engine weighs by their
             number among those of all ranks. `part`: its samples' part of the loss of the global batch, so that the
             losses of ranks with different samples add up to that loss; they are taken as they are.
-        seed: of dropout masks, which are functions of (seed, step, layer, sample); torch's initial seed by default.
+        seed: of dropout masks, which are functions of (seed, step, layer, sample); that of rank 0 counts, by default
+            torch's initial seed there.
         compile: run what lies between the exchanges of training passes through `torch.compile`; the first pass of
             every batch size takes long.
 
@@ -70,7 +74,7 @@ def parallelize(
     parsed = Plan.parse(plan, num_devices=num_ranks())
     check_devices(parsed.mesh, num_ranks())
     groups = Groups(parsed.mesh)
-    context = StepContext(torch.initial_seed() if seed is None else seed, batch_norm=batch_norm)
+    context = StepContext(_seed(seed, groups, examples[0].device), batch_norm=batch_norm)
     with torch.inference_mode(False):
         network = _network(model, parsed, groups, context, examples, loss)
         network.compile = compile
@@ -139,6 +143,20 @@ def accumulate(net: nn.Module) -> Iterator[None]:
         yield
 
 
+def clip_grad_norm_(net: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that the norm of them together is at most `max_norm`. All ranks call it.
+
+    As `torch.nn.utils.clip_grad_norm_` of the plain network, which on `net.parameters()` would see this rank's shards
+    alone.
+
+    Returns:
+        The norm before.
+    """
+    network = network_of(net)
+    divided = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in net.named_parameters()]
+    return clip_grad_norm(divided, network.groups, max_norm)
+
+
 def local_samples(net: nn.Module, num_samples: int) -> slice:
     """The slice of a global batch that this rank computes: consecutive, as even as can be over the sample ranks."""
     network = network_of(net)
@@ -179,6 +197,14 @@ def _network(
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)
     network.place_parameters()
     return network
+
+
+def _seed(seed: int | None, groups: Groups, device: torch.device) -> int:
+    """Rank 0's seed, on every rank."""
+    own = (torch.initial_seed() if seed is None else seed) % 2**64
+    world = groups.of(tuple(groups.mesh.axes))
+    high, low = gather_ints([own >> 32, own % 2**32], world, device)[0]
+    return (high << 32) + low
 
 
 def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Groups) -> bool:

@@ -28,18 +28,24 @@ class Channel:
         memory: of `size(ranks)` bytes, zero at first, shared by all ranks.
         index: this rank's number in the group.
         watched: for each rank a file descriptor that becomes readable when its process ends (`os.pidfd_open`).
+        names: of the ranks, for what is said of them.
         timeout: seconds to wait for the others.
     """
 
-    def __init__(self, memory: mmap.mmap, index: int, watched: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, index: int, watched: Sequence[int], names: Sequence[str], timeout: float
+    ) -> None:
         self.index = index
         self.ranks = len(watched)
+        self._names = tuple(names)
+        self._process = os.getpid()
         self._watched = tuple(watched)
         self._timeout = timeout
         self._posted = 0
         words = memoryview(memory)[: self.ranks * _FLAG].cast("q")
         self._counters = words[:: _FLAG // 8]
         self._closed = words[1 :: _FLAG // 8]
+        self._tags = (words[2 :: _FLAG // 8], words[3 :: _FLAG // 8])
         with torch.inference_mode(False):  # the views serve training too, whoever asks for them first
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -53,13 +59,32 @@ class Channel:
         """Where this rank writes its next message: flat, `SLOT` bytes."""
         return self._view(self.index, (self._posted + 1) % 2, dtype)
 
-    def post(self) -> None:
-        """Show the message to the others and wait until all have posted theirs."""
+    def post(self, tag: int) -> None:
+        """Show the message to the others and wait until all have posted theirs.
+
+        Args:
+            tag: a number that must be the same on all ranks: what is done with how many bytes.
+
+        Raises:
+            RuntimeError: a rank has ended, does not answer, or does something else.
+        """
         self._posted += 1
+        tags = self._tags[self._posted % 2]
+        tags[self.index] = tag
         self._counters[self.index] = self._posted
         for rank in range(self.ranks):
             if self._counters[rank] < self._posted:
                 self._await(rank)
+            self.expect(rank, tags[rank] == tag)
+
+    def expect(self, rank: int, alike: bool) -> None:
+        """Refuse what a rank has posted if it is not `alike`."""
+        if not alike:
+            raise RuntimeError(
+                f"{self._names[self.index]} and {self._names[rank]} exchange different things: all ranks must pass "
+                "images of the same size, call the same functions in the same order, and use the same outputs in the "
+                "loss"
+            )
 
     def message(self, rank: int, dtype: torch.dtype) -> Tensor:
         """What a rank has posted, until this one posts again."""
@@ -67,7 +92,8 @@ class Channel:
 
     def close(self) -> None:
         """Tell the others that nothing comes any more."""
-        self._closed[self.index] = 1
+        if os.getpid() == self._process:  # and not a child that was forked from it
+            self._closed[self.index] = 1
         for watched in self._watched:
             os.close(watched)
         self._watched = ()
@@ -96,10 +122,12 @@ class Channel:
                 time.sleep(5e-5)
             ended = self._closed[rank] or (now > look and _ended(self._watched[rank]))
             if ended and counters[rank] < posted:
-                raise RuntimeError(f"Connection closed by peer: rank {rank} of the group has ended")
+                raise RuntimeError(f"Connection closed by peer: {self._names[rank]} has ended")
             look = now + _LOOK_S if now > look else look
             if now - begin > self._timeout:
-                raise RuntimeError(f"rank {rank} of the group did not answer within {self._timeout:g} s")
+                raise RuntimeError(
+                    f"{self._names[rank]} did not answer within {self._timeout:g} s, the time-out of its process group"
+                )
 
 
 def _start(ranks: int) -> int:

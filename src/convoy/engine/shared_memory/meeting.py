@@ -15,23 +15,23 @@ SWITCH = "CONVOY_SHARED_MEMORY"
 Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
-def meet(index: int, ranks: int, timeout: float, gather: Gather) -> Channel | None:
+def meet(index: int, names: Sequence[str], timeout: float, gather: Gather) -> Channel | None:
     """The memory that the ranks of a group share, or None on every rank where one of them cannot.
 
     The memory has no name in any file system: nothing is left behind when processes are killed.
 
     Args:
         index: this rank's number in the group.
-        ranks: how many there are; all call this at the same time.
+        names: of all ranks, for what is said of them; all call this at the same time.
         timeout: seconds to wait for the others in what the memory is used for.
         gather: gives every rank the same number of whole numbers from each.
     """
-    memory = _create(Channel.size(ranks)) if index == 0 else None
+    memory = _create(Channel.size(len(names))) if index == 0 else None
     rows = gather([*_host(), os.getpid(), -1 if memory is None else memory])
     channel = None
     together = all(row[:-2] == rows[0][:-2] for row in rows) and rows[0][0] == 1 and rows[0][-1] >= 0
     if together:
-        channel = _open(index, [row[-2] for row in rows], rows[0][-1], timeout)
+        channel = _open(index, [row[-2] for row in rows], rows[0][-1], names, timeout)
     opened = gather([int(channel is not None)])
     if memory is not None:
         os.close(memory)
@@ -72,7 +72,7 @@ def _create(size: int) -> int | None:
     return memory
 
 
-def _open(index: int, processes: Sequence[int], number: int, timeout: float) -> Channel | None:
+def _open(index: int, processes: Sequence[int], number: int, names: Sequence[str], timeout: float) -> Channel | None:
     """Map what the first process has under a number; None where this one may not."""
     watched: list[int] = []
     try:
@@ -84,4 +84,4 @@ def _open(index: int, processes: Sequence[int], number: int, timeout: float) -> 
         for one in watched:
             os.close(one)
         return None
-    return Channel(memory, index, watched, timeout)
+    return Channel(memory, index, watched, names, timeout)

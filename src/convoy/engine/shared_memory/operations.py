@@ -9,14 +9,16 @@ from convoy.engine.shared_memory.channel import SLOT, Channel
 
 _CHUNK = 1 << 20
 _SMALL = 1 << 16
+_EXCHANGE = 4
 
 
 @torch.no_grad()
 def all_reduce(x: Tensor, channel: Channel) -> Tensor:
     """Add a contiguous `x` over the ranks, in place; the sum has the same bits on every rank."""
     add = _add_all if channel.ranks == 2 or x.nbytes <= _SMALL else _add_pieces
+    tag = _tag(1, x)
     for part in x.view(-1).split(_CHUNK // x.itemsize):
-        add(part, channel)
+        add(part, channel, tag)
     return x
 
 
@@ -29,7 +31,7 @@ def all_gather(x: Tensor, channel: Channel) -> Tensor:
     for start in range(0, len(flat), step):
         part = flat[start : start + step]
         channel.outgoing(x.dtype)[: len(part)].copy_(part)
-        channel.post()
+        channel.post(_tag(2, x))
         for rank, row in enumerate(out[:, start : start + step]):
             row.copy_(part if rank == channel.index else channel.message(rank, x.dtype)[: len(part)])
     return out.view(channel.ranks, *x.shape)
@@ -63,7 +65,7 @@ def reduce_scatter(x: Tensor, channel: Channel) -> Tensor:
         part = rows[:, start : start + step]
         width = part.shape[1]
         channel.outgoing(x.dtype)[: part.numel()].view(part.shape).copy_(part)
-        channel.post()
+        channel.post(_tag(3, x))
         total = found[start : start + step]
         mine = slice(channel.index * width, (channel.index + 1) * width)
         _add([channel.message(rank, x.dtype)[mine] for rank in range(channel.ranks)], total)
@@ -74,11 +76,12 @@ def reduce_scatter(x: Tensor, channel: Channel) -> Tensor:
 def exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], channel: Channel) -> Sequence[Tensor]:
     """Send `sends[q]`, of any shape, to rank q, and fill the contiguous `receives[q]` with what comes from it.
 
-    What stands at the own place is left alone. Ranks may send different numbers of bytes: the first word of every
-    message says how many rounds its sender needs.
+    What stands at the own place is left alone. Ranks may send different numbers of bytes: every message begins with how
+    many rounds its sender needs, and how many bytes there are for each rank.
     """
     others = [rank for rank in range(channel.ranks) if rank != channel.index]
-    width = (SLOT - 64) // channel.ranks // 64 * 64
+    begin = _header(channel)
+    width = (SLOT - begin) // channel.ranks // 64 * 64
     given = {rank: x for rank in others if (x := sends[rank]) is not None and x.numel()}
     wanted = {rank: x for rank in others if (x := receives[rank]).numel()}
     needed = max((-(-x.nbytes // width) for x in given.values()), default=1)
@@ -86,20 +89,31 @@ def exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], ch
         given = {rank: x.reshape(-1) for rank, x in given.items()}
     number, rounds = 0, needed
     while number < rounds:
-        channel.outgoing(torch.int64)[0] = needed
+        header = channel.outgoing(torch.int64)
+        header[0] = needed
+        for rank in others if number == 0 else ():
+            header[1 + rank] = given[rank].nbytes if rank in given else 0
         for rank, x in given.items() if number < needed else ():
             part = _part(x, number, width) if needed > 1 else x
-            _place(channel.outgoing(x.dtype), rank, width, part).copy_(part)
-        channel.post()
+            _place(channel.outgoing(x.dtype), begin + rank * width, part).copy_(part)
+        channel.post(_EXCHANGE)
         if number == 0:
-            rounds = max(needed, *(int(channel.message(rank, torch.int64)[0]) for rank in others))
+            for rank in others:
+                sent = channel.message(rank, torch.int64)
+                rounds = max(rounds, int(sent[0]))
+                channel.expect(rank, int(sent[1 + channel.index]) == (wanted[rank].nbytes if rank in wanted else 0))
             if rounds > 1:
                 wanted = {rank: x.view(-1) for rank, x in wanted.items()}
         for rank, x in wanted.items():
             part = _part(x, number, width) if rounds > 1 else x
-            part.copy_(_place(channel.message(rank, x.dtype), channel.index, width, part))
+            part.copy_(_place(channel.message(rank, x.dtype), begin + channel.index * width, part))
         number += 1
     return receives
+
+
+def _tag(kind: int, x: Tensor) -> int:
+    """What is done, on numbers of which size, with how many of them."""
+    return (x.numel() << 16) + (x.itemsize << 8) + (int(x.is_floating_point()) << 4) + kind
 
 
 def _part(x: Tensor, number: int, width: int) -> Tensor:
@@ -108,32 +122,37 @@ def _part(x: Tensor, number: int, width: int) -> Tensor:
     return x[number * step : (number + 1) * step]
 
 
-def _place(slot: Tensor, receiver: int, width: int, part: Tensor) -> Tensor:
-    """Where a message has the part for one receiver."""
-    start = (64 + receiver * width) // part.itemsize
+def _header(channel: Channel) -> int:
+    """Bytes before the parts."""
+    return -(-8 * (1 + channel.ranks) // 64) * 64
+
+
+def _place(slot: Tensor, begin: int, part: Tensor) -> Tensor:
+    """Where a message has the part for one receiver, from byte `begin` on."""
+    start = begin // part.itemsize
     return slot[start : start + part.numel()].view(part.shape)
 
 
-def _add_all(x: Tensor, channel: Channel) -> None:
+def _add_all(x: Tensor, channel: Channel, tag: int) -> None:
     """Every rank adds all."""
     channel.outgoing(x.dtype)[: len(x)].copy_(x)
-    channel.post()
+    channel.post(tag)
     if channel.ranks == 2:
         x.add_(channel.message(1 - channel.index, x.dtype)[: len(x)])
     else:
         _add([channel.message(rank, x.dtype)[: len(x)] for rank in range(channel.ranks)], x)
 
 
-def _add_pieces(x: Tensor, channel: Channel) -> None:
+def _add_pieces(x: Tensor, channel: Channel, tag: int) -> None:
     """Every rank adds a piece, then they exchange the pieces."""
     channel.outgoing(x.dtype)[: len(x)].copy_(x)
-    channel.post()
+    channel.post(tag)
     pieces = x.tensor_split(channel.ranks)
     mine = pieces[channel.index]
     terms = [channel.message(rank, x.dtype)[: len(x)].tensor_split(channel.ranks) for rank in range(channel.ranks)]
     _add([term[channel.index] for term in terms], mine)
     channel.outgoing(x.dtype)[: len(mine)].copy_(mine)
-    channel.post()
+    channel.post(tag)
     for rank, piece in enumerate(pieces):
         if rank != channel.index:
             piece.copy_(channel.message(rank, x.dtype)[: len(piece)])
