@@ -42,8 +42,8 @@ def parallelize(
 
     Training is then that of the plain network on the global batch: `loss.backward()` leaves the gradient of the mean
     loss over the samples of all ranks, in whatever way the plan divides the work. Any optimiser that
-    treats numbers one by one works on `model.parameters()`. Terms of the loss that the network does not compute, such as
-    a penalty on `model.parameters()`, would be added over the ranks: compute them in its forward pass, or use weight
+    treats numbers one by one works on `model.parameters()`. Terms of the loss that the network does not compute, like a
+    penalty on `model.parameters()`, would be added over the ranks: compute them in its forward pass, or use weight
     decay. Under torchrun's variables the process group is joined, without them one device is used.
 
     Args:
