@@ -201,12 +201,12 @@ def test_nothing_outlives_the_starting_process(
 ) -> None:
     out = tmp_path / "run"
     run = start(command(data, out, "--devices", "2", "--workers", "1", epochs="2000ba"))
-    wait_for(lambda: steps(out) >= 1, 60)
+    wait_for(lambda: steps(out) >= 1, 180)
     everyone = [pid for rank in run.ranks().values() for pid in (rank, *below(rank))]
     assert len(everyone) > 2
     run.process.kill()
     run.process.wait()
-    wait_for(lambda: not any(map(alive, everyone)), 10)
+    wait_for(lambda: not any(map(alive, everyone)), 30)
 
 
 @pytest.mark.parametrize(
