@@ -37,7 +37,9 @@ def parallel(function: Function) -> Function:
     """Devices and plan."""
     for option in reversed(
         (
-            click.option("--devices", metavar="N", type=int, help="Train on so many devices. [default: 1]"),
+            click.option(
+                "--devices", metavar="N", type=int, help="Train on so many devices. [default: those of --plan, or 1]"
+            ),
             click.option(
                 "--plan", metavar="TEXT|FILE", help="How they divide the work, e.g. sample=4. [default: sample=N]"
             ),

@@ -77,7 +77,8 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
         needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
         raise ConvoyError(
             f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
-            f"--devices {mesh.num_devices}, or change the plan's sizes so that their product is {num_devices}"
+            f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
+            f"plan's sizes so that their product is {num_devices}"
         )
 
 

@@ -139,8 +139,8 @@ def derive(
         Derived(
             "samples per device",
             _counts(samples),
-            f"batch {recipe.batch} / {len(samples)} device{'s' if len(samples) > 1 else ''}",
-            "the batch is that of all devices together",
+            f"batch {recipe.batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}",
+            "the batch is that of all devices together; the plan divides it into so many parts",
         ),
         _rate(recipe, q.lr),
         *_schedule(recipe, q),

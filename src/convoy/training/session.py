@@ -259,7 +259,7 @@ def _check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Dev
 def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
     shares = recipe.parallel.shares
     if shares is not None and devices.num_sample_ranks == 1:
-        notes.append("parallel.shares has no effect: the plan does not divide the batch")
+        notes.append("--shares has no effect: the plan does not divide the batch")
         shares = None
     return divide(sizes, devices.num_sample_ranks, shares if isinstance(shares, tuple) else None)
 
