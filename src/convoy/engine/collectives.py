@@ -6,8 +6,8 @@ function with shapes and dtypes that fit together, and wait for pending results 
 
 CPU tensors go through memory that the ranks share where all are on one host. On gloo, where latency counts, everything
 but the sum of a large tensor is one all-to-all: it takes one round and was the fastest of gloo's variants from 64 bytes
-to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of the CPU. While a program is compiled the
-functional collectives of torch are used, a private module that only this file knows.
+to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of the CPU. Within a function that a user
+compiles the functional collectives of torch are used, a private module that only this file knows.
 """
 
 import math

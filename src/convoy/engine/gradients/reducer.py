@@ -1,4 +1,4 @@
-"""Adds the ranks' gradients during the backward pass.
+"""Adds the ranks' gradients: during the backward pass, or at its end where they go through shared memory.
 
 Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
 rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss.
