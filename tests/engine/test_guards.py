@@ -53,6 +53,17 @@ def _unfrozen():
         net(_images(2))
 
 
+def _alone():
+    """On one device there is nobody to add anything up with."""
+    net = nn.Sequential(*_net(), nn.Dropout())
+    net[0].requires_grad_(False)
+    net = convoy.parallelize(net, "serial", _images(2))
+    net[0].requires_grad_(True)
+    for each in (net, copy.deepcopy(net)):
+        each(_images(2)).sum().backward()
+        assert each[0].weight.grad is not None
+
+
 def _copied(plan):
     net = convoy.parallelize(_net(), plan, _images(2))
     images = _images(4)[convoy.local_samples(net, 4)]
@@ -122,6 +133,10 @@ def test_other_numbers_of_the_same_samples():
 
 def test_parameters_that_are_unfrozen_later():
     run_ranks(_unfrozen, 2)
+
+
+def test_one_device_may_do_all_of_it():
+    run_ranks(_alone, 1)
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2"])

@@ -266,6 +266,8 @@ class Network:
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
+        if self.plan.mesh.num_devices == 1:
+            return
         if any(p.requires_grad for p in self._frozen):
             raise ConvoyError(
                 "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
