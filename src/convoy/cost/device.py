@@ -1,0 +1,80 @@
+"""What measured times hold for: the device, its libraries, and how it is used."""
+
+import hashlib
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import convoy
+
+
+@dataclass(frozen=True)
+class Device:
+    """Everything that would make the same piece take another time.
+
+    Attributes:
+        name: of the processor or GPU.
+        torch, convoy: versions.
+        threads: that compute on it; 0 where that says nothing, as on a GPU.
+        precision: the type in which convolutions and matrix products compute, as `float32`, `bfloat16`.
+        channels_last: whether images lie with the channels innermost.
+        compiled: whether `torch.compile` is used.
+        neighbours: ranks that compute on the same host at the same time, and share its memory; itself counted.
+    """
+
+    name: str
+    torch: str
+    convoy: str
+    threads: int
+    precision: str = "float32"
+    channels_last: bool = False
+    compiled: bool = False
+    neighbours: int = 1
+
+    @property
+    def key(self) -> str:
+        """The same for equal devices, and a good name for a file."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
+        digest = hashlib.blake2b(repr(sorted(asdict(self).items())).encode(), digest_size=6).hexdigest()
+        return f"{plain or 'device'}-{self.threads}t-{self.precision}-{digest}"
+
+    def describe(self) -> str:
+        """For people, in one line."""
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}, " if self.threads else ""
+        order = ", channels last" if self.channels_last else ""
+        with_others = f", {self.neighbours} ranks on the host" if self.neighbours > 1 else ""
+        compiled = ", compiled" if self.compiled else ""
+        return f"{self.name}, {threads}{self.precision}{order}{compiled}{with_others}, torch {self.torch}"
+
+
+def this_device(
+    device: torch.device,
+    *,
+    precision: str = "float32",
+    channels_last: bool = False,
+    compiled: bool = False,
+    neighbours: int = 1,
+) -> Device:
+    """The device that this process computes on, with the threads that torch uses now.
+
+    Args:
+        device: where the network lives.
+        precision, channels_last, compiled, neighbours: as in `Device`.
+    """
+    is_cpu = device.type == "cpu"
+    name = _processor() if is_cpu else torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads() if is_cpu else 0
+    return Device(name, torch.__version__, convoy.__version__, threads, precision, channels_last, compiled, neighbours)
+
+
+def _processor() -> str:
+    """The name of the CPU's model, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
