@@ -80,7 +80,7 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
     for placed in placement.calls:
         if not differentiable.intersection(placed.call.outputs):
             continue
-        for kept in _kept(placed, placement):
+        for kept in kept_by(placed, placement):
             if graph.values[kept.value].origin in ("call", "input"):
                 found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
         if placed.call.op in _VIEWS:
@@ -90,7 +90,8 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
     return found
 
 
-def _kept(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
+def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
+    """What autograd keeps of one call that has a gradient, parameters and buffers among it."""
     call, values = placed.call, placement.graph.values
     for name, itemsize in _names(call):
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())

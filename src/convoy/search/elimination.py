@@ -1,0 +1,189 @@
+"""The least sum of tables that share variables, by eliminating one variable after the other (min-plus algebra).
+
+Dechter, "Bucket Elimination: A Unifying Framework for Reasoning" (1999). What a chain, a residual block or a branch has
+inside is eliminated by itself, so that a join costs the product of what meets there, not of all that lies before.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scope = tuple[int, ...]
+"""Variables, ascending."""
+
+Numbers = NDArray[np.float64]
+
+
+class TooWideError(Exception):
+    """A table would be larger than allowed; `scope` are its variables."""
+
+    def __init__(self, scope: Iterable[int]) -> None:
+        super().__init__(f"a table over {sorted(scope)} is too large")
+        self.scope = tuple(sorted(scope))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers for every state of some variables, one dimension each; infinite where a state cannot be."""
+
+    scope: Scope
+    numbers: Numbers
+
+
+@dataclass
+class _Bucket:
+    """What is added up before a variable is eliminated: tables and messages of earlier buckets."""
+
+    variable: int
+    scope: Scope
+    tables: list[Table]
+    children: list[int]
+    message: Table | None = None
+
+
+class Elimination:
+    """Eliminates the variables of a sum of tables.
+
+    Args:
+        tables: what is added.
+        sizes: number of states of every variable.
+        limit: the most entries that a table may have.
+
+    Attributes:
+        least: the least sum.
+
+    Raises:
+        TooWideError: in the best order found, a table has more entries.
+    """
+
+    def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
+        self._sizes = dict(sizes)
+        self._buckets: list[_Bucket] = []
+        merged = _merged(tables)
+        self._constant = float(sum(float(table.numbers) for table in merged if not table.scope))
+        order = _order([table.scope for table in merged], self._sizes, limit)
+        self._place = {variable: place for place, (variable, _) in enumerate(order)}
+        for variable, scope in order:
+            self._buckets.append(_Bucket(variable, scope, [], []))
+        for table in merged:
+            if table.scope:
+                self._buckets[min(self._place[v] for v in table.scope)].tables.append(table)
+        self.least = self._constant
+        for place, bucket in enumerate(self._buckets):
+            self._collect(place, bucket)
+
+    def _collect(self, place: int, bucket: _Bucket) -> None:
+        axis = bucket.scope.index(bucket.variable)
+        rest = bucket.scope[:axis] + bucket.scope[axis + 1 :]
+        bucket.message = Table(rest, np.asarray(self._sum(bucket, bucket.scope).min(axis=axis)))
+        if rest:
+            self._buckets[min(self._place[v] for v in rest)].children.append(place)
+        else:
+            self.least += float(bucket.message.numbers)
+
+    def _sum(self, bucket: _Bucket, scope: Scope, without: int | None = None) -> Numbers:
+        """Everything in a bucket, but for one message, over a scope."""
+        parts = [table for table in bucket.tables]
+        parts += [self._message(child) for child in bucket.children if child != without]
+        total = np.zeros([self._sizes[v] for v in scope])
+        for part in parts:
+            total += aligned(part.numbers, part.scope, scope)
+        return total
+
+    def _message(self, place: int) -> Table:
+        message = self._buckets[place].message
+        assert message is not None
+        return message
+
+    def assignment(self) -> dict[int, int]:
+        """The states of a least sum, by variable; of equal ones the first."""
+        found: dict[int, int] = {}
+        for bucket in reversed(self._buckets):
+            numbers = np.zeros(self._sizes[bucket.variable])
+            for part in [*bucket.tables, *(self._message(child) for child in bucket.children)]:
+                at = tuple(slice(None) if v == bucket.variable else found[v] for v in part.scope)
+                numbers = numbers + part.numbers[at]
+            found[bucket.variable] = int(np.argmin(numbers))
+        return found
+
+    def min_marginals(self) -> dict[int, Numbers]:
+        """For every variable and each of its states the least sum with that state, all else as good as can be."""
+        outside: list[Table | None] = [None] * len(self._buckets)
+        others = {
+            place: self.least - float(bucket.message.numbers)
+            for place, bucket in enumerate(self._buckets)
+            if bucket.message is not None and not bucket.message.scope
+        }
+        found: dict[int, Numbers] = {}
+        for place in reversed(range(len(self._buckets))):
+            bucket = self._buckets[place]
+            above = outside[place]
+            numbers = self._sum(bucket, bucket.scope)
+            if above is not None:
+                numbers += aligned(above.numbers, above.scope, bucket.scope)
+            else:
+                numbers += others[place]
+            axis = bucket.scope.index(bucket.variable)
+            found[bucket.variable] = numbers.min(axis=tuple(a for a in range(numbers.ndim) if a != axis))
+            for child in bucket.children:
+                left = self._sum(bucket, bucket.scope, without=child)
+                left += aligned(above.numbers, above.scope, bucket.scope) if above is not None else others[place]
+                scope = self._message(child).scope
+                gone = tuple(a for a, v in enumerate(bucket.scope) if v not in scope)
+                outside[child] = Table(scope, left.min(axis=gone) if gone else left)
+        return found
+
+
+def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
+    """A view of an array over `scope` that broadcasts over `target`, which has all of its variables."""
+    if scope == target:
+        return numbers
+    sizes = iter(numbers.shape)
+    members = set(scope)
+    return numbers.reshape([next(sizes) if v in members else 1 for v in target])
+
+
+def _merged(tables: Sequence[Table]) -> list[Table]:
+    """Tables of one scope added up."""
+    by_scope: dict[Scope, list[Numbers]] = {}
+    for table in tables:
+        by_scope.setdefault(table.scope, []).append(table.numbers)
+    return [Table(scope, np.asarray(sum(numbers[1:], start=numbers[0]))) for scope, numbers in by_scope.items()]
+
+
+def _order(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> list[tuple[int, Scope]]:
+    """Variables in the order in which they go, always the one with the smallest table next, each with that table's
+    scope."""
+    neighbours: dict[int, set[int]] = {v: {v} for v in sizes}
+    for scope in scopes:
+        for v in scope:
+            neighbours[v].update(scope)
+
+    def size(v: int) -> int:
+        return math.prod(sizes[other] for other in neighbours[v])
+
+    current = {v: size(v) for v in sizes}
+    heap = [(number, v) for v, number in current.items()]
+    heapq.heapify(heap)
+    found = []
+    while heap:
+        number, v = heapq.heappop(heap)
+        if current.get(v) != number:
+            continue
+        del current[v]
+        scope = neighbours.pop(v)
+        if number > limit:
+            raise TooWideError(scope)
+        found.append((v, tuple(sorted(scope))))
+        rest = scope - {v}
+        for other in rest:
+            neighbours[other] |= rest
+            neighbours[other].discard(v)
+        for other in rest:
+            current[other] = size(other)
+            heapq.heappush(heap, (current[other], other))
+    return found

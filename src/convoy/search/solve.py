@@ -1,0 +1,137 @@
+"""The best plan for one mesh and one set of sample axes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Axes
+from convoy.plans.rules import Batch
+from convoy.search.elimination import Elimination, Numbers, Table, TooWideError
+from convoy.search.problem import Choice, Problem, Shared, assigned, build
+from convoy.search.space import Strategy
+from convoy.search.ties import Groups, alone, tied
+
+LIMIT = 8_000_000
+"""The most entries of a table: 64 MB."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A least sum and what gives it.
+
+    Attributes:
+        layers: the strategy of every layer.
+        seconds: their sum.
+        bytes: the sum of bytes on rank 0, 0 where nobody asked.
+        groups: layers that were given one strategy together.
+    """
+
+    layers: dict[str, Strategy]
+    seconds: float
+    bytes: float
+    groups: Groups
+    problem: Problem
+    elimination: Elimination
+
+
+class Solver:
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch.
+
+    Args:
+        shared: what is known of the graph on the mesh.
+        batch: how the samples are divided.
+        allowed: for every layer its strategies.
+        outputs: names of the values that the network returns.
+        groups: layers to be given one strategy together.
+        with_memory: whether bytes are counted too.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        batch: Batch,
+        allowed: Mapping[str, Sequence[Strategy]],
+        outputs: Iterable[str],
+        groups: Groups | None = None,
+        with_memory: bool = False,
+    ) -> None:
+        self.shared = shared
+        self.batch = batch
+        self.allowed = allowed
+        self.outputs = list(outputs)
+        self.groups = groups or alone(shared.prices.graph)
+        self.with_memory = with_memory
+        self._problem: Problem | None = None
+
+    def problem(self) -> Problem:
+        """The tables, of as few groups as must be tied."""
+        while self._problem is None:
+            choices = [Choice(group, self._common(group)) for group in self.groups]
+            try:
+                self._problem = build(self.shared, self.batch, choices, self.outputs, self.with_memory)
+            except TooWideError as error:
+                self._tie(choices, error)
+        return self._problem
+
+    def solve(self, byte_price: float = 0.0) -> Solution:
+        """The least sum of seconds, and of bytes at a price in seconds each.
+
+        Raises:
+            ConvoyError: there is no plan; the sentence is that of a rule.
+        """
+        while True:
+            problem = self.problem()
+            tables = list(problem.seconds)
+            if byte_price:
+                tables += [Table(table.scope, table.numbers * byte_price) for table in problem.bytes]
+            try:
+                elimination = Elimination(tables, problem.sizes, LIMIT)
+                break
+            except TooWideError as error:
+                self._problem = None
+                self._tie(problem.choices, error)
+        if not np.isfinite(elimination.least):
+            raise problem.refused or ConvoyError("no plan divides this network over these devices")
+        states = elimination.assignment()
+        seconds, held = (_at(each, states) for each in (problem.seconds, problem.bytes))
+        layers = assigned(problem.choices, states)
+        return Solution(layers, seconds, held, self.groups, problem, elimination)
+
+    def price(self, layers: Mapping[str, Strategy]) -> tuple[float, float]:
+        """Seconds and bytes of one plan; infinite seconds where it cannot be."""
+        choices = [Choice((layer,), (layers[layer],)) for layer in self.allowed]
+        problem = build(self.shared, self.batch, choices, self.outputs, self.with_memory)
+        found = Elimination(problem.seconds, problem.sizes, LIMIT)
+        if not np.isfinite(found.least):
+            return float("inf"), 0.0
+        return found.least, _at(problem.bytes, found.assignment())
+
+    def _common(self, group: Sequence[str]) -> tuple[Strategy, ...]:
+        """What all layers of a group may have."""
+        first, *others = (self.allowed[layer] for layer in group)
+        found = tuple(strategy for strategy in first if all(strategy in other for other in others))
+        if not found:
+            raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
+        return found
+
+    def _tie(self, choices: Sequence[Choice], error: TooWideError) -> None:
+        met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
+        self.groups = tied(self.groups, met, self.shared.prices.graph)
+
+
+def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
+    return float(sum(table.numbers[tuple(states[v] for v in table.scope)] for table in tables))
+
+
+def next_best(solution: Solution) -> dict[int, Numbers]:
+    """For every choice the least sums by strategy, all else as good as can be."""
+    marginals = solution.elimination.min_marginals()
+    return {v: marginals[v] for v in range(len(solution.problem.choices))}
+
+
+def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
+    """The axes on which some layer with weights is divided by samples."""
+    given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
+    return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))

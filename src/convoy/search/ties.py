@@ -1,0 +1,76 @@
+"""Layers that get one strategy together, where choosing for each by itself is out of reach.
+
+In a region where very many features meet, as in the blocks of DenseNet, the number of combinations grows with every
+layer. There, layers of one role (the same kind of work, kernel, stride and groups, below one module) are given the same
+strategy, and the search is exact among the plans of that form. The result says so.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from convoy.graph.graph import Call, Graph
+from convoy.search.prices import is_choosing
+
+Role = tuple[object, ...]
+Groups = tuple[tuple[str, ...], ...]
+"""Layers in groups; each layer is in one."""
+
+
+def alone(graph: Graph) -> Groups:
+    """Every layer by itself, in the order of the graph."""
+    return tuple((layer,) for layer in dict.fromkeys(call.layer for call in graph.calls if is_choosing(call)))
+
+
+def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
+    """Fewer groups, after too many layers met.
+
+    Args:
+        groups: as they are.
+        met: layers that met in a table that would be too large.
+    """
+    met = list(met)
+    roles = {call.layer: _role(call, graph) for call in reversed(graph.calls) if is_choosing(call)}
+    container = _common(met)
+    near = [layer for group in groups for layer in group if container and layer.startswith(f"{container}.")]
+    for layers in (near, met, list(roles)):
+        found = _by_role(groups, layers, roles)
+        if len(found) < len(groups):
+            return found
+    one = set(met) if len(set(met)) > 1 else set(roles)
+    return _merged(groups, [one])
+
+
+def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
+    found: dict[Role, set[str]] = {}
+    for layer in layers:
+        found.setdefault(roles[layer], set()).add(layer)
+    return _merged(groups, found.values())
+
+
+def _merged(groups: Groups, together: Iterable[set[str]]) -> Groups:
+    """Groups that share a set become one, where the first of them is."""
+    for members in together:
+        joined = [group for group in groups if members & set(group)]
+        if len(joined) > 1:
+            layers = tuple(layer for group in joined for layer in group)
+            groups = tuple(layers if g is joined[0] else g for g in groups if g is joined[0] or g not in joined)
+    return groups
+
+
+def _role(call: Call, graph: Graph) -> Role:
+    if call.op != "conv":
+        return (call.op,)
+    attributes = call.attributes
+    kernel = graph.shape(attributes["weight"])[2:]
+    # depthwise convolutions of different widths play one role
+    return (call.op, kernel, attributes["stride"], attributes["groups"] > 1, attributes["transposed"])
+
+
+def _common(layers: Sequence[str]) -> str:
+    """The innermost module that holds all of these layers."""
+    parts = [layer.split(".")[:-1] for layer in layers]
+    common = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    return ".".join(common)
