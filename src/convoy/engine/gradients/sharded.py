@@ -13,11 +13,12 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from convoy.engine.collectives import Pending, gather_ints
-from convoy.engine.gradients.buckets import Sizes, flat, is_dense, laid_out, shaped
+from convoy.engine.gradients.buckets import flat, is_dense, laid_out, shaped
 from convoy.engine.gradients.pieces import own_piece, start_gather
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
+from convoy.plans.buckets import WORTH_DIVIDING, Sizes
 from convoy.plans.mesh import Axes
 
 ELEMENTWISE = (
@@ -35,8 +36,7 @@ ELEMENTWISE = (
 )
 """Optimisers that treat every element by itself, so that a piece of a parameter is updated as in the whole."""
 
-_WORTH = 64 * 2**20
-"""Bytes of large gradients from which on the saved part of the update shows: 244 MB (AlexNet) do, 45 MB do not."""
+_WORTH = WORTH_DIVIDING
 
 
 def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> bool:
