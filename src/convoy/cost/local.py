@@ -92,7 +92,7 @@ def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
         case "batch_norm":
             dims = {0, *range(2, rank)} if call.attributes["training"] else set()
         case "group_norm":
-            dims = set(range(1, rank))
+            dims = set(range(2, rank)) | ({1} if _cuts_groups(call, layout, graph) else set())
         case "layer_norm":
             dims = set(range(rank - len(call.attributes["normalized_shape"]), rank))
         case _:
@@ -100,12 +100,25 @@ def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
     return tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes))
 
 
+def _cuts_groups(call: Call, layout: Layout, graph: Graph) -> bool:
+    """Whether the channels of a group lie on several ranks."""
+    split = layout.split(1)
+    size = graph.shape(call.attributes["input"])[1] // call.attributes["num_groups"]
+    return split is not None and any(len(part) % size or (len(part) and part[0] % size) for part in split.parts)
+
+
 def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> Piece:
     """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
-    gradient = name in _differentiable(graph)
     value = graph.values[name]
+    return moved(step, value.shape, _dtype(value.dtype), name in _differentiable(graph), mesh, place)
+
+
+def moved(
+    step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
+) -> Piece:
+    """The same of a tensor of any graph; `shape` is the whole tensor's."""
     before, after = (
-        Operand(layout.local_shape(value.shape, mesh, place), _dtype(value.dtype), "activation", gradient)
+        Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
         for layout in (step.source, step.target)
     )
     forward, backward = {
@@ -117,9 +130,15 @@ def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coord
         "reduce_scatter": (2 * before.bytes, 2 * before.bytes),
         "move": (2 * (before.bytes + after.bytes), 2 * (before.bytes + after.bytes)),
     }[step.kind]
-    options: dict[str, Option] = {"forward": forward, "backward": backward if gradient else 0}
+    options: dict[str, Option] = {"forward": forward, "backward": backward if differentiable else 0}
     options["ranks"] = mesh.size(step.axes)
     return Piece("redistribute", step.kind, (before,), (after,), tuple(sorted(options.items())))
+
+
+def copied(num_bytes: int, times: int = 1) -> Piece:
+    """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
+    one = Operand((num_bytes // 4,), "float32")
+    return Piece("copy", "", (one,) * times, (one,))
 
 
 def accumulation(graph: Graph, name: str, layout: Layout, mesh: Mesh, place: Coordinates) -> Piece:

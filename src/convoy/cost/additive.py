@@ -1,0 +1,146 @@
+"""The costs of a step as a sum over calls, transfers and parameters: what an exact search can make least.
+
+The timeline knows more (what hides behind what, who waits for whom); the sum is what it comes to where nothing
+overlaps, with an estimate of how much of the exchange of gradients shows. It serves `convoy.search` as its `Costs`.
+"""
+
+from math import prod
+
+from convoy.cost.costs import Costs
+from convoy.cost.inside import inside
+from convoy.cost.local import copied, local_piece, moved, piece
+from convoy.cost.memory import most, rank_memory
+from convoy.cost.piece import Piece
+from convoy.cost.times import Times
+from convoy.graph.graph import Graph, Value
+from convoy.plans.layout import Layout
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import Traffic, step_elements
+from convoy.plans.transfer import Step
+
+_DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+class Additive:
+    """Seconds of one update of a network, part by part, each for the rank that has most to do.
+
+    Args:
+        costs: of the device and its links.
+        graph: the network.
+        passes: before an update.
+        shown: the part of an exchange of gradients beside the computation that the step is longer for, beyond the
+            cycles that it takes from it.
+    """
+
+    def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
+        self.costs, self.graph, self.passes, self.shown = costs, graph, passes, shown
+        self._sizes = costs.message_sizes
+        large = sum(size for value in graph.parameters() if (size := _bytes(value)) >= self._sizes.alone)
+        self._divides = costs.on_cpu and costs.update.divides(large)
+        self._known: dict[Piece, Times] = {}
+
+    def compute(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds of a call in all passes, with what ranks exchange inside it.
+
+        Args:
+            placed: the call with its layouts.
+            placement: of its graph, mesh and batch; the rest is not read.
+        """
+        return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
+
+    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
+        """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
+        axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
+        place = mesh.coordinates(0)
+        times = self._times(moved(step, shape, _DTYPES.get(itemsize, "float32"), differentiable, mesh, place))
+        seconds = times.total if differentiable else times.forward
+        if axes:
+            seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
+        return self.passes * seconds
+
+    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds by which the exchange of a parameter's gradient makes an update longer."""
+        axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
+        if not axes:
+            return 0.0
+        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
+        link = self.costs.links.of(mesh, axes)
+        if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
+            seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
+            copies = 2 * self._times(copied(size)).forward
+        elif self._divides:
+            seconds = 2 * link.exchange(size - size // mesh.size(axes))
+            copies = self._times(copied(size - size // mesh.size(axes), 2)).forward
+        else:
+            seconds, copies = link.all_reduce(size), 0.0
+        if link.overlap:
+            seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
+        return seconds + copies
+
+    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds of the optimiser for what a rank updates of a parameter."""
+        return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
+
+    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
+        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
+        return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
+
+    def memory(self, placement: Placement) -> float:
+        """Bytes on the rank that needs most."""
+        return most(rank_memory(placement, self.costs)).total
+
+    def _updated(self, parameter: Value, layout: Layout, mesh: Mesh) -> int:
+        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
+        count = mesh.size(tuple(layout.copied))
+        return size // count if self._divides and size >= self._sizes.alone else size
+
+    def _times(self, one: Piece) -> Times:
+        if one not in self._known:
+            self._known[one] = self.costs.times(one)
+        return self._known[one]
+
+    def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
+        costs, graph, mesh = self.costs, placement.graph, placement.mesh
+        place = mesh.coordinates(rank)
+        if placed.call.op == "batch_norm":
+            own = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+        else:
+            own = local_piece(placed.call, placed.placed, graph, mesh, place)
+        seconds = self._times(own).total if graph.training else self._times(own).forward
+        within = inside(placed, graph, mesh, place, costs.batch_norm)
+        if within.axes:
+            link = costs.links.of(mesh, within.axes)
+            messages = (*within.forward, *within.backward) if graph.training else within.forward
+            seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
+        return seconds
+
+    def _messages(
+        self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
+    ) -> float:
+        link = self.costs.links.of(mesh, axes)
+        group = mesh.group(mesh.coordinates(0), axes)
+        traffic = [step_elements(step, mesh, place, shape) * itemsize for place in group]
+        sent = Traffic(max(each.forward for each in traffic), max(each.backward for each in traffic))
+        whole = prod(step.source.local_shape(shape, mesh, group[0])) * itemsize
+        if step.kind == "reduce":
+            return link.all_reduce(whole) if sent.forward else 0.0
+        if step.kind == "copy":
+            return link.all_reduce(whole) if sent.backward and differentiable else 0.0
+        seconds = link.exchange(sent.forward) if sent.forward else 0.0
+        return seconds + (link.exchange(sent.backward) if sent.backward and differentiable else 0.0)
+
+
+def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
+    """Ranks among which is one that has most to do: parts that come first are the largest, but a rank in the middle of
+    rows or columns has two borders.
+    """
+    layouts = (*placed.placed.inputs.values(), *placed.placed.outputs.values())
+    inner = {axis for layout in layouts for dim, split in layout.splits if dim > 1 for axis in split.axes}
+    middle = mesh.rank(tuple(size // 2 if axis in inner else 0 for axis, size in enumerate(mesh.sizes)))
+    return {0, middle}
+
+
+def _bytes(value: Value) -> int:
+    return prod(value.shape) * value.dtype.itemsize

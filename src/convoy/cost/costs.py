@@ -1,0 +1,60 @@
+"""What a device and its links cost, in one place: all that a step is predicted from."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from convoy.cost.link import Links
+from convoy.cost.local import BatchNorm
+from convoy.cost.times import LayerTimes
+from convoy.cost.update import Update
+from convoy.plans.buckets import Sizes
+
+
+@dataclass(frozen=True)
+class Around:
+    """Something that is done for a pass outside of the network, on each rank for its own samples.
+
+    Attributes:
+        per_pass: seconds once.
+        per_sample: seconds for each sample.
+    """
+
+    per_pass: float = 0.0
+    per_sample: float = 0.0
+
+    def seconds(self, samples: int) -> float:
+        """For a pass over so many samples."""
+        return self.per_pass + self.per_sample * samples
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times on one kind of device, all in seconds and bytes.
+
+    Attributes:
+        times: of the pieces of layers.
+        links: between the ranks.
+        update: of the optimiser.
+        input: of what comes before the network: taking a batch to the device, normalising it.
+        loss: of the loss, forward and backward.
+        batch_norm: over which samples batch norm takes its statistics.
+        microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
+        on_cpu: whether the ranks compute on CPUs.
+        sizes: of the messages with gradients; by default the engine's for the device.
+    """
+
+    times: LayerTimes
+    links: Links = field(default_factory=Links)
+    update: Update = field(default_factory=Update)
+    input: Around = field(default_factory=Around)
+    loss: Around = field(default_factory=Around)
+    batch_norm: BatchNorm = "sync"
+    microbatch: int = 0
+    on_cpu: bool = True
+    sizes: Sizes | None = None
+
+    @property
+    def message_sizes(self) -> Sizes:
+        """Sizes of the messages with gradients."""
+        return self.sizes or Sizes.default(torch.device("cpu" if self.on_cpu else "cuda"))

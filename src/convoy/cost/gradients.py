@@ -1,0 +1,133 @@
+"""The messages in which a step adds up gradients: the engine's buckets, in the order in which they become ready."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from convoy.cost.link import Kind
+from convoy.cost.update import Update
+from convoy.plans.buckets import Item, Sizes, plan_buckets
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import Placement
+
+
+@dataclass(frozen=True)
+class GradientMessage:
+    """One message of the exchange.
+
+    Attributes:
+        axes: over which it is added.
+        layer: whose gradients are in it, that of the first where there are several.
+        parameters: their names; none in a message that only counts users.
+        kind, bytes: for each rank, as `Link.seconds` counts them.
+        copied: bytes that each rank copies into it, and out of it again; 0 where the gradient itself is sent.
+        gathered: bytes for an `exchange` after the update where ranks divide it: each has then only its own piece.
+    """
+
+    axes: Axes
+    layer: str
+    parameters: tuple[str, ...]
+    kind: Kind
+    bytes: tuple[int, ...]
+    copied: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        others = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0]}{others}" if self.parameters else "users"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the gradients of a step are added, and what each rank updates.
+
+    Attributes:
+        messages: in the order in which they are sent.
+        divided: whether ranks with the same parameters divide the update of large ones.
+        held: bytes of parameters that each rank has.
+        updated: bytes of those that each rank updates.
+        tensors: how many parameters those are.
+    """
+
+    messages: tuple[GradientMessage, ...]
+    divided: bool
+    held: tuple[int, ...]
+    updated: tuple[int, ...]
+    tensors: int
+
+
+def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: Sizes, on_cpu: bool = True) -> Exchange:
+    """The messages of `convoy.engine.gradients.GradientReducer`.
+
+    Args:
+        placement: the network on its mesh.
+        order: names of parameters as their gradients become ready.
+        update: the optimiser.
+        sizes: of the messages.
+        on_cpu: whether the ranks are CPUs: only those divide an update for speed.
+    """
+    graph, mesh = placement.graph, placement.mesh
+    held = {value.name: held_bytes(placement, value.name) for value in graph.parameters()}
+    names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
+    device = torch.device("cpu" if on_cpu else "cuda")
+    items = []
+    for name in names:
+        dtype = graph.values[name].dtype
+        items.append(Item(gradient_axes(placement, name), dtype, device, max(held[name]) // dtype.itemsize))
+    large = sum(item.bytes for item in items if item.bytes >= sizes.alone)
+    divided = on_cpu and update.divides(large)
+    layers = _layers(placement)
+    messages = []
+    shared: dict[str, int] = {}
+    for bucket in plan_buckets(items, range(len(items)), sizes):
+        members = tuple(names[member] for member in bucket.members)
+        itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
+        layer = layers.get(members[0], "") if members else ""
+        own = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        if bucket.alone and divided:
+            count = mesh.size(bucket.axes)
+            pieces = tuple(size - size // count for size in own)
+            messages.append(GradientMessage(bucket.axes, layer, members, "exchange", pieces, (0,) * len(own), pieces))
+            shared[members[0]] = count
+            continue
+        sent = tuple(size + len(bucket.tally) * itemsize for size in own)
+        copied = (0,) * len(own) if bucket.alone else own
+        messages.append(GradientMessage(bucket.axes, layer, members, "all_reduce", sent, copied))
+    ranks = range(mesh.num_devices)
+    whole = tuple(sum(each[rank] for each in held.values()) for rank in ranks)
+    updated = tuple(sum(each[rank] // shared.get(name, 1) for name, each in held.items()) for rank in ranks)
+    return Exchange(tuple(messages), divided, whole, updated, len(held))
+
+
+def _layers(placement: Placement) -> dict[str, str]:
+    """The layer that first takes each parameter."""
+    found: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            found.setdefault(name, placed.call.layer)
+    return found
+
+
+def gradient_axes(placement: Placement, name: str) -> Axes:
+    """The axes over which a parameter's gradient is added."""
+    layout = placement.layouts.get(name)
+    return tuple(sorted(layout.copied)) if layout is not None else ()
+
+
+def held_bytes(placement: Placement, name: str) -> tuple[int, ...]:
+    """What each rank holds of a parameter."""
+    value, mesh = placement.graph.values[name], placement.mesh
+    layout = placement.layouts.get(name)
+    if layout is None:
+        return (prod(value.shape) * value.dtype.itemsize,) * mesh.num_devices
+    places = (mesh.coordinates(rank) for rank in range(mesh.num_devices))
+    return tuple(prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize for place in places)
+
+
+def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:
+    """All sets of axes over which messages go."""
+    return {message.axes for message in messages if mesh.size(message.axes) > 1}

@@ -1,0 +1,192 @@
+"""The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does.
+
+It mirrors `convoy.engine.program`: a value is redistributed before the first call that wants it so, and the backward
+pass runs through the same items the other way round.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from convoy.cost.inside import inside
+from convoy.cost.link import Kind
+from convoy.cost.local import BatchNorm, accumulation, local_piece, piece, redistribution
+from convoy.cost.piece import Piece
+from convoy.plans.layout import Layout
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
+
+Slot = tuple[str, Layout]
+"""A value in one layout."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of all groups over some axes.
+
+    Attributes:
+        bytes: for each rank, as `Link.seconds` counts them for the kind.
+    """
+
+    axes: Axes
+    kind: Kind
+    bytes: tuple[int, ...]
+
+
+@dataclass
+class Item:
+    """A call, or one step of a transfer.
+
+    Attributes:
+        layer: whose it is; that which asks for it, for a transfer.
+        name: of the call, or of the value and the step.
+        is_transfer: a transfer, not a call.
+        pieces: what each rank computes, or copies for a transfer.
+        forward, backward: messages, in order.
+        differentiable: whether it takes part in the backward pass.
+        takes: values that it takes and whose gradients it gives.
+        added: for each rank the gradients that it adds to those which came before, of values that others take too.
+        parameters: those whose gradients are complete when its backward pass is done.
+    """
+
+    layer: str
+    name: str
+    is_transfer: bool
+    pieces: tuple[Piece, ...]
+    forward: tuple[Message, ...]
+    backward: tuple[Message, ...]
+    differentiable: bool
+    takes: tuple[Slot, ...]
+    added: list[tuple[Piece, ...]] = field(default_factory=list)
+    parameters: tuple[str, ...] = ()
+
+
+def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
+    """The items of one pass, in the order of its forward pass.
+
+    Args:
+        placement: the network on its mesh.
+        batch_norm, microbatch: as for `piece`.
+    """
+    return _Program(placement, batch_norm, microbatch).items()
+
+
+class _Program:
+    def __init__(self, placement: Placement, batch_norm: BatchNorm, microbatch: int) -> None:
+        self.placement = placement
+        self.graph, self.mesh = placement.graph, placement.mesh
+        self.batch_norm, self.microbatch = batch_norm, microbatch
+        self.places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_devices)]
+        self.differentiable = needs_gradient(self.graph)
+        self.canonical: dict[Piece, Piece] = {}
+
+    def items(self) -> list[Item]:
+        sent: dict[str, list[Sent]] = {}
+        for each in transfer_traffic(self.placement):
+            sent.setdefault(each.call, []).append(each)
+        found: list[Item] = []
+        for placed in self.placement.calls:
+            found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
+            found.append(self._call(placed))
+        found += [self._transfer(each, "") for each in sent.get("", ())]
+        self._add_gradients(found)
+        return found
+
+    def _call(self, placed: PlacedCall) -> Item:
+        call = placed.call
+        takes = tuple((name, placed.placed.inputs[name]) for name in call.inputs if name in self.differentiable)
+        backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
+        return Item(
+            call.layer,
+            call.name,
+            False,
+            self._pieces(placed),
+            *self._inside(placed, backward),
+            backward,
+            takes if backward else (),
+        )
+
+    def _pieces(self, placed: PlacedCall) -> tuple[Piece, ...]:
+        """One object for all ranks that compute alike."""
+        known: dict[tuple, Piece] = {}
+        found = []
+        for rank, place in enumerate(self.places):
+            signature = tuple(_signature(placed, place, self.mesh))
+            if signature not in known:
+                if placed.call.op == "batch_norm":
+                    options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
+                    new = piece(placed, self.placement, rank, **options)  # type: ignore[arg-type]
+                else:
+                    new = local_piece(placed.call, placed.placed, self.graph, self.mesh, place)
+                known[signature] = self.canonical.setdefault(new, new)
+            found.append(known[signature])
+        return tuple(found)
+
+    def _inside(self, placed: PlacedCall, backward: bool) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        one = inside(placed, self.graph, self.mesh, self.places[0], self.batch_norm)
+        if not one.axes:
+            return (), ()
+        ranks = [inside(placed, self.graph, self.mesh, place, self.batch_norm) for place in self.places]
+        forward, back = (
+            tuple(
+                Message(one.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
+                for at, (kind, _) in enumerate(getattr(one, way))
+            )
+            for way in ("forward", "backward")
+        )
+        return forward, back if backward else ()
+
+    def _transfer(self, sent: Sent, layer: str) -> Item:
+        step, name = sent.step, sent.value
+        known: dict[Piece, Piece] = self.canonical
+        pieces = [redistribution(step, self.graph, name, self.mesh, place) for place in self.places]
+        backward = name in self.differentiable
+        axes = tuple(axis for axis in step.axes if self.mesh.sizes[axis] > 1)
+        shape, itemsize = self.graph.shape(name), self.graph.values[name].dtype.itemsize
+        before = tuple(prod(step.source.local_shape(shape, self.mesh, place)) * itemsize for place in self.places)
+
+        def message(way: str, sums: str) -> tuple[Message, ...]:
+            numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
+            if not any(numbers) or not axes:
+                return ()
+            if step.kind == sums:
+                return (Message(axes, "all_reduce", before),)
+            return (Message(axes, "exchange", numbers),)
+
+        return Item(
+            layer,
+            f"{step.kind} {name}",
+            True,
+            tuple(known.setdefault(one, one) for one in pieces),
+            message("forward", "reduce"),
+            message("backward", "copy") if backward else (),
+            backward,
+            ((name, step.source),) if backward else (),
+        )
+
+    def _add_gradients(self, items: Sequence[Item]) -> None:
+        """Where several items take a value, all but the first to give its gradient add theirs; which is the last."""
+        seen: set[Slot] = set()
+        last: dict[str, Item] = {}
+        for item in reversed(items):
+            for name, layout in item.takes:
+                if (name, layout) in seen:
+                    ones = (accumulation(self.graph, name, layout, self.mesh, place) for place in self.places)
+                    item.added.append(tuple(self.canonical.setdefault(one, one) for one in ones))
+                seen.add((name, layout))
+                if self.graph.values[name].origin == "parameter":
+                    last[name] = item
+        for name, item in last.items():
+            item.parameters += (name,)
+
+
+def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[object]:
+    """What of a place decides about a call's piece: sizes of parts, rows themselves, and who adds the bias."""
+    for layouts in (placed.placed.inputs, placed.placed.outputs):
+        for layout in layouts.values():
+            for dim, split in layout.splits:
+                part = split.parts[mesh.index(place, split.axes)]
+                yield (part[0], part[-1]) if dim > 1 and len(part) else len(part)
+            if layout.partial:
+                yield all(place[axis] == 0 for axis in layout.partial)

@@ -1,0 +1,253 @@
+"""From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimiser."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from convoy.cost.alike import alike
+from convoy.cost.costs import Costs
+from convoy.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
+from convoy.cost.link import Kind as LinkKind
+from convoy.cost.local import copied
+from convoy.cost.piece import Piece
+from convoy.cost.program import Item, Message, program
+from convoy.cost.task import Kind, Stream, Task
+from convoy.cost.timeline import Timeline, simulate
+from convoy.cost.times import Times
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Placement
+
+
+def step_tasks(placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False) -> list[Task]:
+    """The tasks of an update, for one rank of each sort that does the same.
+
+    Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
+    computation where the link allows it, otherwise at the end, as the engine does it through shared memory.
+
+    Args:
+        placement: the network on its mesh, at the batch of one pass.
+        costs: of the device and its links.
+        passes: forward and backward passes before an update.
+        every_rank: list the tasks of all ranks, alike or not.
+    """
+    return _Builder(placement, costs, every_rank).tasks(passes)
+
+
+def predict(placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False) -> Timeline:
+    """The timeline of an update; arguments as for `step_tasks`."""
+    return simulate(step_tasks(placement, costs, passes, every_rank))
+
+
+class _Builder:
+    def __init__(self, placement: Placement, costs: Costs, every_rank: bool) -> None:
+        self.placement, self.mesh, self.costs = placement, placement.mesh, costs
+        self.items = program(placement, costs.batch_norm, costs.microbatch)
+        order = [name for item in reversed(self.items) for name in item.parameters]
+        known = set(order)
+        order += [value.name for value in placement.graph.parameters() if value.name not in known]
+        self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
+        self.samples = self._samples()
+        self.first = list(range(self.mesh.num_devices)) if every_rank else self._alike()
+        self.ranks = sorted(set(self.first))
+        self.found: list[Task] = []
+        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(self.ranks, ())
+        self.meetings = count()
+        self._known: dict[Piece, Times] = {}
+
+    def tasks(self, passes: int) -> list[Task]:
+        for number in range(passes):
+            self._around("input", self.costs.input.seconds)
+            self._forward()
+            if self.placement.graph.training:
+                self._around("loss", self.costs.loss.seconds)
+                self._backward(last=number == passes - 1)
+                if number > 0:
+                    self._add_to_earlier_passes()
+        if self.placement.graph.training:
+            self._update()
+        return self.found
+
+    def _samples(self) -> list[int]:
+        batch, mesh = self.placement.batch, self.mesh
+        places = (mesh.index(mesh.coordinates(rank), batch.axes) for rank in range(mesh.num_devices))
+        return [len(batch.parts[place]) if batch.parts else 0 for place in places]
+
+    def _alike(self) -> list[int]:
+        items, messages = self.items, self.exchange.messages
+        axes: set[Axes] = {m.axes for item in items for m in (*item.forward, *item.backward)}
+        own = [
+            (
+                self.samples[rank],
+                tuple(id(item.pieces[rank]) for item in items),
+                tuple(m.bytes[rank] for item in items for m in (*item.forward, *item.backward)),
+                tuple((m.bytes[rank], m.copied[rank]) for m in messages),
+                self.exchange.updated[rank],
+            )
+            for rank in range(self.mesh.num_devices)
+        ]
+        return alike(self.mesh, own, axes | reduced_axes(messages, self.mesh))
+
+    def _times(self, piece: Piece) -> Times:
+        if piece not in self._known:
+            self._known[piece] = self.costs.times(piece)
+        return self._known[piece]
+
+    def _add(
+        self,
+        rank: int,
+        stream: Stream,
+        kind: Kind,
+        layer: str,
+        name: str,
+        seconds: float,
+        *,
+        message: tuple[int, int, float] = (-1, 0, 0.0),
+        blocks: bool = True,
+    ) -> int:
+        """A task after all that has held up the rank so far; `message` is its meeting, bytes and share of the core."""
+        meeting, num_bytes, share = message
+        self.found.append(Task(rank, stream, kind, layer, name, seconds, self.chain[rank], meeting, share, num_bytes))
+        if blocks:
+            self.chain[rank] = (len(self.found) - 1,)
+        return len(self.found) - 1
+
+    def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float) -> None:
+        if seconds > 0:
+            self._add(rank, "compute", kind, layer, name, seconds)
+
+    def _around(self, name: str, seconds: Callable[[int], float]) -> None:
+        for rank in self.ranks:
+            self._compute(rank, "around", "", name, seconds(self.samples[rank]))
+
+    def _forward(self) -> None:
+        for item in self.items:
+            for rank in self.ranks:
+                kind: Kind = "copy" if item.is_transfer else "forward"
+                self._compute(rank, kind, item.layer, item.name, self._times(item.pieces[rank]).forward)
+            for message in item.forward:
+                self._transfer(item, message)
+
+    def _backward(self, last: bool) -> None:
+        sending = _Sending(self, self.exchange) if last else None
+        for item in reversed(self.items):
+            for message in item.backward:
+                self._transfer(item, message)
+            for rank in self.ranks if item.differentiable else ():
+                kind: Kind = "copy" if item.is_transfer else "backward"
+                seconds = self._times(item.pieces[rank]).backward
+                seconds += sum(self._times(pieces[rank]).backward for pieces in item.added)
+                self._compute(rank, kind, item.layer, item.name, seconds)
+            if sending is not None:
+                sending.ready(item.parameters)
+        if sending is not None:
+            sending.finish()
+
+    def _transfer(self, item: Item, message: Message) -> None:
+        self._collective(message.axes, message.kind, message.bytes, "transfers", "transfer", item.layer, item.name)
+
+    def _collective(
+        self,
+        axes: Axes,
+        link_kind: LinkKind,
+        num_bytes: Sequence[int],
+        stream: Stream,
+        kind: Kind,
+        layer: str,
+        name: str,
+        blocks: bool = True,
+    ) -> dict[int, int]:
+        """A message of every group over some axes; the task's place in the list for each rank that takes part."""
+        link = self.costs.links.of(self.mesh, axes)
+        meetings: dict[tuple[int, ...], int] = {}
+        placed = {}
+        for rank in self.ranks:
+            group = [self.mesh.rank(place) for place in self.mesh.group(self.mesh.coordinates(rank), axes)]
+            most = max(num_bytes[member] for member in group)
+            if len(group) == 1 or most == 0:
+                continue
+            sorts = tuple(sorted({self.first[member] for member in group}))
+            meeting = meetings.setdefault(sorts, -1)
+            if meeting < 0:
+                meeting = meetings[sorts] = next(self.meetings)
+            share = 0.0 if blocks else link.cpu_share
+            about = (meeting, num_bytes[rank], share)
+            seconds = link.seconds(link_kind, most)
+            placed[rank] = self._add(rank, stream, kind, layer, name, seconds, message=about, blocks=blocks)
+        return placed
+
+    def _add_to_earlier_passes(self) -> None:
+        """Gradients of a pass after the first are added to those that are there."""
+        for rank in self.ranks:
+            held = self.exchange.held[rank]
+            self._compute(rank, "backward", "", "add to earlier passes", self._times(copied(held, 2)).forward)
+
+    def _update(self) -> None:
+        for rank in self.ranks:
+            seconds = self.costs.update.seconds(self.exchange.updated[rank], self.exchange.tensors)
+            self._compute(rank, "update", "", "optimiser", seconds)
+        for message in self.exchange.messages:
+            if message.gathered:
+                self._collective(
+                    message.axes, "exchange", message.gathered, "gradients", "gradient", message.layer, message.name
+                )
+
+
+class _Sending:
+    """Sends gradients in their order as they become ready, and what is left at the end of the backward pass."""
+
+    def __init__(self, builder: _Builder, exchange: Exchange) -> None:
+        self._builder = builder
+        self._messages = exchange.messages
+        self._waiting = [set(message.parameters) for message in self._messages]
+        self._next = 0
+        self._sent: list[dict[int, int]] = []
+
+    def ready(self, parameters: Sequence[str]) -> None:
+        for waiting in self._waiting:
+            waiting.difference_update(parameters)
+        while self._next < len(self._messages) and not self._waiting[self._next]:
+            self._start()
+
+    def finish(self) -> None:
+        """All messages are there, those that could not run beside the computation too."""
+        while self._next < len(self._messages):
+            self._start()
+        builder = self._builder
+        for message, sent in zip(self._messages, self._sent, strict=True):
+            if self._overlaps(message):
+                for rank, number in sent.items():
+                    builder.chain[rank] = (*builder.chain[rank], number)
+            else:
+                self._send(message, blocks=True)
+        for message in self._messages:
+            for rank in builder.ranks:
+                seconds = 0.0
+                if message.gathered:  # what came from the others is added to the own piece
+                    seconds = builder._times(copied(message.gathered[rank], 2)).forward
+                elif message.copied[rank]:
+                    seconds = builder._times(copied(message.copied[rank])).forward
+                builder._compute(rank, "copy", message.layer, message.name, seconds)
+
+    def _start(self) -> None:
+        message = self._messages[self._next]
+        self._next += 1
+        builder = self._builder
+        for rank in builder.ranks:
+            if message.copied[rank]:
+                seconds = builder._times(copied(message.copied[rank])).forward
+                builder._compute(rank, "copy", message.layer, message.name, seconds)
+        self._sent.append(self._send(message, blocks=False) if self._overlaps(message) else {})
+
+    def _send(self, message: GradientMessage, blocks: bool) -> dict[int, int]:
+        return self._builder._collective(
+            message.axes,
+            message.kind,
+            message.bytes,
+            "gradients",
+            "gradient",
+            message.layer,
+            message.name,
+            blocks,
+        )
+
+    def _overlaps(self, message: GradientMessage) -> bool:
+        return self._builder.costs.links.of(self._builder.mesh, message.axes).overlap

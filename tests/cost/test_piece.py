@@ -1,0 +1,129 @@
+"""Pieces: equal where ranks and blocks do the same, unequal where they do not, and named alike in every process."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from convoy.cost.local import piece
+from convoy.cost.piece import Operand, Piece
+from convoy.graph.counts import flops
+from plans.made_graph import Chain, placed, small_net
+
+CONV = Piece(
+    "conv",
+    "",
+    (Operand((8, 3, 16, 16), "float32"), Operand((4, 3, 3, 3), "float32", "parameter", True)),
+    (Operand((8, 4, 16, 16), "float32", gradient=True),),
+    (("groups", 1), ("padding", ((1, 0, 0), (1, 0, 0))), ("stride", (1, 1)), ("transposed", False)),
+)
+
+
+def pieces(graph, plan, rank=0):
+    placement = placed(graph, plan)
+    return {call.call.layer: piece(call, placement, rank) for call in placement.calls}
+
+
+def test_keys_are_the_same_in_another_process():
+    code = (
+        "import json,sys; from convoy.cost.piece import Piece; print(Piece.from_dict(json.loads(sys.stdin.read())).key)"
+    )
+    text = json.dumps(CONV.to_dict())
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": "src"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True, env=environment
+    )
+    assert found.stdout.strip() == CONV.key
+    assert CONV.key.startswith("conv-")
+
+
+def test_a_piece_comes_back_from_json():
+    again = Piece.from_dict(json.loads(json.dumps(CONV.to_dict())))
+    assert again == CONV
+    assert hash(again) == hash(CONV)
+    assert again.key == CONV.key
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(CONV, op="linear"),
+        replace(CONV, inputs=(Operand((9, 3, 16, 16), "float32"), CONV.inputs[1])),
+        replace(CONV, inputs=(Operand((8, 3, 16, 16), "bfloat16"), CONV.inputs[1])),
+        replace(CONV, inputs=(Operand((8, 3, 16, 16), "float32", gradient=True), CONV.inputs[1])),
+        replace(CONV, options=(("groups", 1), ("stride", (2, 2)))),
+    ],
+)
+def test_what_takes_another_time_has_another_key(other):
+    assert other.key != CONV.key
+
+
+def test_blocks_that_repeat_are_one_piece():
+    found = pieces(Chain(8, 4, 9, 9).conv("first", 4).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")
+    assert found["a"] == found["b"]
+    assert found["a"].key == found["b"].key
+    assert found["first"] != found["a"]  # which needs no gradient of the images
+
+
+def test_ranks_with_equal_shares_are_one_piece_and_others_are_not():
+    graph = small_net(9)
+    first, second = (pieces(graph, "sample=2", rank)["features.0"] for rank in (0, 1))
+    assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
+    assert pieces(small_net(8), "sample=2", 0) == pieces(small_net(8), "sample=2", 1)
+
+
+def test_borders_pad_and_the_middle_does_not():
+    graph = Chain(4, 3, 12, 12).conv("a", 4).graph()
+    first, middle, last = (pieces(graph, "height=3", rank)["a"] for rank in range(3))
+    assert first.option("padding") == ((0, 1, 0), (1, 0, 0))
+    assert middle.option("padding") == ((0, 0, 0), (1, 0, 0))
+    assert last.option("padding") == ((0, 0, 1), (1, 0, 0))
+    assert [each.inputs[0].shape[2] for each in (first, middle, last)] == [5, 6, 5]
+    assert first.bytes.forward > replace(first, options=middle.options).bytes.forward  # the padding takes a copy
+
+
+def test_local_groups_are_those_of_the_rank():
+    graph = Chain(4, 8, 9, 9).conv("a", 8, groups=4).graph()
+    assert pieces(graph, "filter=2")["a"].option("groups") == 2
+    assert pieces(graph, "serial")["a"].option("groups") == 4
+
+
+def test_only_one_rank_adds_the_bias_of_a_partial_sum():
+    plan = {"mesh": {"x": 2}, "layers": {"c": {"x": "channel"}}}
+    graph = Chain(4, 8, 9, 9).conv("c", 8).graph()
+    assert [pieces(graph, plan, rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
+
+
+def test_flops_and_bytes_of_a_convolution():
+    flops = 2 * 8 * 16 * 16 * (4 * 3 * 3 * 3)
+    assert CONV.flops == (flops, flops)  # the images need no gradient
+    both = replace(CONV, inputs=(replace(CONV.inputs[0], gradient=True), CONV.inputs[1]))
+    assert both.flops == (flops, 2 * flops)
+    images, weight, output = 8 * 3 * 256 * 4, 108 * 4, 8 * 4 * 256 * 4
+    assert CONV.bytes == (images + weight + output, output + weight + images + weight)
+
+
+def test_flops_of_ranks_add_up_to_those_of_the_call():
+    graph = small_net()
+    for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
+        placement = placed(graph, plan)
+        for call in placement.calls:
+            ranks = [piece(call, placement, rank).flops.forward for rank in range(placement.mesh.num_devices)]
+            assert sum(ranks) == flops(graph, call.call), (plan, call.call.name)
+
+
+def test_views_and_empty_parts_take_no_time():
+    found = pieces(small_net(), "serial")
+    assert found[""].op == "reshape"
+    assert found[""].bytes == (0, 0)
+    empty = pieces(small_net(1), "sample=2", 1)
+    assert all(each.is_empty and each.flops == (0, 0) and each.bytes == (0, 0) for each in empty.values())
+
+
+def test_what_people_read_of_a_piece():
+    found = pieces(small_net(), "serial")
+    assert found["features.2"].describe() == "conv 8×8×16×16 → 8×12×8×8, 3×3 /2"
+    assert found["features.1"].describe() == "relu 8×8×16×16 → 8×8×16×16"
