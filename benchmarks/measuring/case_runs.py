@@ -64,26 +64,27 @@ class CaseRun:
         return min(found, key=lambda arrangement: found[arrangement])
 
     def _sides(self, one: Arrangement) -> list[Side]:
-        """Those of the rounds: the peers and `sample` in what is best for DDP, and the plan that is best of all."""
+        """Those of the rounds: one device and the peers, `sample` and the plan that is best of all, each arranged as
+        is best for it; all peers as is best for DistributedDataParallel, which they use."""
         own = list(dict.fromkeys([one.for_batch(self.case.batch // 2), Arrangement(one.channels_last)]))
+        sides = [Side(SERIAL, "serial", one), Side(f"{SERIAL}, memory kept", "serial", one, keeps=True)]
         by_data = self._best([Side("DDP", "ddp", arrangement) for arrangement in own]) if len(own) > 1 else None
-        arrangement = by_data.arrangement if by_data else own[0]
-        sides = [Side(SERIAL, "serial", one)]
         for kind in self.peers:
-            peer = Side(PEERS[kind], kind, arrangement)
+            peer = Side(PEERS[kind], kind, by_data.arrangement if by_data else own[0])
             if peer.missing:
                 self.results.skipped[peer.label] = f"pip install {peer.missing}"
             else:
                 sides.append(peer)
-        sample = Side(SAMPLE, "convoy", arrangement, "sample=2")
+        samples = [Side(SAMPLE, "convoy", arrangement, "sample=2") for arrangement in own]
+        sample = (self._best(samples) if len(samples) > 1 else None) or samples[0]
         if self.case.batch_norm:
             sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
         sides.append(sample)
         plans: dict[str, Plan] = {"sample=2": "sample=2", **self.case.plans}
         tried = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in own]
-        best = self._best(tried) if len(tried) > 1 else None
-        if best is not None and (best.label, best.arrangement) != (SAMPLE, arrangement):
-            sides.append(best if best.label != SAMPLE else replace(best, label=f"{SAMPLE}, {best.arrangement}"))
+        best = self._best([sample, *(side for side in tried if side.label != SAMPLE)]) if self.case.plans else None
+        if best is not None and best != sample:
+            sides.append(best)
         if self.compiled:
             sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]
         return sides

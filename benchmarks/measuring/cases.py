@@ -75,7 +75,7 @@ CASES = {
             plans={"owt=2": "owt=2", "filter=2": "filter=2"},
             batch_norm=True,
         ),
-        Case("googlenet", "googlenet-cifar", 32, 128, updates=2, options={"aux_logits": False}, batch_norm=True),
+        Case("googlenet", "googlenet-cifar", 32, 128, updates=1, options={"aux_logits": False}, batch_norm=True),
         Case("squeezenet", "squeezenet1_1-cifar", 32, 128, updates=2),
     )
 }

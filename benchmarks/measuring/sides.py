@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from convoy.engine.allocation import keep_freed_memory
 from measuring.cases import Case, Plan
 
 NEEDS = {"fabric": "lightning", "accelerate": "accelerate"}
@@ -59,6 +60,7 @@ class Side:
         plan: of Convoy.
         batch_norm: of Convoy: `sync` is exact, `local` is what the peers do.
         compiled: by torch.compile.
+        keeps: freed memory stays with the process, as Convoy has it wherever it runs (`engine/allocation.py`).
     """
 
     label: str
@@ -67,6 +69,7 @@ class Side:
     plan: Plan | None = None
     batch_norm: str = "sync"
     compiled: bool = False
+    keeps: bool = False
 
     @property
     def missing(self) -> str | None:
@@ -114,6 +117,8 @@ def _optimizer(model: nn.Module) -> Optimizer:
 
 
 def _serial(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
+    if side.keeps:
+        keep_freed_memory(torch.device("cpu"))
     return Trained(model, _optimizer(model), samples)
 
 

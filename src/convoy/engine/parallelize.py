@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.collectives import broadcast, gather_ints
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
@@ -70,6 +71,7 @@ def parallelize(
     _check_option("loss", loss, get_args(Loss))
     examples = example if isinstance(example, tuple) else (example,)
     _check_examples(examples)
+    keep_freed_memory(examples[0].device)
     join()
     parsed = Plan.parse(plan, num_devices=num_ranks())
     check_devices(parsed.mesh, num_ranks())

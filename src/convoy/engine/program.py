@@ -9,6 +9,7 @@ from torch import Tensor
 
 from convoy.engine.context import StepContext
 from convoy.engine.groups import Groups
+from convoy.engine.in_place import Overwriting
 from convoy.engine.kernels import Alone, Recorded, Site, build_kernel
 from convoy.engine.shards import cut
 from convoy.engine.stretches import Instruction, compiled
@@ -70,6 +71,7 @@ class Program:
             for name, layout in placed.placed.inputs.items()
             if placed.call.op not in LOW_PRECISION
         }
+        overwriting = Overwriting(placement)
         for placed in placement.calls:
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
@@ -78,7 +80,7 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            kernel = build_kernel(site)
+            kernel = overwriting.kernel(placed) or build_kernel(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from convoy.engine import messages
+from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.collectives import Group, gather_ints, place, size
 from convoy.engine.groups import everyone, join, leave
 from convoy.errors import ConvoyError
@@ -47,6 +48,7 @@ class Devices:
             ConvoyError: the others are not to be reached.
         """
         device = join()
+        keep_freed_memory(device)
         group = everyone()
         return Devices(place(group), size(group), _group=group), device
 

@@ -1,0 +1,51 @@
+"""Freed memory stays with the process: the kernel hands out no new pages for it."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from convoy.engine.allocation import keep_freed_memory
+if sys.argv[1] == "keep":
+    print(keep_freed_memory(torch.device("cpu")))
+else:
+    print("left alone")
+for step in range(6):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(12 * 2**20) for _ in range(3)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+
+
+def run(how: str, **variables: str) -> tuple[str, int]:
+    """What `keep_freed_memory` says, and the pages that three steps of 144 MiB take from the kernel."""
+    names = ("MALLOC_", "GLIBC_TUNABLES", "CONVOY_KEEP_MEMORY", "LD_PRELOAD")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(names)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], env=clean | variables, capture_output=True, text=True, check=True
+    )
+    said, pages = done.stdout.split("\n")[:2]
+    return said, int(pages)
+
+
+def test_a_step_takes_no_new_pages():
+    said, pages = run("keep")
+    assert said == "True"
+    assert pages < 100
+
+
+def test_left_alone_it_takes_all_of_them_again():
+    assert run("plain")[1] > 3 * 3 * 12 * 2**20 * 4 // 2**21  # whole pages of 2 MiB at the least
+
+
+@pytest.mark.parametrize("variable", [{"CONVOY_KEEP_MEMORY": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+def test_the_user_decides(variable):
+    assert run("keep", **variable)[0] == "False"
