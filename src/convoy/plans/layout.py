@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from convoy.plans.mesh import Axes, Mesh
@@ -80,6 +81,14 @@ class Split:
 
     axes: Axes
     parts: tuple[Indices, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: there may be hundreds of parts, and layouts are looked up very often."""
+        return hash((self.axes, self.parts))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ pairs (Shoeybi et al., Megatron-LM, 2019, figure 3; Hewett and Grady, DistDL, 20
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from convoy.plans.layout import Indices, Layout, Split, common, indices, united, without
@@ -146,64 +147,98 @@ class _Walk:
             splits[dim] = split
         return replace(self.here, splits=tuple(sorted(splits.items())))
 
-    def _part(self, split: Split | None, dim: int, place: Coordinates) -> Indices:
-        return range(self.shape[dim]) if split is None else split.parts[self.mesh.index(place, split.axes)]
-
     def _refines(self, dim: int, wanted: Split) -> bool:
-        """Whether every rank already holds what it wants of a dimension."""
-        if not set(self._axes(dim)) <= set(wanted.axes):
-            return False
-        here = self.here.split(dim)
-        return here is None or all(
-            _within(self._part(wanted, dim, place), self._part(here, dim, place))
-            for place in _places(self.mesh, wanted.axes)
-        )
+        return _refines(self.mesh, self.shape[dim], self.here.split(dim), wanted)
 
     def _collects(self, dim: int, wanted: Split) -> bool:
-        """Whether the groups that give a dimension up together hold what each of their ranks wants."""
-        here = self.here.split(dim)
-        if here is None or not set(wanted.axes) <= set(here.axes):
-            return False
-        old = tuple(axis for axis in here.axes if axis not in wanted.axes)
-        return bool(old) and all(
-            _within(union := self._union(here, dim, place, old), part := self._part(wanted, dim, place))
-            and _within(part, union)
-            for place in _places(self.mesh, here.axes)
-        )
+        return _collects(self.mesh, self.shape[dim], self.here.split(dim), wanted)
 
     def _intersected(self, dim: int, wanted: Split, new: set[int]) -> Layout:
-        """Every rank keeps what it will want of what it holds; ranks that hold the same share the rest evenly."""
         here = self.here.split(dim)
-        axes = tuple(sorted({*self._axes(dim), *new}))
-        group = tuple(sorted(new))
-        other = tuple(axis for axis in wanted.axes if axis not in axes)
-        needed_elsewhere = bool(set(self._axes(dim)) & set(wanted.axes))
-        parts = []
-        for place in _places(self.mesh, axes):
-            held = self._part(here, dim, place)
-            kept = [common(held, self._union(wanted, dim, peer, other)) for peer in self.mesh.group(place, group)]
-            index, part = self.mesh.index(place, group), kept[self.mesh.index(place, group)]
-            if needed_elsewhere:
-                rest = without(held, united(kept))
-                share = rest[len(rest) * index // len(kept) : len(rest) * (index + 1) // len(kept)]
-                part = united([part, indices(share)])
-            parts.append(part)
-        return self._with(dim, Split(axes, tuple(parts)))
+        return self._with(dim, _intersected(self.mesh, self.shape[dim], here, wanted, frozenset(new)))
 
     def _united(self, dim: int, axes: set[int], wanted: Split | None) -> Split | None:
         here = self.here.split(dim)
         assert here is not None
-        left = tuple(axis for axis in here.axes if axis not in axes)
-        if wanted is not None and left == wanted.axes and self._collects(dim, wanted):
-            return wanted
-        if not left:
-            return None
-        parts = (self._union(here, dim, place, tuple(axes)) for place in _places(self.mesh, left))
-        return Split(left, tuple(parts))
+        return _united(self.mesh, self.shape[dim], here, frozenset(axes), wanted)
 
-    def _union(self, split: Split | None, dim: int, place: Coordinates, axes: Axes) -> Indices:
-        """What the ranks of a group over `axes` hold together."""
-        return united(self._part(split, dim, other) for other in self.mesh.group(place, axes))
+
+# What follows looks at one dimension alone, so that a search over many layouts asks for the same again and again.
+
+
+@lru_cache(maxsize=1 << 14)
+def _refines(mesh: Mesh, size: int, here: Split | None, wanted: Split) -> bool:
+    """Whether every rank already holds what it wants of a dimension."""
+    if here is not None and not set(here.axes) <= set(wanted.axes):
+        return False
+    return here is None or all(
+        _within(_part(mesh, size, wanted, place), _part(mesh, size, here, place))
+        for place in _places(mesh, wanted.axes)
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _collects(mesh: Mesh, size: int, here: Split | None, wanted: Split) -> bool:
+    """Whether the groups that give a dimension up together hold what each of their ranks wants."""
+    if here is None or not set(wanted.axes) <= set(here.axes):
+        return False
+    old = tuple(axis for axis in here.axes if axis not in wanted.axes)
+    unions = _unions(mesh, size, here, here.axes, old)
+    return bool(old) and all(
+        _within(unions[place], part := _part(mesh, size, wanted, place)) and _within(part, unions[place])
+        for place in _places(mesh, here.axes)
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _intersected(mesh: Mesh, size: int, here: Split | None, wanted: Split, new: frozenset[int]) -> Split:
+    """Every rank keeps what it will want of what it holds; ranks that hold the same share the rest evenly."""
+    own = here.axes if here is not None else ()
+    axes = tuple(sorted({*own, *new}))
+    group = tuple(sorted(new))
+    other = tuple(axis for axis in wanted.axes if axis not in axes)
+    needed_elsewhere = bool(set(own) & set(wanted.axes))
+    unions = _unions(mesh, size, wanted, axes, other)
+    found: dict[Coordinates, Indices] = {}
+    for first in _places(mesh, tuple(axis for axis in axes if axis not in new)):
+        peers = mesh.group(first, group)
+        held = _part(mesh, size, here, first)
+        kept = [common(held, unions[peer]) for peer in peers]
+        rest = without(held, united(kept)) if needed_elsewhere else range(0)
+        for index, peer in enumerate(peers):
+            part = kept[index]
+            if needed_elsewhere:
+                share = rest[len(rest) * index // len(kept) : len(rest) * (index + 1) // len(kept)]
+                part = united([part, indices(share)])
+            found[peer] = part
+    return Split(axes, tuple(found[place] for place in _places(mesh, axes)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _united(mesh: Mesh, size: int, here: Split, axes: frozenset[int], wanted: Split | None) -> Split | None:
+    """What is left of a split when the groups over some of its axes collect their parts."""
+    left = tuple(axis for axis in here.axes if axis not in axes)
+    if wanted is not None and left == wanted.axes and _collects(mesh, size, here, wanted):
+        return wanted
+    if not left:
+        return None
+    unions = _unions(mesh, size, here, left, tuple(sorted(axes)))
+    return Split(left, tuple(unions[place] for place in _places(mesh, left)))
+
+
+def _unions(mesh: Mesh, size: int, split: Split | None, axes: Axes, over: Axes) -> dict[Coordinates, Indices]:
+    """For every place on `axes`, what the ranks of its group over other axes hold together."""
+    found: dict[Coordinates, Indices] = {}
+    for place in _places(mesh, axes):
+        if place not in found:
+            members = mesh.group(place, over)
+            union = united(_part(mesh, size, split, member) for member in members)
+            found |= dict.fromkeys((member for member in members), union)
+    return found
+
+
+def _part(mesh: Mesh, size: int, split: Split | None, place: Coordinates) -> Indices:
+    return range(size) if split is None else split.parts[mesh.index(place, split.axes)]
 
 
 def _axes(layout: Layout, dim: int) -> Axes:
