@@ -1,0 +1,7 @@
+"""The planner: the fastest plans of a network for a number of devices."""
+
+from convoy.search.costs import Costs, additive_seconds
+from convoy.search.fixes import Fix
+from convoy.search.search import Candidate, NextBest, SearchResult, search
+
+__all__ = ["Candidate", "Costs", "Fix", "NextBest", "SearchResult", "additive_seconds", "search"]

@@ -25,9 +25,7 @@ class Costs(Protocol):
             placement: of its graph, mesh and batch, which are all that is filled in.
         """
 
-    def transfer(
-        self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool
-    ) -> float:
+    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution, forward and backward.
 
         Args:

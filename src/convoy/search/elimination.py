@@ -175,11 +175,11 @@ def _order(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> lis
         if current.get(v) != number:
             continue
         del current[v]
-        scope = neighbours.pop(v)
+        members = neighbours.pop(v)
         if number > limit:
-            raise TooWideError(scope)
-        found.append((v, tuple(sorted(scope))))
-        rest = scope - {v}
+            raise TooWideError(members)
+        found.append((v, tuple(sorted(members))))
+        rest = members - {v}
         for other in rest:
             neighbours[other] |= rest
             neighbours[other].discard(v)

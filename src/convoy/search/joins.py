@@ -5,23 +5,26 @@ less: the result's splits, which are agreed on operand after operand, and the pa
 along the joined dimension in another way than evenly. `tests/search/test_joins.py` holds this against the rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convoy.graph.graph import Call
 from convoy.plans.layout import Split
+from convoy.plans.mesh import Axes
 from convoy.plans.rules.layouts import even
 from convoy.search.prices import NOWHERE, Prices
 
 Ids = NDArray[np.int64]
 Target = tuple[tuple[int, Split], ...]
+Thing = TypeVar("Thing")
 
 
 def combined(codes: Ids, more: Ids, size: int) -> Ids:
     """One code for two, as small as can be."""
-    product = codes * size + more
+    product: Ids = codes * size + more
     if product.size and int(product.max()) > 1 << 40:
         return np.unique(product, return_inverse=True)[1].reshape(product.shape)
     return product
@@ -53,8 +56,8 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
     at: Ids = np.zeros((), np.int64)
     for _, ids in known:  # all operands have as many elements once they are as long as the result: in order
         at = _table(at, ids, lambda a, i: _number(_agreed(targets[a], prices, i, dim), targets, numbers))
-    ways: list[tuple[int, ...]] = [()]
-    way_numbers: dict[tuple[int, ...], int] = {(): 0}
+    ways: list[Axes] = [()]
+    way_numbers: dict[Axes, int] = {(): 0}
     way: Ids = np.zeros_like(at)
     for _, ids in sorted(known, key=lambda item: -graph.shape(item[0])[dim]):
 
@@ -65,7 +68,7 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
             split = prices.layouts[i].split(dim) if i != NOWHERE else None
             used = {axis for _, other in targets[target] for axis in other.axes}
             axes = split.axes if split is not None and not set(split.axes) & used else ()
-            return way_numbers.setdefault(axes, _append(ways, axes)) if axes not in way_numbers else way_numbers[axes]
+            return _number(axes, ways, way_numbers)
 
         way = _table(at * (1 << 20) + way, ids, along)
     codes = at * len(ways) + way
@@ -73,7 +76,7 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
         evens = {axes: even(mesh, axes, graph.shape(name)[dim]) for axes in ways if axes}
         unusual: dict[Split, int] = {}
 
-        def odd(a: int, i: int, evens: dict = evens, unusual: dict = unusual) -> int:
+        def odd(a: int, i: int, evens: dict[Axes, Split] = evens, unusual: dict[Split, int] = unusual) -> int:
             split = prices.layouts[i].split(dim) if i != NOWHERE else None
             if split is None or split.axes != ways[a] or split == evens[split.axes]:
                 return 0
@@ -101,7 +104,7 @@ def _agreed(target: Target, prices: Prices, number: int, dim: int) -> Target:
     return tuple(sorted(splits.items(), key=lambda item: item[0]))
 
 
-def _table(first: Ids, second: Ids, function) -> Ids:  # noqa: ANN001
+def _table(first: Ids, second: Ids, function: Callable[[int, int], int]) -> Ids:
     """A function of two numbers for whole arrays, called once for each pair."""
     left, left_at = np.unique(first, return_inverse=True)
     right, right_at = np.unique(second, return_inverse=True)
@@ -109,13 +112,9 @@ def _table(first: Ids, second: Ids, function) -> Ids:  # noqa: ANN001
     return found[left_at.reshape(first.shape), right_at.reshape(second.shape)]
 
 
-def _number(target: Target, targets: list[Target], numbers: dict[Target, int]) -> int:
-    if target not in numbers:
-        numbers[target] = len(targets)
-        targets.append(target)
-    return numbers[target]
-
-
-def _append(ways: list[tuple[int, ...]], axes: tuple[int, ...]) -> int:
-    ways.append(axes)
-    return len(ways) - 1
+def _number(thing: Thing, things: list[Thing], numbers: dict[Thing, int]) -> int:
+    """The number of a thing in a list, to which it is added where it is new."""
+    if thing not in numbers:
+        numbers[thing] = len(things)
+        things.append(thing)
+    return numbers[thing]

@@ -9,6 +9,8 @@ from convoy.plans.plan import Plan
 from convoy.plans.text import axis_names_of
 from convoy.search.space import Strategy
 
+Patterns = tuple[tuple[str, Strategy], ...]
+
 
 @dataclass
 class _Node:
@@ -66,23 +68,21 @@ def _patterns(root: _Node) -> list[tuple[str, Strategy]]:
     everything = visit(root)
 
     @cache
-    def children(path: str, inherited: Strategy) -> tuple[tuple[str, Strategy], ...]:
-        found: tuple[tuple[str, Strategy], ...] = ()
+    def children(path: str, inherited: Strategy) -> Patterns:
+        found: Patterns = ()
         for child in nodes[path].children.values():
             found += of(child.path, inherited)
         return found
 
     @cache
-    def of(path: str, inherited: Strategy) -> tuple[tuple[str, Strategy], ...]:
+    def of(path: str, inherited: Strategy) -> Patterns:
         """The patterns of a node and all below it, where a pattern above gives `inherited`."""
         node = nodes[path]
-        own = ((path, node.strategy),) if node.strategy not in (None, inherited) else ()
-        options = [children(path, inherited)]
+        own = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
+        options: list[Patterns] = [children(path, inherited)]
         options += [(*children(path, s), (f"{path}.*", s)) for s in below[path] if s != inherited]
-        best = min(options, key=len)
-        assert all(strategy is not None for _, strategy in own)
-        return (*own, *best)  # type: ignore[arg-type]
+        return (*own, *min(options, key=len))
 
     whole = [root.strategy] if root.strategy is not None else list(everything)
-    options = [(*children("", s), ("*", s)) for s in whole]
+    options: list[Patterns] = [(*children("", s), ("*", s)) for s in whole]
     return list(min(options, key=len))

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Value
-from convoy.plans.layout import Layout
+from convoy.plans.layout import Layout, Split
 from convoy.plans.memory import kept_by
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import COMPUTE, PlacedCall, Placement
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.rules import RULES, Batch, Situation
 from convoy.plans.rules.whole import rule as whole
 from convoy.plans.traffic import needs_gradient
@@ -56,6 +56,7 @@ class Prices:
         self.layouts: list[Layout] = []
         self.differentiable = needs_gradient(graph)
         self._numbers: dict[Layout, int] = {}
+        self._splits: dict[Split, Split] = {}
         self._structures: dict[Structure, int] = {}
         self._of_call: dict[str, int] = {}
         self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
@@ -66,8 +67,12 @@ class Prices:
 
     def number(self, layout: Layout) -> int:
         """The number of a layout."""
-        found = self._numbers.setdefault(layout, len(self.layouts))
-        if found == len(self.layouts):
+        found = self._numbers.get(layout)
+        if found is None:
+            # equal splits are one object, which is quick to compare
+            splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
+            layout = replace(layout, splits=splits)
+            found = self._numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
         return found
 
@@ -94,9 +99,7 @@ class Prices:
             found = self._answers[key] = self._ask(call, batch, strategy, given)
         return found
 
-    def _relevant(
-        self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]
-    ) -> tuple[object, ...]:
+    def _relevant(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> tuple[object, ...]:
         """All that the rule looks at; convolutions look at no more than how their input's channels are divided."""
         if call.op not in CHOOSING:
             return tuple(given)
@@ -111,14 +114,14 @@ class Prices:
         layouts = {
             name: self.layouts[number] for name, number in zip(call.inputs, given, strict=True) if number != NOWHERE
         }
-        situation = Situation(self.graph, self.mesh, batch, call, strategy or ("replicate",) * len(self.mesh.sizes), layouts)
+        situation = Situation(
+            self.graph, self.mesh, batch, call, strategy or ("replicate",) * len(self.mesh.sizes), layouts
+        )
         try:
             placed = RULES.get(call.op, whole)(situation)
         except ConvoyError as error:
             return error
-        wants = tuple(
-            self.number(placed.inputs[name]) if name in placed.inputs else NOWHERE for name in call.inputs
-        )
+        wants = tuple(self.number(placed.inputs[name]) if name in placed.inputs else NOWHERE for name in call.inputs)
         gives = tuple(self.number(placed.outputs[name]) for name in call.outputs)
         key = (self.kind(call), wants, gives)
         found = self._computed.get(key)
@@ -154,7 +157,7 @@ class Prices:
 
     def transfer(self, source: int, target: int, value: Value) -> float:
         """Seconds from one layout of a value to another."""
-        if source == target or source == NOWHERE or target == NOWHERE:
+        if source in (target, NOWHERE) or target == NOWHERE:
             return 0.0
         differentiable = value.name in self.differentiable
         key = (source, target, value.shape, value.dtype.itemsize, differentiable)
@@ -190,6 +193,3 @@ class Prices:
 def is_choosing(call: Call) -> bool:
     """Whether a plan's strategy decides how a call is placed."""
     return call.op in CHOOSING
-
-
-__all__ = ["COMPUTE", "NOWHERE", "Answer", "Prices", "is_choosing"]

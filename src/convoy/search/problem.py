@@ -1,8 +1,8 @@
 """A graph on a mesh as a sum of tables: what is to be chosen, and what each choice costs.
 
-The variables are the strategies of the layers. Where a tensor lies is a function of them, so most calls add a table over
-a few variables and no variable of their own. Where several tensors meet and what they depend on is not needed any
-more, the layout of the result becomes a variable of its own: a residual network is then a chain of small tables.
+The variables are the strategies of the layers. Where a tensor lies is a function of them, so most calls add a table
+over a few variables and no variable of their own. Where several tensors meet and what they depend on is not needed
+any more, the layout of the result becomes a variable of its own: a residual network is then a chain of small tables.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,7 +128,7 @@ class _Builder:
         self.keeps: dict[str, list[Known]] = {}
 
     def build(self, outputs: list[str]) -> Problem:
-        graph, prices = self.graph, self.prices
+        graph = self.graph
         samples = self.batch.split(self.batch.axes)
         of_batch = Layout.of({0: samples}) if samples else WHOLE
         for name in graph.inputs:
@@ -136,9 +136,7 @@ class _Builder:
             self.known[name] = self._constant(of_batch if shape and shape[0] == self.batch.num_samples else WHOLE)
         last = {name: place for place, call in enumerate(graph.calls) for name in call.inputs}
         last |= dict.fromkeys(outputs, len(graph.calls))
-        chosen = {
-            self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)
-        }
+        chosen = {self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)}
         live: dict[str, Scope] = {}
         for place, call in enumerate(graph.calls):
             self._call(call)
@@ -178,7 +176,9 @@ class _Builder:
             self.known[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
         ]
         own = self.variable[call.layer] if is_choosing(call) else None
-        scope = tuple(sorted({v for known in given if known for v in known.scope} | ({own} if own is not None else set())))
+        scope = tuple(
+            sorted({v for known in given if known for v in known.scope} | ({own} if own is not None else set()))
+        )
         placed = self._placed(call, given, own, scope)
         if placed.refused is not None:
             self.problem.refused = placed.refused
@@ -357,7 +357,7 @@ def _narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
         if ids.shape[axis] == 1 or (ids == first).all():
             ids = first.squeeze(axis)
             places.pop(axis)
-    return tuple(places), np.ascontiguousarray(ids)
+    return tuple(places), ids.copy(order="C")
 
 
 def _that_share(uses: Sequence[Known], here: Known) -> list[list[Known]]:
@@ -378,6 +378,4 @@ def _that_share(uses: Sequence[Known], here: Known) -> list[list[Known]]:
 
 def assigned(choices: Sequence[Choice], states: Mapping[int, int]) -> dict[str, Strategy]:
     """The strategy of every layer."""
-    return {
-        layer: choice.strategies[states[v]] for v, choice in enumerate(choices) for layer in choice.layers
-    }
+    return {layer: choice.strategies[states[v]] for v, choice in enumerate(choices) for layer in choice.layers}

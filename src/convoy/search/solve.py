@@ -1,5 +1,6 @@
 """The best plan for one mesh and one set of sample axes."""
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from convoy.search.ties import Groups, alone, tied
 
 LIMIT = 8_000_000
 """The most entries of a table: 64 MB."""
+
+_BRANCHES = 400
 
 
 @dataclass(frozen=True)
@@ -65,33 +68,44 @@ class Solver:
         self.with_memory = with_memory
         self._problem: Problem | None = None
 
-    def problem(self) -> Problem:
-        """The tables, of as few groups as must be tied."""
-        while self._problem is None:
-            choices = [Choice(group, self._common(group)) for group in self.groups]
+    def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
+        """The tables, of as few groups as must be tied.
+
+        Args:
+            only: what some layers may have at most.
+        """
+        while True:
+            choices = [Choice(group, self._common(group, only or {})) for group in self.groups]
             try:
-                self._problem = build(self.shared, self.batch, choices, self.outputs, self.with_memory)
+                return build(self.shared, self.batch, choices, self.outputs, self.with_memory)
             except TooWideError as error:
                 self._tie(choices, error)
-        return self._problem
 
-    def solve(self, byte_price: float = 0.0) -> Solution:
+    def solve(
+        self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
+    ) -> Solution:
         """The least sum of seconds, and of bytes at a price in seconds each.
+
+        Args:
+            byte_price: seconds that a byte counts.
+            only: what some layers may have at most.
+            time_price: what a second counts.
 
         Raises:
             ConvoyError: there is no plan; the sentence is that of a rule.
         """
         while True:
-            problem = self.problem()
-            tables = list(problem.seconds)
-            if byte_price:
-                tables += [Table(table.scope, table.numbers * byte_price) for table in problem.bytes]
+            problem = self._problem if only is None and self._problem is not None else self.problem(only)
+            tables = [Table(table.scope, table.numbers * time_price) for table in problem.seconds]
+            tables += [Table(table.scope, table.numbers * byte_price) for table in problem.bytes if byte_price]
             try:
                 elimination = Elimination(tables, problem.sizes, LIMIT)
                 break
             except TooWideError as error:
                 self._problem = None
                 self._tie(problem.choices, error)
+        if only is None:
+            self._problem = problem
         if not np.isfinite(elimination.least):
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
         states = elimination.assignment()
@@ -108,9 +122,9 @@ class Solver:
             return float("inf"), 0.0
         return found.least, _at(problem.bytes, found.assignment())
 
-    def _common(self, group: Sequence[str]) -> tuple[Strategy, ...]:
+    def _common(self, group: Sequence[str], only: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
         """What all layers of a group may have."""
-        first, *others = (self.allowed[layer] for layer in group)
+        first, *others = (only.get(layer, self.allowed[layer]) for layer in group)
         found = tuple(strategy for strategy in first if all(strategy in other for other in others))
         if not found:
             raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
@@ -135,3 +149,39 @@ def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
     """The axes on which some layer with weights is divided by samples."""
     given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
     return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))
+
+
+def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], enough: float) -> Solution | None:
+    """The best plan in which each of the solver's sample axes divides the samples of some layer.
+
+    The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and bound over which
+    layer uses an axis that the best plan does not use.
+
+    Args:
+        solver: of these sample axes.
+        solution: the best plan, of all.
+        ops: kind of work of every layer.
+        enough: seconds that another plan is known to take; None is returned where no plan here takes less.
+    """
+    axes = solver.batch.axes
+    heap: list[tuple[float, int, Solution, dict[str, Sequence[Strategy]]]] = [(solution.seconds, 0, solution, {})]
+    count = 0
+    while heap and count < _BRANCHES:
+        seconds, _, found, only = heapq.heappop(heap)
+        if seconds >= enough:
+            return None
+        missing = sorted(set(axes) - set(used_axes(found.layers, ops)))
+        if not missing:
+            return found
+        for group in solver.groups:
+            having = [s for s in only.get(group[0], solver.allowed[group[0]]) if s[missing[0]] == "sample"]
+            if not having or ops[group[0]] == "random":
+                continue
+            count += 1
+            narrower = {**only, **dict.fromkeys(group, having)}
+            try:
+                other = solver.solve(only=narrower)
+            except ConvoyError:
+                continue
+            heapq.heappush(heap, (other.seconds, count, other, narrower))
+    return None

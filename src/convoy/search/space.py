@@ -1,7 +1,7 @@
 """What there is to choose: meshes for a number of devices, and the strategies that a layer may have on a mesh."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
@@ -50,15 +50,24 @@ def sample_axes_of(mesh: Mesh) -> list[Axes]:
     return [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
 
 
-def strategies(mesh: Mesh, axes: Axes) -> list[Strategy]:
-    """All combinations of strategies on a mesh whose samples are divided over `axes` at most."""
+def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
+    """All combinations of strategies on a mesh whose samples are divided over `axes` at most.
+
+    Args:
+        mesh: the devices.
+        axes: those that may divide the samples.
+        among: what a layer may have on an axis.
+    """
     choices = [
-        [strategy for strategy in AXIS_STRATEGIES if strategy != "sample" or axis in axes] for axis in mesh.axes
+        [strategy for strategy in AXIS_STRATEGIES if strategy in among and (strategy != "sample" or axis in axes)]
+        for axis in mesh.axes
     ]
     return list(itertools.product(*choices))
 
 
-def allowed(graph: Graph, mesh: Mesh, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy]) -> list[Strategy]:
+def allowed(
+    graph: Graph, mesh: Mesh, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy], narrow: bool = True
+) -> list[Strategy]:
     """Those of the strategies that a layer can have and that differ from each other.
 
     Left out, with the proof that nothing is lost: what the rules refuse; what asks for the same layouts and gives the
@@ -68,6 +77,7 @@ def allowed(graph: Graph, mesh: Mesh, batch: Batch, calls: Iterable[Call], given
     Args:
         calls: of the layer, those whose rules look at its strategy.
         given: the candidates.
+        narrow: leave out what is no more than another one; what is refused is left out in any case.
 
     Raises:
         ConvoyError: the layer can have none of them; the rule's own sentence.
@@ -75,19 +85,19 @@ def allowed(graph: Graph, mesh: Mesh, batch: Batch, calls: Iterable[Call], given
     found: dict[tuple[object, ...], Strategy] = {}
     refused: ConvoyError | None = None
     calls = list(calls)
-    vectors = all(call.op == "linear" and len(graph.shape(call.attributes["input"])) <= 2 for call in calls)
+    vectors = len(calls) == 1 and calls[0].op == "linear" and len(graph.shape(calls[0].attributes["input"])) <= 2
     drawing = all(call.op == "random" for call in calls)
     for strategy in given:
-        if drawing and not set(strategy) <= {"sample", "replicate"}:
-            continue
-        if vectors and {"height", "width"} & set(strategy):
+        if drawing:  # by samples or not at all
+            strategy = tuple("sample" if each == "sample" else "replicate" for each in strategy)
+        if narrow and vectors and {"height", "width"} & set(strategy):
             continue
         try:
             results = tuple(_frozen(place_call(graph, mesh, batch, call, strategy), call) for call in calls)
         except ConvoyError as error:
             refused = error
             continue
-        found.setdefault(results, strategy)
+        found.setdefault(results if narrow else strategy, strategy)
     if not found and refused is not None:
         raise refused
     return list(found.values())

@@ -25,6 +25,15 @@ class Batch:
     def split(self, axes: Axes) -> Split | None:
         """The samples over some of the sample axes: a rank then has those of all ranks along the others."""
         axes = tuple(sorted(axes))
+        if axes not in self._splits:
+            self._splits[axes] = self._split(axes)
+        return self._splits[axes]
+
+    @cached_property
+    def _splits(self) -> dict[Axes, Split | None]:
+        return {}
+
+    def _split(self, axes: Axes) -> Split | None:
         if not axes:
             return None
         if axes == self.axes:

@@ -1,0 +1,318 @@
+"""The search: the fastest plans of a network for a number of devices, by costs that add up."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call, Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.plans.layout import balanced
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+from convoy.search.costs import Costs
+from convoy.search.fixes import Fix, fix_of, parse_fixes
+from convoy.search.memory import Fitting, fitting, nothing_fits
+from convoy.search.patterns import compact
+from convoy.search.prices import Prices, is_choosing
+from convoy.search.problem import Shared
+from convoy.search.solve import Solution, Solver, next_best, used_axes, using_all_axes
+from convoy.search.space import AXIS_STRATEGIES, Strategy, allowed, meshes, sample_axes_of, strategies
+
+Parts = Callable[[int], tuple[range, ...]]
+"""The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it is predicted to cost.
+
+    Attributes:
+        seconds: the sum of its costs.
+        memory: bytes on the rank that needs most.
+    """
+
+    plan: Plan
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class NextBest:
+    """What a layer would cost with its second best strategy, all other layers chosen anew for that, on the same mesh.
+
+    Attributes:
+        layers: mostly one; those that have one strategy together where they are tied.
+        strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
+        other: the second best, None where they can have no other.
+        seconds: of the whole plan with `other`; infinite where there is none.
+    """
+
+    layers: tuple[str, ...]
+    strategy: Strategy
+    other: Strategy | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+        candidates: different plans, the best first: the best of a mesh and of a way to divide the samples each, and
+            plain `sample` where it can be.
+        next_best: for the best plan, layer by layer in the network's order.
+        exact: whether no plan on the meshes that were searched costs less than the first candidate.
+        notes: sentences about what was left out or tied, empty where `exact`.
+        searched: the meshes.
+    """
+
+    candidates: tuple[Candidate, ...]
+    next_best: tuple[NextBest, ...]
+    exact: bool
+    notes: tuple[str, ...]
+    searched: tuple[Mesh, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The first candidate."""
+        return self.candidates[0]
+
+
+def search(
+    graph: Graph,
+    num_devices: int,
+    costs: Costs,
+    *,
+    parts: Parts | None = None,
+    outputs: Iterable[str] | None = None,
+    fixes: Iterable[str | Fix] = (),
+    memory_limit: float | None = None,
+    top: int = 3,
+    on: Sequence[Mesh] | None = None,
+    among: Sequence[str] = AXIS_STRATEGIES,
+) -> SearchResult:
+    """The plans of a network whose costs add up to least.
+
+    Args:
+        graph: the network in training, captured at the whole batch of one pass.
+        num_devices: ranks that the plans are for.
+        costs: of calls, transfers and parameters.
+        parts: how the samples are divided over a number of ranks; None divides them as evenly as can be.
+        outputs: names of the values that the network returns; None takes those of the graph.
+        fixes: strategies that are given, such as `classifier.*=filter`; the first that matches a layer counts.
+        memory_limit: bytes that each rank has.
+        top: how many candidates to give at most; plain `sample` comes on top of these.
+        on: meshes to search; None searches those with one and two axes.
+        among: strategies that layers may have on an axis, where no fix says otherwise.
+
+    Raises:
+        ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
+    """
+    return _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among).run(top)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The best plan of a mesh and its sample axes."""
+
+    solver: Solver
+    mesh: Mesh
+    solution: Solution
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: Graph,
+        num_devices: int,
+        costs: Costs,
+        parts: Parts | None,
+        outputs: Iterable[str] | None,
+        fixes: Sequence[str | Fix],
+        memory_limit: float | None,
+        on: Sequence[Mesh] | None,
+        among: Sequence[str],
+    ) -> None:
+        self.among = among
+        self.graph = graph
+        self.costs = costs
+        self.num_samples = graph.shape(graph.inputs[0])[0]
+        self.parts = parts or (lambda count: balanced(self.num_samples, count))
+        self.outputs = list(outputs) if outputs is not None else [ref.name for ref in leaves(graph.output, Ref)]
+        self.layers: dict[str, list[Call]] = {}
+        for call in graph.calls:
+            if is_choosing(call):
+                self.layers.setdefault(call.layer, []).append(call)
+        self.ops = {
+            layer: next((c.op for c in calls if c.op != "random"), "random") for layer, calls in self.layers.items()
+        }
+        self.fixes = parse_fixes(fixes, self.ops)
+        self.memory_limit = memory_limit
+        self.meshes = list(on) if on is not None else meshes(num_devices)
+        self.notes: list[str] = []
+        self.refused: ConvoyError | None = None
+
+    def run(self, top: int) -> SearchResult:
+        found = [one for mesh in self.meshes for one in self._on(mesh)]
+        if not found:
+            raise self.refused or ConvoyError("no plan divides this network over these devices")
+        found.sort(key=lambda one: one.solution.seconds)
+        chosen = [one for one in found if not self._is_flat(one)] or found
+        if self.memory_limit is not None:
+            chosen = self._fit(chosen)
+        candidates: list[Candidate] = []
+        for one in chosen:
+            if len(candidates) < top:
+                candidates.append(self._candidate(one.mesh, one.solution.layers, one.solution.seconds))
+        plain = self._plain(found)
+        if plain is not None and all(plain.plan != other.plan for other in candidates):
+            candidates.append(plain)
+            candidates.sort(key=lambda candidate: candidate.seconds)
+        groups = chosen[0].solution.groups
+        ties = [group for group in groups if len(group) > 1]
+        if ties:
+            self.notes.append(_tied_sentence(ties))
+        return SearchResult(
+            tuple(candidates), self._next_best(chosen[0]), not self.notes, tuple(self.notes), tuple(self.meshes)
+        )
+
+    def _on(self, mesh: Mesh) -> list[_Found]:
+        """The best plans on a mesh, one for each set of sample axes for which there is one."""
+        shared = Shared(Prices(self.graph, mesh, self.costs))
+        solved: dict[Axes, _Found] = {}
+        for axes in sample_axes_of(mesh):
+            solver = self._solver(mesh, axes, shared)
+            if solver is None:
+                continue
+            try:
+                solved[axes] = _Found(solver, mesh, solver.solve())
+            except ConvoyError as error:
+                self.refused = error
+        found = []
+        for axes, one in solved.items():
+            used = used_axes(one.solution.layers, self.ops)
+            if used != axes:
+                # a plan that leaves an axis unused is one of fewer sample axes, and at least as cheap there
+                enough = min((other.solution.seconds for a, other in solved.items() if set(a) < set(axes)), default=0.0)
+                better = using_all_axes(one.solver, one.solution, self.ops, enough)
+                if better is None:
+                    continue
+                one = _Found(one.solver, mesh, better)
+            found.append(one)
+        return found
+
+    def _solver(self, mesh: Mesh, axes: Axes, shared: Shared) -> Solver | None:
+        count = mesh.size(axes)
+        if count > self.num_samples:
+            return None
+        try:
+            batch = Batch(mesh, axes, self.parts(count))
+            choices = self._allowed(mesh, batch, shared.prices)
+        except ConvoyError as error:
+            self.refused = error
+            return None
+        return Solver(shared, batch, choices, self.outputs, with_memory=self.memory_limit is not None)
+
+    def _allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
+        """What each layer may have.
+
+        Raises:
+            ConvoyError: some layer can have nothing of what it must have.
+        """
+        everything = strategies(mesh, batch.axes, self.among)
+        known: dict[object, Sequence[Strategy]] = {}
+        found: dict[str, Sequence[Strategy]] = {}
+        for layer, calls in self.layers.items():
+            fix = fix_of(layer, self.fixes)
+            fixed = fix.on(mesh, self.ops[layer]) if fix else None
+            if fix and fixed is None:
+                raise ConvoyError(
+                    f"the fix {fix} has {len(fix.strategies)} strategies, and no mesh that was searched has as many "
+                    f"axes: write one strategy, or one for each axis"
+                )
+            if fixed is not None and any(s == "sample" and a not in batch.axes for a, s in enumerate(fixed)):
+                raise ConvoyError(f"the fix {fix} needs a batch that can be divided over {mesh}: choose a larger batch")
+            key = (tuple(map(prices.kind, calls)), fixed)
+            if key not in known:
+                given = everything if fixed is None else [fixed]
+                known[key] = allowed(self.graph, mesh, batch, calls, given, narrow=fixed is None)
+            found[layer] = known[key]
+        return found
+
+    def _is_flat(self, one: _Found) -> bool:
+        """Whether a plan on two axes has the same strategies on both: with one axis instead it is simpler, and there it
+        was searched too."""
+        flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
+        return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
+
+    def _fit(self, found: Sequence[_Found]) -> list[_Found]:
+        """Those that fit into memory, each made smaller where it must be.
+
+        Raises:
+            ConvoyError: none does.
+        """
+        assert self.memory_limit is not None
+        tried: list[tuple[_Found, Fitting]] = []
+        for one in found:
+            fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory, one.mesh))
+            tried.append((_Found(one.solver, one.mesh, fit.solution), fit))
+        fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
+        if not fits:
+            least, fit = min(tried, key=lambda pair: pair[1].memory)
+            placement = self._place(self._plan(least.mesh, fit.solution.layers))
+            raise nothing_fits(placement, self.costs, fit.memory, self.memory_limit)
+        bound = min(fit.bound for _, fit in tried)
+        first = fits[0][0].solution.seconds
+        if bound < first * (1 - 1e-9):
+            self.notes.append(
+                f"the memory limit leaves a gap: a plan that fits could take {bound / first:.1%} of this one's seconds, "
+                "but no less"
+            )
+        return [one for one, _ in fits]
+
+    def _plain(self, found: Sequence[_Found]) -> Candidate | None:
+        """Every layer by samples on one axis, where that is legal, fits, and is not fixed otherwise."""
+        plain = ("sample",)
+        one = next((o for o in found if len(o.mesh.sizes) == 1 and o.solver.batch.axes == (0,)), None)
+        if one is None or not all(plain in allowed for allowed in one.solver.allowed.values()):
+            return None
+        seconds, _ = one.solver.price(dict.fromkeys(one.solver.allowed, plain))
+        candidate = self._candidate(one.mesh, dict.fromkeys(one.solver.allowed, plain), seconds)
+        return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
+
+    def _candidate(self, mesh: Mesh, layers: Mapping[str, Strategy], seconds: float) -> Candidate:
+        return Candidate(self._plan(mesh, layers), seconds, self._memory(mesh, layers))
+
+    def _plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
+        plan = compact(mesh, {layer: layers[layer] for layer in self.layers})
+        assert all(plan.strategy(layer, op) == layers[layer] for layer, op in self.ops.items())
+        return plan
+
+    def _memory(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> float:
+        return self.costs.memory(self._place(self._plan(mesh, layers)))
+
+    def _place(self, plan: Plan) -> Placement:
+        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
+        batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)))
+        return place(self.graph, plan, batch, self.outputs)
+
+    def _next_best(self, one: _Found) -> tuple[NextBest, ...]:
+        found = []
+        for v, numbers in next_best(one.solution).items():
+            choice = one.solution.problem.choices[v]
+            own = one.solution.layers[choice.layers[0]]
+            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
+            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
+            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
+        return tuple(found)
+
+
+def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:
+    layers = sum(map(len, ties))
+    return (
+        f"{layers} layers were given {len(ties)} strategies between them, one for all layers of a role (as "
+        f"{ties[0][0]} and {ties[0][-1]}), because too many features meet there to choose for each by itself"
+    )

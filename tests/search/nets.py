@@ -1,0 +1,104 @@
+"""Networks of few layers with the joins that make a search hard."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.graph.capture import capture
+
+
+class Chain(nn.Module):
+    """Two convolutions, pooling, flatten, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+        self.fc = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.max_pool2d(self.features(x), 2).flatten(1))
+
+
+class Residual(nn.Module):
+    """Two residual blocks, the second with a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.block1 = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.block2 = nn.Sequential(nn.Conv2d(8, 12, 3, 2, 1, bias=False), nn.BatchNorm2d(12))
+        self.project = nn.Conv2d(8, 12, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = F.relu(x + self.block1(x))
+        x = F.relu(self.block2(x) + self.project(x))
+        return x.mean((2, 3))
+
+
+class Branches(nn.Module):
+    """Three or four branches that all take the same tensor, concatenated."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.ways = nn.ModuleList(nn.Conv2d(4, 4 + 2 * i, 1) for i in range(count))
+        self.last = nn.Conv2d(sum(4 + 2 * i for i in range(count)) + 4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        ways = [F.relu(way(x)) for way in self.ways]
+        return self.last(torch.cat([*ways, F.max_pool2d(x, 3, 1, 1)], 1))
+
+
+class Nested(nn.Module):
+    """A concatenation of a concatenation, added to what it came from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 1)
+        self.b = nn.Conv2d(4, 4, 3, padding=1)
+        self.c = nn.Conv2d(8, 4, 1)
+        self.d = nn.Conv2d(12, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.a(x))
+        first = torch.cat([a, self.b(a)], 1)
+        second = torch.cat([self.c(first), first], 1)
+        return (self.d(second) + first).flatten(1)
+
+
+class Twice(nn.Module):
+    """One layer called twice, and one whose weight another one uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.tied = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.tied.weight = self.again.weight
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.again(F.relu(self.again(self.stem(x)))))
+        return self.fc(self.tied(x).mean((2, 3)))
+
+
+class Halves(nn.Module):
+    """The channels in two halves, one of which goes another way; random numbers for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.way = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = F.relu(self.stem(x)).chunk(2, 1)
+        b = b + self.way(b) * torch.empty(len(b), 1, 1, 1).bernoulli_(0.5)
+        return self.last(torch.cat([a, b], 1)).mean((2, 3))
+
+
+def captured(model: nn.Module, samples: int = 8, size: int = 8):
+    """The graph of a training pass."""
+    return capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)
