@@ -127,3 +127,15 @@ def test_what_people_read_of_a_piece():
     found = pieces(small_net(), "serial")
     assert found["features.2"].describe() == "conv 8×8×16×16 → 8×12×8×8, 3×3 /2"
     assert found["features.1"].describe() == "relu 8×8×16×16 → 8×8×16×16"
+
+
+def test_what_overwrites_its_input_is_another_piece():
+    alone = pieces(Chain(8, 4, 9, 9).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")["r"]
+    assert alone.option("overwrites") is True
+    chain = Chain(8, 4, 9, 9).conv("a", 4)
+    source = chain.last
+    chain.conv("b", 4)
+    chain.last = source
+    shared = pieces(chain.relu("r").graph(), "sample=2")["r"]
+    assert shared.option("overwrites") is None
+    assert shared.key != alone.key

@@ -6,9 +6,10 @@ overlaps, with an estimate of how much of the exchange of gradients shows. It se
 
 from math import prod
 
+from convoy.cost.copies import copied, moved
 from convoy.cost.costs import Costs
 from convoy.cost.inside import inside
-from convoy.cost.local import copied, local_piece, moved, piece
+from convoy.cost.local import local_piece, piece
 from convoy.cost.memory import most, rank_memory
 from convoy.cost.piece import Piece
 from convoy.cost.times import Times
@@ -107,9 +108,9 @@ class Additive:
         if placed.call.op == "batch_norm":
             own = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
         else:
-            own = local_piece(placed.call, placed.placed, graph, mesh, place)
+            own = local_piece(placed.call, placed.placed, graph, mesh, place, placed.transfers)
         seconds = self._times(own).total if graph.training else self._times(own).forward
-        within = inside(placed, graph, mesh, place, costs.batch_norm)
+        within = inside(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
             link = costs.links.of(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward

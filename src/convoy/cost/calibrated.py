@@ -47,9 +47,14 @@ class Calibrated:
                 known = _Known(piece, _features(piece), times.forward / model.forward, back)
                 self._by_kind.setdefault((piece.op, piece.function), []).append(known)
         self._found: dict[Piece, Times] = {}
-        self._of_op = {op: self._ratio(op) for op in {op for op, _ in self._by_kind}}
         everything = [known for group in self._by_kind.values() for known in group]
-        self._of_all = _middle(everything)
+        self._of_op = {op: _middle([one for one in everything if one.piece.op == op]) for op, _ in self._by_kind}
+        self._of_bound = {
+            arithmetic: _middle(
+                [one for one in everything if (one.piece.flops.forward > 0) == arithmetic] or everything
+            )
+            for arithmetic in (False, True)
+        }
 
     def __call__(self, piece: Piece, /) -> Times:
         """Seconds of a piece."""
@@ -65,16 +70,13 @@ class Calibrated:
         """Measured over roofline, forward and backward."""
         known = self._by_kind.get((piece.op, piece.function), [])
         if not known:
-            return self._of_op.get(piece.op, self._of_all)
+            return self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
         mine = _features(piece)
         near = sorted((_distance(piece, mine, other), at) for at, other in enumerate(known))[:_NEIGHBOURS]
         weights = [(1 / (0.01 + distance * distance), known[at]) for distance, at in near]
         forward = _mean([(weight, other.forward) for weight, other in weights])
         backward = _mean([(weight, other.backward) for weight, other in weights if other.backward > 0])
         return forward, backward if backward > 0 else forward
-
-    def _ratio(self, op: str) -> tuple[float, float]:
-        return _middle([known for (kind, _), group in self._by_kind.items() if kind == op for known in group])
 
 
 def fitted(measured: Mapping[Piece, Times]) -> Roofline:

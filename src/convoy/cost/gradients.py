@@ -9,6 +9,7 @@ import torch
 from convoy.cost.link import Kind
 from convoy.cost.update import Update
 from convoy.plans.buckets import Item, Sizes, plan_buckets
+from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placement
 
@@ -71,7 +72,7 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         on_cpu: whether the ranks are CPUs: only those divide an update for speed.
     """
     graph, mesh = placement.graph, placement.mesh
-    held = {value.name: held_bytes(placement, value.name) for value in graph.parameters()}
+    held = held_bytes(placement)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
     device = torch.device("cpu" if on_cpu else "cuda")
     items = []
@@ -118,14 +119,18 @@ def gradient_axes(placement: Placement, name: str) -> Axes:
     return tuple(sorted(layout.copied)) if layout is not None else ()
 
 
-def held_bytes(placement: Placement, name: str) -> tuple[int, ...]:
-    """What each rank holds of a parameter."""
-    value, mesh = placement.graph.values[name], placement.mesh
-    layout = placement.layouts.get(name)
-    if layout is None:
-        return (prod(value.shape) * value.dtype.itemsize,) * mesh.num_devices
-    places = (mesh.coordinates(rank) for rank in range(mesh.num_devices))
-    return tuple(prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize for place in places)
+def held_bytes(placement: Placement) -> dict[str, tuple[int, ...]]:
+    """What each rank holds of every parameter."""
+    mesh = placement.mesh
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
+    found = {}
+    for value in placement.graph.parameters():
+        layout = placement.layouts.get(value.name, WHOLE)
+        if (layout, value.shape) not in known:
+            known[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+        found[value.name] = tuple(numel * value.dtype.itemsize for numel in known[layout, value.shape])
+    return found
 
 
 def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:

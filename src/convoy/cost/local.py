@@ -1,20 +1,20 @@
-"""From a placed network to pieces: what a rank computes for a call, and what it copies for a transfer."""
+"""From a placed call to its piece: what a rank computes for it."""
 
-import weakref
+from collections.abc import Container
 from typing import Any, Literal
 
 import torch
 
+from convoy.cost.about import about, dtype_name
 from convoy.cost.piece import Operand, Option, Piece
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.overwriting import overwritten
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.rules import Placed
 from convoy.plans.rules.convolution import paddings_of, window_of
 from convoy.plans.rules.pool import windows_of
-from convoy.plans.traffic import needs_gradient
-from convoy.plans.transfer import Step
 
 BatchNorm = Literal["sync", "microbatch", "local"]
 
@@ -51,15 +51,25 @@ def piece(
         microbatch: samples of each, where that is over microbatches; 0 for one microbatch a pass.
     """
     place = placement.mesh.coordinates(rank)
-    found = local_piece(placed.call, placed.placed, placement.graph, placement.mesh, place)
+    found = local_piece(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
     if found.op != "batch_norm":
         return found
     return _normalised(found, placed, placement, batch_norm, microbatch)
 
 
-def local_piece(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> Piece:
-    """The same of a call that is in no placement yet, at a place on the mesh; batch norm over all samples."""
-    differentiable = _differentiable(graph)
+def local_piece(
+    call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates, transferred: Container[str] = ()
+) -> Piece:
+    """The same of a call that is in no placement yet, at a place on the mesh; batch norm over all samples.
+
+    Args:
+        call: of `graph`.
+        placed: its layouts on `mesh`.
+        graph, mesh: the network and the devices.
+        place: of the rank.
+        transferred: names of the inputs that come to it from other ranks.
+    """
+    differentiable = about(graph).differentiable
     inputs = tuple(_operand(graph, name, placed.inputs[name], mesh, place, differentiable) for name in call.inputs)
     outputs = tuple(_operand(graph, name, placed.outputs[name], mesh, place, differentiable) for name in call.outputs)
     inputs = _main_first(call, inputs)
@@ -78,6 +88,9 @@ def local_piece(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coo
         options["ranks"] = mesh.size(sharing_axes(call, placed, graph))
     if call.op in _CALLED:
         options["called"] = _called(call)
+        spare = about(graph).spare
+        if overwritten(call, lambda name: name in spare and name not in transferred) is not None:
+            options["overwrites"] = True
     function = getattr(call.function, "__name__", "").strip("_") if call.op in _NAMED else ""
     return Piece(call.op, function, inputs, outputs, tuple(sorted(options.items())))
 
@@ -107,66 +120,13 @@ def _cuts_groups(call: Call, layout: Layout, graph: Graph) -> bool:
     return split is not None and any(len(part) % size or (len(part) and part[0] % size) for part in split.parts)
 
 
-def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> Piece:
-    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
-    value = graph.values[name]
-    return moved(step, value.shape, _dtype(value.dtype), name in _differentiable(graph), mesh, place)
-
-
-def moved(
-    step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
-) -> Piece:
-    """The same of a tensor of any graph; `shape` is the whole tensor's."""
-    before, after = (
-        Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
-        for layout in (step.source, step.target)
-    )
-    forward, backward = {
-        "reduce": (2 * before.bytes, 0),
-        "copy": (0, 2 * before.bytes),
-        "keep": (0, before.bytes),
-        "slice": (2 * after.bytes, 2 * before.bytes),
-        "gather": (2 * after.bytes, 2 * before.bytes),
-        "reduce_scatter": (2 * before.bytes, 2 * before.bytes),
-        "move": (2 * (before.bytes + after.bytes), 2 * (before.bytes + after.bytes)),
-    }[step.kind]
-    options: dict[str, Option] = {"forward": forward, "backward": backward if differentiable else 0}
-    options["ranks"] = mesh.size(step.axes)
-    return Piece("redistribute", step.kind, (before,), (after,), tuple(sorted(options.items())))
-
-
-def copied(num_bytes: int, times: int = 1) -> Piece:
-    """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
-    one = Operand((num_bytes // 4,), "float32")
-    return Piece("copy", "", (one,) * times, (one,))
-
-
-def accumulation(graph: Graph, name: str, layout: Layout, mesh: Mesh, place: Coordinates) -> Piece:
-    """One more gradient of a value that several calls take, added to the one that is there."""
-    value = graph.values[name]
-    one = Operand(layout.local_shape(value.shape, mesh, place), _dtype(value.dtype))
-    return Piece("accumulate", "add", (one, one), (one,))
-
-
-_known: dict[int, tuple["weakref.ref[Graph]", frozenset[str]]] = {}
-
-
-def _differentiable(graph: Graph) -> frozenset[str]:
-    """As `needs_gradient`, once for each graph."""
-    found = _known.get(id(graph))
-    if found is None or found[0]() is not graph:
-        number = id(graph)
-        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), needs_gradient(graph))
-    return found[1]
-
-
 def _operand(
     graph: Graph, name: str, layout: Layout, mesh: Mesh, place: Coordinates, differentiable: frozenset[str]
 ) -> Operand:
     value = graph.values[name]
     role: Any = "activation" if value.origin in ("call", "input") else value.origin
     shape = layout.local_shape(value.shape, mesh, place)
-    return Operand(shape, _dtype(value.dtype), role, name in differentiable)
+    return Operand(shape, dtype_name(value.dtype), role, name in differentiable)
 
 
 def _main_first(call: Call, inputs: tuple[Operand, ...]) -> tuple[Operand, ...]:
@@ -248,13 +208,9 @@ def _plain(value: Any, each: Any = None) -> Option:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
-        return _dtype(value)
+        return dtype_name(value)
     if isinstance(value, list | tuple):
         return tuple(each(item) for item in value)
     if isinstance(value, slice):
         return tuple(each(item) for item in (value.start, value.stop, value.step))
     return type(value).__name__
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,32 +6,20 @@ pass runs through the same items the other way round.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from typing import Any
 
+from convoy.cost.copies import accumulation, redistribution
 from convoy.cost.inside import inside
-from convoy.cost.link import Kind
-from convoy.cost.local import BatchNorm, accumulation, local_piece, piece, redistribution
+from convoy.cost.local import BatchNorm, local_piece, piece
+from convoy.cost.message import Message
 from convoy.cost.piece import Piece
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
 
 Slot = tuple[str, Layout]
 """A value in one layout."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective of all groups over some axes.
-
-    Attributes:
-        bytes: for each rank, as `Link.seconds` counts them for the kind.
-    """
-
-    axes: Axes
-    kind: Kind
-    bytes: tuple[int, ...]
 
 
 @dataclass
@@ -80,6 +68,7 @@ class _Program:
         self.places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_devices)]
         self.differentiable = needs_gradient(self.graph)
         self.canonical: dict[Piece, Piece] = {}
+        self.moved: dict[tuple[Any, ...], tuple[Piece, ...]] = {}
 
     def items(self) -> list[Item]:
         sent: dict[str, list[Sent]] = {}
@@ -97,12 +86,13 @@ class _Program:
         call = placed.call
         takes = tuple((name, placed.placed.inputs[name]) for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
+        pieces = self._pieces(placed)
         return Item(
             call.layer,
             call.name,
             False,
-            self._pieces(placed),
-            *self._inside(placed, backward),
+            pieces,
+            *self._inside(placed, pieces, backward),
             backward,
             takes if backward else (),
         )
@@ -118,20 +108,24 @@ class _Program:
                     options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
                     new = piece(placed, self.placement, rank, **options)  # type: ignore[arg-type]
                 else:
-                    new = local_piece(placed.call, placed.placed, self.graph, self.mesh, place)
+                    new = local_piece(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
                 known[signature] = self.canonical.setdefault(new, new)
             found.append(known[signature])
         return tuple(found)
 
-    def _inside(self, placed: PlacedCall, backward: bool) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        one = inside(placed, self.graph, self.mesh, self.places[0], self.batch_norm)
-        if not one.axes:
+    def _inside(
+        self, placed: PlacedCall, pieces: Sequence[Piece], backward: bool
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        first = inside(placed, self.graph, self.mesh, pieces[0], self.batch_norm)
+        if not first.axes:
             return (), ()
-        ranks = [inside(placed, self.graph, self.mesh, place, self.batch_norm) for place in self.places]
+        sorts = {id(one): one for one in pieces}
+        messages = {key: inside(placed, self.graph, self.mesh, one, self.batch_norm) for key, one in sorts.items()}
+        ranks = [messages[id(one)] for one in pieces]
         forward, back = (
             tuple(
-                Message(one.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
-                for at, (kind, _) in enumerate(getattr(one, way))
+                Message(first.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
+                for at, (kind, _) in enumerate(getattr(first, way))
             )
             for way in ("forward", "backward")
         )
@@ -139,26 +133,28 @@ class _Program:
 
     def _transfer(self, sent: Sent, layer: str) -> Item:
         step, name = sent.step, sent.value
-        known: dict[Piece, Piece] = self.canonical
-        pieces = [redistribution(step, self.graph, name, self.mesh, place) for place in self.places]
         backward = name in self.differentiable
         axes = tuple(axis for axis in step.axes if self.mesh.sizes[axis] > 1)
-        shape, itemsize = self.graph.shape(name), self.graph.values[name].dtype.itemsize
-        before = tuple(prod(step.source.local_shape(shape, self.mesh, place)) * itemsize for place in self.places)
+        value = self.graph.values[name]
+        alike = (step, value.shape, value.dtype, backward)
+        if alike not in self.moved:
+            ones = (redistribution(step, self.graph, name, self.mesh, place) for place in self.places)
+            self.moved[alike] = tuple(self.canonical.setdefault(one, one) for one in ones)
+        pieces = self.moved[alike]
 
         def message(way: str, sums: str) -> tuple[Message, ...]:
             numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
             if not any(numbers) or not axes:
                 return ()
             if step.kind == sums:
-                return (Message(axes, "all_reduce", before),)
+                return (Message(axes, "all_reduce", tuple(one.inputs[0].bytes for one in pieces)),)
             return (Message(axes, "exchange", numbers),)
 
         return Item(
             layer,
             f"{step.kind} {name}",
             True,
-            tuple(known.setdefault(one, one) for one in pieces),
+            pieces,
             message("forward", "reduce"),
             message("backward", "copy") if backward else (),
             backward,

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from convoy.cost.alike import alike
+from convoy.cost.copies import copied
 from convoy.cost.costs import Costs
 from convoy.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
+from convoy.cost.inside import running_statistics
 from convoy.cost.link import Kind as LinkKind
-from convoy.cost.local import copied
+from convoy.cost.message import Message
 from convoy.cost.piece import Piece
-from convoy.cost.program import Item, Message, program
+from convoy.cost.program import Item, program
 from convoy.cost.task import Kind, Stream, Task
 from convoy.cost.timeline import Timeline, simulate
 from convoy.cost.times import Times
@@ -63,6 +65,10 @@ class _Builder:
                 if number > 0:
                     self._add_to_earlier_passes()
         if self.placement.graph.training:
+            for message in running_statistics(self.placement, self.costs.batch_norm, self.costs.microbatch, passes):
+                self._collective(
+                    message.axes, message.kind, message.bytes, "transfers", "transfer", "", "running statistics"
+                )
             self._update()
         return self.found
 

@@ -112,6 +112,7 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
     wanted = [(call.call.name, name, steps) for call in placement.calls for name, steps in call.transfers.items()]
     wanted += [("", name, steps) for name, steps in placement.outputs.items()]
     seen: set[tuple[str, Layout]] = set()
+    known: dict[tuple[Step, tuple[int, ...]], tuple[Traffic, ...]] = {}  # blocks repeat
     found = []
     for call, name, steps in wanted:
         if not steps or (name, steps[-1].target) in seen:
@@ -119,8 +120,10 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
         seen.add((name, steps[-1].target))
         value = graph.values[name]
         for step in steps:
-            elements = (step_elements(step, mesh, mesh.coordinates(rank), value.shape) for rank in _ranks(mesh))
-            sent = (each * value.dtype.itemsize for each in elements)
+            if (step, value.shape) not in known:
+                places = map(mesh.coordinates, _ranks(mesh))
+                known[step, value.shape] = tuple(step_elements(step, mesh, place, value.shape) for place in places)
+            sent = (each * value.dtype.itemsize for each in known[step, value.shape])
             ranks = tuple(each if name in differentiable else Traffic(each.forward) for each in sent)
             found.append(Sent(call, name, step, ranks))
     return found

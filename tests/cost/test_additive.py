@@ -1,0 +1,113 @@
+"""The sum that the search makes least, against the timeline; memory of ranks; ranks that are alike."""
+
+import math
+
+import pytest
+
+from convoy.cost.additive import Additive, busy_ranks
+from convoy.cost.alike import alike
+from convoy.cost.costs import Costs
+from convoy.cost.link import Curve, Link, Links
+from convoy.cost.memory import rank_memory
+from convoy.cost.roofline import Roofline
+from convoy.cost.step import predict
+from convoy.cost.update import Update
+from convoy.plans.buckets import Sizes
+from convoy.plans.memory import predict_memory
+from convoy.plans.mesh import Mesh
+from convoy.search.costs import additive_seconds
+from plans.made_graph import Chain, placed, small_net
+
+ALONE = Sizes(alone=1, bucket=1 << 20, first=1 << 20)
+CURVE = Curve(((0, 0.0), (1, 1e-8)))
+
+
+def costs(overlap=False, share=0.0, update=None, sizes=ALONE):
+    links = Links(otherwise=lambda ranks: Link(CURVE, CURVE, overlap, share))
+    return Costs(Roofline(1e9, 1e9), links, update or Update(1e-10, 1e-6), sizes=sizes)
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "owt=2", "sample=2,filter=2", "filter=4"])
+def test_the_sum_is_the_timeline_where_nothing_overlaps(plan):
+    """Messages at the end, all of equal ranks, each gradient by itself: but for the count of users of 8 gradients."""
+    graph = small_net(8)
+    placement = placed(graph, plan)
+    found = additive_seconds(placement, Additive(costs(), graph))
+    counted = sum(4 for value in graph.parameters() if placement.layouts[value.name].copied)
+    assert found == pytest.approx(predict(placement, costs()).total - counted * 1e-8, rel=1e-9)
+
+
+def test_what_overlaps_is_less_than_the_sum():
+    """Negative control of the test above."""
+    graph = small_net(8)
+    placement = placed(graph, "sample=2")
+    assert predict(placement, costs(overlap=True)).total < 0.999 * additive_seconds(placement, Additive(costs(), graph))
+
+
+def test_exchanges_beside_the_computation_count_in_part():
+    graph = small_net(8)
+    placement = placed(graph, "sample=2")
+    at_end, beside, taking = (
+        additive_seconds(placement, Additive(costs(*how), graph)) for how in ((), (True, 0.0), (True, 1.0))
+    )
+    assert beside < at_end == pytest.approx(taking)
+
+
+def test_several_passes_count_all_but_the_update():
+    graph = small_net(8)
+    placement = placed(graph, "filter=2")
+    one, two, three = (additive_seconds(placement, Additive(costs(), graph, passes)) for passes in (1, 2, 3))
+    assert two - one == pytest.approx(three - two)
+    assert one < 1.0 * two < 2 * one
+
+
+def test_small_gradients_pay_their_part_of_a_message():
+    graph = small_net(8)
+    placement = placed(graph, "sample=2")
+    sums = additive_seconds(placement, Additive(costs(sizes=Sizes(1 << 30, 1 << 10, 1 << 10)), graph))
+    assert sums > additive_seconds(placement, Additive(costs(), graph))  # copies in and out
+
+
+def test_the_rank_in_the_middle_has_most_rows():
+    placement = placed(Chain(4, 3, 12, 12).conv("a", 4).graph(), "height=3")
+    assert busy_ranks(placement.calls[0], placement.mesh) == {0, 1}
+    placement = placed(small_net(), "sample=4")
+    assert busy_ranks(placement.calls[0], placement.mesh) == {0}
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "sample=2,filter=2"])
+def test_memory_is_that_of_the_plan_with_state_and_messages(plan):
+    placement = placed(small_net(8), plan)
+    of_plan = predict_memory(placement)
+    found = rank_memory(placement, costs(update=Update(state=2.0), sizes=Sizes(1 << 30, 1 << 20, 1 << 20)))
+    for mine, theirs in zip(found, of_plan, strict=True):
+        assert mine.optimizer == 2 * theirs.parameters
+        assert mine.total == theirs.total + mine.optimizer + mine.messages
+    assert all((memory.messages > 0) == ("sample" in plan) for memory in found)
+    assert Additive(costs(update=Update(state=2.0)), placement.graph).memory(placement) == pytest.approx(
+        max(theirs.total + 2 * theirs.parameters for theirs in of_plan)
+    )
+
+
+def test_divided_updates_keep_a_part_of_the_state():
+    graph = Chain(2, 4096).linear("a", 4200).graph()
+    placement = placed(graph, "sample=2")
+    whole, divided = (
+        rank_memory(placement, costs(update=Update(state=1.0, divisible=divisible), sizes=Sizes(1 << 18, 1 << 20, 1)))[
+            0
+        ]
+        for divisible in (False, True)
+    )
+    assert whole.optimizer - divided.optimizer == 4096 * 4200 * 4 // 2
+    additive = Additive(costs(update=Update(1e-9, divisible=True)), graph)
+    weight = graph.values["a.weight"]
+    layout = placement.layouts["a.weight"]
+    assert additive.update(weight, layout, placement.mesh) == pytest.approx(math.prod(weight.shape) * 4 / 2 * 1e-9)
+
+
+def test_ranks_are_alike_if_they_meet_ranks_that_are_alike():
+    mesh = Mesh(("a", "b"), (2, 3))
+    assert alike(mesh, ["x"] * 6, [(0,), (1,)]) == [0] * 6
+    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], []) == [0, 1, 1, 1, 1, 1]
+    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], [(1,)]) == [0, 1, 1, 3, 3, 3]
+    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], [(0,), (1,)]) == [0, 1, 1, 3, 4, 4]
