@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from convoy.cost.local import piece
 from convoy.cost.piece import Operand, Piece
@@ -139,3 +140,17 @@ def test_what_overwrites_its_input_is_another_piece():
     shared = pieces(chain.relu("r").graph(), "sample=2")["r"]
     assert shared.option("overwrites") is None
     assert shared.key != alone.key
+
+
+def test_of_calls_that_take_one_value_all_but_the_last_add_their_gradient():
+    chain = Chain(8, 4, 9, 9).conv("a", 4)
+    first = chain.last
+    chain.conv("b", 4)
+    shape = chain.values[first].shape
+    chain.call("sum", "elementwise", torch.add, shape, (first, chain.last), {})
+    graph = chain.conv("c", 4).graph()
+    found = pieces(graph, "sample=2")
+    assert [operand.adds for operand in found["b"].inputs] == [True, False, False]
+    assert not any(operand.adds for layer in ("a", "sum", "c") for operand in found[layer].inputs)
+    assert found["b"].key != found["c"].key
+    assert found["b"].bytes.backward - found["c"].bytes.backward == 3 * found["b"].inputs[0].bytes

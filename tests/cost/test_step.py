@@ -1,7 +1,6 @@
 """Tasks of a step against the plan's own counts, and timelines of small networks by hand."""
 
 import pytest
-import torch
 
 from convoy.cost.costs import Around, Costs
 from convoy.cost.link import Curve, Link, Links
@@ -181,16 +180,6 @@ def test_large_updates_are_divided_where_that_is_worth_it():
     assert predict(placement, divided).by_kind()["update"] == pytest.approx((weight // 2 + 4200 * 4) * 1e-9)
     assert predict(placement, whole).by_kind()["update"] == pytest.approx((weight + 4200 * 4) * 1e-9)
     assert max(task.num_bytes for task in messages(step_tasks(placement, whole), "gradient")) == weight
-
-
-def test_values_that_several_layers_take_have_their_gradients_added():
-    chain = Chain(8, 4, 9, 9).conv("a", 4).conv("b", 4)
-    first, second = chain.calls[0].outputs[0], chain.last
-    shape = chain.values[second].shape
-    chain.call("sum", "elementwise", torch.add, shape, (first, second), {})
-    added = [item for item in program(placed(chain.graph(), "sample=2")) if item.added]
-    assert [(item.layer, len(item.added)) for item in added] == [("b", 1)]
-    assert added[0].added[0][0].inputs[0].shape == (4, 4, 9, 9)
 
 
 def test_evaluation_has_neither_backward_pass_nor_update():

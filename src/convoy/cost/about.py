@@ -17,10 +17,13 @@ class About:
 
     Attributes:
         differentiable: values that have gradients.
+        adding: calls with those of their inputs whose gradients they add to that of a later call: the backward pass
+            comes to the later one first.
         spare: values that the only call that takes them may overwrite, unless they come from other ranks.
     """
 
     differentiable: frozenset[str]
+    adding: dict[str, frozenset[str]]
     spare: frozenset[str]
 
     @staticmethod
@@ -28,7 +31,18 @@ class About:
         """Found out by looking at all calls."""
         readers = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)])
         spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
-        return About(needs_gradient(graph), spare)
+        differentiable = needs_gradient(graph)
+        return About(differentiable, _adding(graph, differentiable), spare)
+
+
+def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
+    seen: set[str] = set()
+    found = {}
+    for call in reversed(graph.calls):
+        taken = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
+        found[call.name] = frozenset(taken & seen)
+        seen |= taken
+    return found
 
 
 _known: dict[int, tuple["weakref.ref[Graph]", About]] = {}

@@ -3,7 +3,6 @@
 from convoy.cost.about import about, dtype_name
 from convoy.cost.piece import Operand, Option, Piece
 from convoy.graph.graph import Graph
-from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.transfer import Step
 
@@ -40,10 +39,3 @@ def copied(num_bytes: int, times: int = 1) -> Piece:
     """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
     one = Operand((num_bytes // 4,), "float32")
     return Piece("copy", "", (one,) * times, (one,))
-
-
-def accumulation(graph: Graph, name: str, layout: Layout, mesh: Mesh, place: Coordinates) -> Piece:
-    """One more gradient of a value that several calls take, added to the one that is there."""
-    value = graph.values[name]
-    one = Operand(layout.local_shape(value.shape, mesh, place), dtype_name(value.dtype))
-    return Piece("accumulate", "add", (one, one), (one,))

@@ -69,10 +69,17 @@ def local_piece(
         place: of the rank.
         transferred: names of the inputs that come to it from other ranks.
     """
-    differentiable = about(graph).differentiable
-    inputs = tuple(_operand(graph, name, placed.inputs[name], mesh, place, differentiable) for name in call.inputs)
-    outputs = tuple(_operand(graph, name, placed.outputs[name], mesh, place, differentiable) for name in call.outputs)
-    inputs = _main_first(call, inputs)
+    known = about(graph)
+
+    def operand(name: str, layout: Layout) -> Operand:
+        value = graph.values[name]
+        role: Any = "activation" if value.origin in ("call", "input") else value.origin
+        shape = layout.local_shape(value.shape, mesh, place)
+        gradient, adds = name in known.differentiable, name in known.adding[call.name]
+        return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
+
+    inputs = _main_first(call, tuple(operand(name, placed.inputs[name]) for name in call.inputs))
+    outputs = tuple(operand(name, placed.outputs[name]) for name in call.outputs)
     options = {name: _plain(call.attributes.get(name)) for name in _ATTRIBUTES.get(call.op, ())}
     partial = bool(outputs) and bool(placed.outputs[call.outputs[0]].partial)
     match call.op:
@@ -88,8 +95,7 @@ def local_piece(
         options["ranks"] = mesh.size(sharing_axes(call, placed, graph))
     if call.op in _CALLED:
         options["called"] = _called(call)
-        spare = about(graph).spare
-        if overwritten(call, lambda name: name in spare and name not in transferred) is not None:
+        if overwritten(call, lambda name: name in known.spare and name not in transferred) is not None:
             options["overwrites"] = True
     function = getattr(call.function, "__name__", "").strip("_") if call.op in _NAMED else ""
     return Piece(call.op, function, inputs, outputs, tuple(sorted(options.items())))
@@ -118,15 +124,6 @@ def _cuts_groups(call: Call, layout: Layout, graph: Graph) -> bool:
     split = layout.split(1)
     size = graph.shape(call.attributes["input"])[1] // call.attributes["num_groups"]
     return split is not None and any(len(part) % size or (len(part) and part[0] % size) for part in split.parts)
-
-
-def _operand(
-    graph: Graph, name: str, layout: Layout, mesh: Mesh, place: Coordinates, differentiable: frozenset[str]
-) -> Operand:
-    value = graph.values[name]
-    role: Any = "activation" if value.origin in ("call", "input") else value.origin
-    shape = layout.local_shape(value.shape, mesh, place)
-    return Operand(shape, dtype_name(value.dtype), role, name in differentiable)
 
 
 def _main_first(call: Call, inputs: tuple[Operand, ...]) -> tuple[Operand, ...]:

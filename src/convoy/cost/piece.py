@@ -36,12 +36,14 @@ class Operand:
         dtype: as `float32`.
         role: what it is to the network.
         gradient: whether the backward pass computes its gradient.
+        adds: whether that is added to one that is there already, of a call further on that takes the same tensor.
     """
 
     shape: tuple[int, ...]
     dtype: str
     role: Role = "activation"
     gradient: bool = False
+    adds: bool = False
 
     @property
     def numel(self) -> int:
@@ -68,7 +70,7 @@ class Piece:
 
     Attributes:
         op: kind of work, as in `convoy.graph`; or one of this package's: `redistribute` (what a transfer copies on the
-            rank, beside sending), `accumulate` (a gradient added to one that is there already), `copy`.
+            rank, beside sending), `copy`.
         function: what was called, where the op has several: `relu`, `mean`, …
         inputs: in the order of the call's, each tensor once.
         outputs: likewise.
@@ -85,7 +87,7 @@ class Piece:
     def key(self) -> str:
         """A short name that is the same in every process: `conv-1f0c…`."""
         inputs, outputs = (
-            [(o.shape, o.dtype, o.role, o.gradient) for o in part] for part in (self.inputs, self.outputs)
+            [(o.shape, o.dtype, o.role, o.gradient, o.adds) for o in part] for part in (self.inputs, self.outputs)
         )
         text = repr((self.op, self.function, inputs, outputs, self.options))
         return f"{self.op}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}"
@@ -106,7 +108,10 @@ class Piece:
             KeyError, TypeError, ValueError: it is no piece.
         """
         inputs, outputs = (
-            tuple(Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"])) for o in part)
+            tuple(
+                Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"]), bool(o["adds"]))
+                for o in part
+            )
             for part in (given["inputs"], given["outputs"])
         )
         options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(given["options"]).items()))
@@ -133,17 +138,16 @@ class Piece:
             forward, backward = self.option("forward"), self.option("backward")
             assert isinstance(forward, int) and isinstance(backward, int)
             return Both(forward, backward)
+        added = 3 * sum(operand.bytes for operand in self.inputs if operand.adds)
         if self.op in VIEWS or self.is_empty:
-            return Both(0, 0)
+            return Both(0, added)
         taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
         wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
-        if self.op == "accumulate":
-            return Both(0, taken + given)
         if self.op in ("select", "split"):
-            return Both(0, given + wanted)
+            return Both(0, given + wanted + added)
         again = int(_PASSES.get(self.op, 0.0) * given) + 2 * self._padded()
         backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
-        return Both(taken + given + again, backward if wanted else 0)
+        return Both(taken + given + again, backward + added if wanted else 0)
 
     def describe(self) -> str:
         """For people: `conv 32×64×56×56 → 32×64×56×56, 3×3 /1`."""

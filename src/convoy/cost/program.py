@@ -5,21 +5,17 @@ pass runs through the same items the other way round.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from convoy.cost.copies import accumulation, redistribution
+from convoy.cost.copies import redistribution
 from convoy.cost.inside import inside
 from convoy.cost.local import BatchNorm, local_piece, piece
 from convoy.cost.message import Message
 from convoy.cost.piece import Piece
-from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
-
-Slot = tuple[str, Layout]
-"""A value in one layout."""
 
 
 @dataclass
@@ -34,7 +30,6 @@ class Item:
         forward, backward: messages, in order.
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.
-        added: for each rank the gradients that it adds to those which came before, of values that others take too.
         parameters: those whose gradients are complete when its backward pass is done.
     """
 
@@ -45,8 +40,7 @@ class Item:
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
     differentiable: bool
-    takes: tuple[Slot, ...]
-    added: list[tuple[Piece, ...]] = field(default_factory=list)
+    takes: tuple[str, ...]
     parameters: tuple[str, ...] = ()
 
 
@@ -79,12 +73,12 @@ class _Program:
             found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
             found.append(self._call(placed))
         found += [self._transfer(each, "") for each in sent.get("", ())]
-        self._add_gradients(found)
+        self._complete(found)
         return found
 
     def _call(self, placed: PlacedCall) -> Item:
         call = placed.call
-        takes = tuple((name, placed.placed.inputs[name]) for name in call.inputs if name in self.differentiable)
+        takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
         pieces = self._pieces(placed)
         return Item(
@@ -158,22 +152,17 @@ class _Program:
             message("forward", "reduce"),
             message("backward", "copy") if backward else (),
             backward,
-            ((name, step.source),) if backward else (),
+            (name,) if backward else (),
         )
 
-    def _add_gradients(self, items: Sequence[Item]) -> None:
-        """Where several items take a value, all but the first to give its gradient add theirs; which is the last."""
-        seen: set[Slot] = set()
-        last: dict[str, Item] = {}
-        for item in reversed(items):
-            for name, layout in item.takes:
-                if (name, layout) in seen:
-                    ones = (accumulation(self.graph, name, layout, self.mesh, place) for place in self.places)
-                    item.added.append(tuple(self.canonical.setdefault(one, one) for one in ones))
-                seen.add((name, layout))
+    def _complete(self, items: Sequence[Item]) -> None:
+        """Note with which item the gradient of each parameter is complete: the first of the forward pass to take it."""
+        first: dict[str, Item] = {}
+        for item in items:
+            for name in item.takes:
                 if self.graph.values[name].origin == "parameter":
-                    last[name] = item
-        for name, item in last.items():
+                    first.setdefault(name, item)
+        for name, item in first.items():
             item.parameters += (name,)
 
 

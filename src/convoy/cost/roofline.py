@@ -5,7 +5,7 @@ Williams, Waterman and Patterson, "Roofline: an insightful visual performance mo
 
 from dataclasses import dataclass
 
-from convoy.cost.piece import VIEWS, Piece
+from convoy.cost.piece import Piece
 from convoy.cost.times import Times
 
 
@@ -25,8 +25,6 @@ class Roofline:
 
     def __call__(self, piece: Piece, /) -> Times:
         """Seconds of a piece; views take none."""
-        if piece.op in VIEWS:
-            return Times()
         flops, moved = piece.flops, piece.bytes
         return Times(self._seconds(flops.forward, moved.forward), self._seconds(flops.backward, moved.backward))
 

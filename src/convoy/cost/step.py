@@ -139,9 +139,7 @@ class _Builder:
                 self._transfer(item, message)
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
-                seconds = self._times(item.pieces[rank]).backward
-                seconds += sum(self._times(pieces[rank]).backward for pieces in item.added)
-                self._compute(rank, kind, item.layer, item.name, seconds)
+                self._compute(rank, kind, item.layer, item.name, self._times(item.pieces[rank]).backward)
             if sending is not None:
                 sending.ready(item.parameters)
         if sending is not None:
