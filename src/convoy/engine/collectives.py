@@ -39,6 +39,11 @@ class Pending:
         self._work = work
         self._finish = finish
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs while this rank computes, not only when it is waited for."""
+        return self._work is not None
+
     def wait(self) -> Tensor:
         """Wait for the other ranks; the result."""
         if self._work is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ Place = tuple[str, Layout]
 """A value in one layout: what a slot of the program holds."""
 
 
+BuildTransfer = Callable[[tuple[Step, ...], tuple[int, ...]], Callable[[Tensor], Tensor]]
+"""From steps and the shape of the whole tensor to what does them on this rank."""
+
+
+class Watch(Protocol):
+    """Sees the instructions of a program as they run."""
+
+    def before(self, name: str) -> None:
+        """An instruction begins: that of the call of this name, or a transfer, whose name is empty."""
+
+    def after(self, name: str, results: Sequence[Any]) -> None:
+        """It has given its results."""
+
+
 class Program:
     """Runs a network's forward pass on this rank.
 
@@ -34,6 +48,7 @@ class Program:
         context: of the step.
         channels_last: whether images travel with the channels innermost in memory; the same on all ranks.
         compile: whether what lies between the exchanges runs through `torch.compile`.
+        transfer: builds what redistributes a value; by default what does it over the groups.
 
     Attributes:
         sources: names of the tensors that it is given, in order: inputs, parameters and buffers.
@@ -47,6 +62,7 @@ class Program:
         context: StepContext,
         channels_last: bool = False,
         compile: bool = False,
+        transfer: BuildTransfer | None = None,
     ) -> None:
         self._slots: dict[Place, int] = {}
         self._num_slots = 0
@@ -55,6 +71,7 @@ class Program:
         self._placement = placement
         self._groups = groups
         self._channels_last = channels_last
+        self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
         constants = graph.constants
         self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
@@ -83,11 +100,11 @@ class Program:
             kernel = overwriting.kernel(placed) or build_kernel(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
-                self._add(kernel.compute, inputs, [*outputs, terms])
+                self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
             else:
-                self._add(kernel, inputs, outputs, alone=isinstance(kernel, Alone))
+                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
         for name, steps in placement.outputs.items():
             self._transfer(name, placement.output_layouts[name], steps)
         self.outputs = list(placement.outputs)
@@ -97,11 +114,12 @@ class Program:
             self._instructions = compiled(self._instructions, self._outputs)
         self._instructions = self._freeing()
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """Run the pass.
 
         Args:
             tensors: this rank's part of every source, in order.
+            watch: is told of every instruction.
 
         Returns:
             This rank's part of every output, in order.
@@ -112,7 +130,11 @@ class Program:
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
         for instruction in self._instructions:
+            if watch is not None:
+                watch.before(instruction.name)
             results = instruction.run(*[slots[slot] for slot in instruction.inputs])
+            if watch is not None:
+                watch.after(instruction.name, results)
             for slot, result in zip(instruction.outputs, results, strict=True):
                 slots[slot] = result
             for slot in instruction.free:
@@ -130,21 +152,27 @@ class Program:
         return self._num_slots - 1
 
     def _add(
-        self, run: Callable[..., Sequence[Any]], inputs: Sequence[int], outputs: Sequence[int], alone: bool = False
+        self,
+        run: Callable[..., Sequence[Any]],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        alone: bool = False,
+        name: str = "",
     ) -> None:
-        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), alone))
+        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), alone, name=name))
 
     def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], cast: bool = False) -> None:
         """Redistribute a value, once for all who want it in the same layout; `cast` sends it as autocast computes."""
         if not steps or (name, target) in self._slots:
             return
-        placement = self._placement
         source = self._slot(name, steps[0].source)
-        shape = placement.graph.shape(name)
-        groups = self._groups
-        move = redistribute(steps, placement.mesh, groups.coordinates, groups, shape, self._channels_last)
+        move = self._build_transfer(steps, self._placement.graph.shape(name))
         slot = self._slot(name, target)
         self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot], alone=True)
+
+    def _redistribution(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        groups = self._groups
+        return redistribute(steps, self._placement.mesh, groups.coordinates, groups, shape, self._channels_last)
 
     def _freeing(self) -> list[Instruction]:
         """The instructions, each emptying the slots that it reads last."""

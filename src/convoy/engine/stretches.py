@@ -14,6 +14,7 @@ class Instruction:
 
     Attributes:
         alone: it does more than compute: it talks to other ranks, or keeps something.
+        name: of the call that it is, empty where it is none or several.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -21,6 +22,7 @@ class Instruction:
     outputs: tuple[int, ...]
     alone: bool
     free: tuple[int, ...] = ()
+    name: str = ""
 
 
 def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> list[Instruction]:

@@ -1,0 +1,203 @@
+"""One rank's part of a placed network, run by itself: how long every call takes in its place, forward and backward.
+
+Nothing is sent. What would come from other ranks is made up, of the right shape; all else is what the engine runs, in
+its order, so that a call finds in the caches what it will find there in training.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.engine.context import StepContext
+from convoy.engine.groups import Groups
+from convoy.engine.program import Program
+from convoy.engine.statistics import RunningStatistics
+from convoy.graph.graph import Value
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Placement
+from convoy.plans.transfer import Step
+
+OUTSIDE = ""
+"""The name of the time that belongs to no call."""
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Seconds of one call.
+
+    Attributes:
+        forward, backward: medians over the passes.
+    """
+
+    forward: float
+    backward: float
+
+
+class Alone(Groups):
+    """A rank of a mesh whose other ranks are not there."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__(mesh, rank)
+
+    def of(self, axes: Iterable[int]) -> None:
+        """Nobody."""
+
+
+class Rehearsal:
+    """Runs a rank's part of a placement.
+
+    Args:
+        placement: the network, in training, at the batch of one pass.
+        rank: whose part.
+        device: where.
+        channels_last: whether images lie with the channels innermost in memory.
+        batch_norm: over which samples its statistics are taken.
+        microbatches: samples of each microbatch of the pass; by default all are one.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        *,
+        channels_last: bool = False,
+        batch_norm: str = "sync",
+        microbatches: Sequence[int] = (),
+    ) -> None:
+        self._placement, self._device, self._channels_last = placement, device, channels_last
+        self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
+        self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
+        mesh = placement.mesh
+        self._place = mesh.coordinates(rank)
+        groups = Alone(mesh, rank)
+        self._program = Program(placement, groups, self._context, channels_last, transfer=self._stand_in)
+        self._tensors = [self._source(placement.graph.values[name]) for name in self._program.sources]
+
+    def run(self, passes: int = 3, warm_up: int = 1, ready: Callable[[], None] = lambda: None) -> dict[str, CallTimes]:
+        """Time every call.
+
+        Args:
+            passes: that count.
+            warm_up: passes before them.
+            ready: called before every pass, for example to wait for others that measure at the same time.
+
+        Returns:
+            Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
+        """
+        found: list[tuple[dict[str, float], dict[str, float]]] = []
+        for number in range(warm_up + passes):
+            ready()
+            times = self._pass()
+            if number >= warm_up:
+                found.append(times)
+        names = dict.fromkeys(name for both in found for times in both for name in times)
+        return {
+            name: CallTimes(*(statistics.median(both[way].get(name, 0.0) for both in found) for way in (0, 1)))
+            for name in names
+        }
+
+    def _pass(self) -> tuple[dict[str, float], dict[str, float]]:
+        self._context.statistics = RunningStatistics()
+        self._context.enter(0, 0, self._sizes, self._device)
+        for tensor in self._tensors:
+            tensor.grad = None
+        forward, backward = _Stopwatch(self._device), _Stopwatch(self._device)
+        outputs = self._program(self._tensors, _Marks(forward, backward))
+        forward.mark(OUTSIDE)
+        differentiable = [output for output in outputs if output.requires_grad]
+        if differentiable:
+            gradients = [torch.full_like(output, 1.0 / max(1, output.numel())) for output in differentiable]
+            backward.mark(OUTSIDE)
+            torch.autograd.backward(differentiable, gradients)
+            backward.mark(OUTSIDE)
+        return forward.spans(), backward.spans()
+
+    def _source(self, value: Value) -> Tensor:
+        layout = self._placement.layouts[value.name]
+        shape = layout.local_shape(value.shape, self._placement.mesh, self._place)
+        if not value.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=value.dtype, device=self._device)
+        if value.origin == "buffer":
+            return torch.ones(shape, dtype=value.dtype, device=self._device)
+        spread = 1.0 if value.origin == "input" or len(shape) < 2 else 1.0 / math.sqrt(max(1, math.prod(shape[1:])))
+        tensor = self._arranged(torch.randn(shape, dtype=value.dtype, device=self._device) * spread)
+        return tensor.requires_grad_(value.origin == "parameter")
+
+    def _arranged(self, tensor: Tensor) -> Tensor:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if not self._channels_last or tensor.dim() not in formats:
+            return tensor
+        return tensor.contiguous(memory_format=formats[tensor.dim()])
+
+    def _stand_in(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        """What a transfer would give, without it."""
+        mesh = self._placement.mesh
+        before, after = (layout.local_shape(shape, mesh, self._place) for layout in (steps[0].source, steps[-1].target))
+
+        def made_up(like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+            return self._arranged(torch.full(sizes, 0.1, dtype=like.dtype, device=like.device))
+
+        return lambda x: _StandIn.apply(x, lambda y: made_up(y, after), lambda y: made_up(y, before))
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.back = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+class _Stopwatch:
+    """Marks on the device's time; each names what begins there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def spans(self) -> dict[str, float]:
+        """Seconds from each mark to the next, added up by name."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            seconds = start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+            found[name] = found.get(name, 0.0) + seconds
+        return found
+
+
+class _Marks:
+    """Sees every instruction of a program: marks where it begins, and where its backward pass will."""
+
+    def __init__(self, forward: _Stopwatch, backward: _Stopwatch) -> None:
+        self._forward, self._backward = forward, backward
+        self._seen: set[Any] = set()
+
+    def before(self, name: str) -> None:
+        self._forward.mark(name)
+
+    def after(self, name: str, results: Sequence[Any]) -> None:
+        self._forward.mark(OUTSIDE)
+        for tensor in results:
+            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None and node not in self._seen:
+                self._seen.add(node)
+                node.register_prehook(lambda _: self._backward.mark(name))

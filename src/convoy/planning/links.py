@@ -1,0 +1,31 @@
+"""What is known of the links between the devices that a plan is for."""
+
+import itertools
+from collections.abc import Sequence
+
+from convoy.cost.link import Curve, Link, Links, first_group
+from convoy.engine.groups import Groups
+from convoy.engine.link_probe import measure_links
+from convoy.plans.mesh import Axes, Mesh
+
+
+def measured_links(meshes: Sequence[Mesh]) -> Links:
+    """Measure the groups of all meshes on the ranks that have joined; all ranks call it."""
+    found: dict[tuple[int, ...], Link] = {}
+    for mesh in meshes:
+        missing: dict[Axes, tuple[int, ...]] = {}
+        for axes in _subsets(mesh):
+            ranks = first_group(mesh, axes)
+            if len(ranks) > 1 and ranks not in found and ranks not in missing.values():
+                missing[axes] = ranks
+        if not missing:
+            continue
+        for axes, times in measure_links(Groups(mesh), missing).items():
+            curves = Curve.through(times.all_reduce), Curve.through(times.exchange)
+            found[missing[axes]] = Link(curves[0], curves[1], times.overlap, times.cpu_share)
+    return Links(found)
+
+
+def _subsets(mesh: Mesh) -> list[Axes]:
+    axes = tuple(mesh.axes)
+    return [chosen for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)]

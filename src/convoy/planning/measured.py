@@ -1,0 +1,183 @@
+"""What the planner knows of the devices at hand: measured here, or in the profile store from before."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from convoy.cost.calibrated import Calibrated
+from convoy.cost.costs import Around, Costs
+from convoy.cost.device import Device, this_device
+from convoy.cost.link import Links
+from convoy.cost.local import piece
+from convoy.cost.piece import VIEWS, Piece
+from convoy.cost.store import ProfileStore
+from convoy.cost.times import Times
+from convoy.engine.rehearsal import OUTSIDE, Rehearsal
+from convoy.planning.ranks import Ranks
+from convoy.planning.uniform import placements
+from convoy.planning.update import measure_update
+from convoy.planning.workload import Workload
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import PlacedCall, Placement
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is done, how much of it, and of how much."""
+
+
+@dataclass
+class Knowledge:
+    """Times on the devices at hand.
+
+    Attributes:
+        alone: of pieces, where one device computes and the others of the host rest.
+        together: where all devices of the host compute at the same time.
+    """
+
+    alone: Costs
+    together: Costs
+
+
+def measure(
+    workload: Workload,
+    meshes: Sequence[Mesh],
+    ranks: Ranks,
+    links: Links,
+    store: ProfileStore | None = None,
+    progress: Progress = lambda what, done, total: None,
+    passes: int = 2,
+) -> Knowledge:
+    """Rehearse the network on the devices at hand; all ranks call it.
+
+    What the store has is not measured again.
+
+    Args:
+        workload: what is to be trained.
+        meshes: for which times are needed.
+        ranks: the devices at hand.
+        links: between the devices of the meshes.
+        store: of what was measured before; None keeps nothing.
+        progress: is told of every rehearsal.
+        passes: of each rehearsal that count.
+    """
+    serial = Mesh((), ())
+    jobs = [(name, placement, True) for name, placement in placements(workload, serial)]
+    for mesh in meshes:
+        if mesh.num_devices > 1:
+            jobs += [(name, placement, False) for name, placement in placements(workload, mesh)]
+    neighbours = {True: 1, False: ranks.on_host}
+    devices = {alone: _device(workload, neighbours[alone]) for alone in (True, False)}
+    known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
+    outside: dict[bool, list[Times]] = {True: [], False: []}
+    for number, (name, placement, alone) in enumerate(jobs):
+        progress(f"rehearsing {name}", number, len(jobs))
+        wanted = _pieces(workload, placement)
+        if all(one in known[alone] for one in wanted):
+            continue
+        found, rest = _rehearse(workload, placement, ranks, alone, passes)
+        known[alone] |= found
+        outside[alone].append(rest)
+        if store is not None and ranks.rank == 0:
+            with contextlib.suppress(OSError):  # a full disk is no reason not to plan
+                store.put(devices[alone], found)
+                store.note(devices[alone], "around", [rest.forward, rest.backward])
+    progress("rehearsing", len(jobs), len(jobs))
+    update = ranks.first(lambda: measure_update(workload.optimizer, workload.device))
+    found_costs = {}
+    for alone in (True, False):
+        around = ranks.first(partial(_around, outside[alone], store, devices[alone]))
+        found_costs[alone] = Costs(
+            times=Calibrated(known[alone] or known[True]),
+            links=links,
+            update=update,
+            loss=around,
+            batch_norm=workload.batch_norm,
+            microbatch=workload.microbatch,
+            on_cpu=workload.device.type == "cpu",
+        )
+    return Knowledge(found_costs[True], found_costs[False])
+
+
+def _rehearse(
+    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, passes: int
+) -> tuple[dict[Piece, Times], Times]:
+    """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
+
+    Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
+    """
+    place = 0 if alone else ranks.rank * placement.mesh.num_devices // ranks.num
+    own: list[tuple[Piece, Times]] = []
+    around = (0.0, 0.0)
+    if not alone or ranks.rank == 0:
+        rehearsal = Rehearsal(
+            placement,
+            place,
+            workload.device,
+            channels_last=workload.channels_last,
+            batch_norm=workload.batch_norm,
+            microbatches=workload.sizes,
+        )
+        with precision(workload):
+            times = rehearsal.run(passes, ready=(lambda: None) if alone else ranks.barrier)
+        for placed in placement.calls:
+            one = _piece(workload, placement, placed, place)
+            if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
+                of_call = times[placed.call.name]
+                own.append((one, Times(of_call.forward, of_call.backward)))
+        rest = times[OUTSIDE]
+        around = rest.forward, rest.backward
+    measured: dict[Piece, list[Times]] = {}
+    arounds: list[Times] = []
+    for rows, other in ranks.gather((own, around)):
+        for one, found in rows:
+            measured.setdefault(one, []).append(found)
+        if rows:
+            arounds.append(Times(*other))
+    return {one: _mean(found) for one, found in measured.items()}, _mean(arounds)
+
+
+def _mean(times: Sequence[Times]) -> Times:
+    total = sum(times, Times())
+    return total * (1 / max(1, len(times)))
+
+
+def _pieces(workload: Workload, placement: Placement) -> set[Piece]:
+    """What all ranks compute in a placement, but for what takes no time."""
+    ranks = range(placement.mesh.num_devices)
+    found = (_piece(workload, placement, placed, rank) for placed in placement.calls for rank in ranks)
+    return {one for one in found if not one.is_empty and one.op not in VIEWS}
+
+
+def _piece(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> Piece:
+    return piece(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
+
+
+def _device(workload: Workload, neighbours: int) -> Device:
+    precision = str(workload.precision or torch.float32).removeprefix("torch.")
+    return this_device(
+        workload.device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours
+    )
+
+
+def _stored(store: ProfileStore | None, device: Device) -> dict[Piece, Times]:
+    return {} if store is None else store.times(device)
+
+
+def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device) -> Around:
+    if measured:
+        return Around(per_pass=_mean(measured).total)
+    noted = store.noted(device, "around") if store is not None else None
+    return Around(per_pass=sum(noted)) if isinstance(noted, list) else Around()
+
+
+@contextmanager
+def precision(workload: Workload) -> Iterator[None]:
+    """Autocast, if the workload has it."""
+    if workload.precision is None:
+        yield
+        return
+    with torch.autocast(workload.device.type, workload.precision):
+        yield

@@ -1,0 +1,170 @@
+"""From a workload and devices to the plan that is predicted to be fastest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from convoy.cost.additive import Additive
+from convoy.cost.assumed import Rate
+from convoy.cost.costs import Costs
+from convoy.cost.link import Links
+from convoy.cost.memory import RankMemory, most, rank_memory
+from convoy.cost.step import predict
+from convoy.cost.store import ProfileStore
+from convoy.cost.timeline import Timeline
+from convoy.errors import ConvoyError
+from convoy.planning.links import measured_links
+from convoy.planning.measured import Knowledge, Progress, measure
+from convoy.planning.ranks import Ranks
+from convoy.planning.workload import Workload
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
+from convoy.search.search import SearchResult, search
+from convoy.search.space import meshes
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A plan and what is predicted of it.
+
+    Attributes:
+        placement: of the workload's graph.
+        timeline: of one update.
+        memory: of the rank that needs most.
+    """
+
+    plan: Plan
+    placement: Placement
+    timeline: Timeline
+    memory: RankMemory
+
+    @property
+    def seconds(self) -> float:
+        """Of an update."""
+        return self.timeline.total
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner has found.
+
+    Attributes:
+        workload: that was planned.
+        devices: number of ranks.
+        candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
+        serial: one device.
+        search: what the search says of its way; None where a plan was only scored.
+        costs: that the candidates were predicted with.
+        notes: sentences about what was assumed.
+    """
+
+    workload: Workload
+    devices: int
+    candidates: tuple[Scored, ...]
+    serial: Scored
+    search: SearchResult | None
+    costs: Costs
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def best(self) -> Scored:
+        """The plan to run."""
+        return self.candidates[0]
+
+    @property
+    def speedup(self) -> float:
+        """Of the best plan over one device."""
+        return self.serial.seconds / self.best.seconds
+
+
+def score(workload: Workload, plan: Plan, costs: Costs) -> Scored:
+    """Predict a plan.
+
+    Raises:
+        ConvoyError: a layer cannot be divided as the plan says.
+    """
+    placement = workload.place(plan)
+    timeline = predict(placement, costs, workload.passes)
+    return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
+
+
+def know(
+    workload: Workload,
+    shapes: Sequence[Mesh],
+    ranks: Ranks,
+    *,
+    links: Links | None = None,
+    store: ProfileStore | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Knowledge, tuple[str, ...]]:
+    """Measure what is needed to predict plans on some meshes; all ranks call it.
+
+    Returns:
+        The costs, and notes on what was assumed.
+    """
+    notes = []
+    devices = max((mesh.num_devices for mesh in shapes), default=1)
+    if links is None and devices > 1:
+        if ranks.num == devices:
+            progress("measuring the links", 0, 1)
+            links = measured_links(shapes)
+        else:
+            links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+            notes.append(
+                f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
+            )
+    return measure(workload, shapes, ranks, links or Links(), store, progress), tuple(notes)
+
+
+def make_plan(
+    workload: Workload,
+    devices: int,
+    ranks: Ranks,
+    *,
+    links: Links | None = None,
+    store: ProfileStore | None = None,
+    fixes: Sequence[str] = (),
+    memory_limit: float | None = None,
+    plans: Sequence[Plan] = (),
+    progress: Progress = lambda what, done, total: None,
+) -> Planned:
+    """Find the fastest plan; all ranks call it, and get the same.
+
+    Args:
+        workload: what is to be trained.
+        devices: that the plan is for.
+        ranks: the devices at hand, on which times are measured.
+        links: between the devices; None measures them where as many ranks run, and assumes them otherwise.
+        store: of what was measured before.
+        fixes: strategies that are given, such as `classifier.*=filter`.
+        memory_limit: bytes that each device has.
+        plans: are only scored, instead of a search.
+        progress: is told of long work.
+
+    Raises:
+        ConvoyError: no plan fits into memory, a fix cannot be, or a plan is for another number of devices.
+    """
+    shapes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes(devices)
+    for plan in plans:
+        if plan.mesh.num_devices != devices:
+            raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
+    knowledge, notes = know(workload, shapes, ranks, links=links, store=store, progress=progress)
+    costs = knowledge.together if devices > 1 else knowledge.alone
+    found = None
+    if plans:
+        scored = [score(workload, plan, costs) for plan in plans]
+    else:
+        progress("searching", 0, 1)
+        found = search(
+            workload.graph,
+            devices,
+            Additive(costs, workload.graph, workload.passes),
+            parts=workload.parts,
+            outputs=workload.outputs,
+            fixes=fixes,
+            memory_limit=memory_limit,
+        )
+        scored = [score(workload, candidate.plan, costs) for candidate in found.candidates]
+    scored.sort(key=lambda one: one.seconds)
+    serial = score(workload, Plan(Mesh((), ())), knowledge.alone)
+    return Planned(workload, devices, tuple(scored), serial, found, costs, notes)

@@ -1,0 +1,47 @@
+"""Measures the optimiser: seconds for a byte and for a tensor."""
+
+import time
+
+import torch
+from torch import nn
+
+from convoy.cost.update import Update
+from convoy.engine.gradients.sharded import ELEMENTWISE
+from convoy.planning.workload import MakeOptimizer
+
+_POINTS = ((1, 2**24), (8, 2**20), (64, 2**14), (128, 64))
+"""Tensors, and numbers in each."""
+
+
+def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int = 3) -> Update:
+    """Time the optimiser on tensors of several sizes.
+
+    Args:
+        make: makes it for some parameters.
+        device: where they are.
+        repetitions: of each, the fastest counts.
+    """
+    measured = []
+    state = 0
+    optimizer = None
+    for tensors, numel in _POINTS:
+        parameters = [nn.Parameter(torch.full((numel,), 0.5, device=device)) for _ in range(tensors)]
+        optimizer = make(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()  # makes the state
+        seconds = min(_time(optimizer, device) for _ in range(repetitions))
+        measured.append((tensors * numel * 4, tensors, seconds))
+        held = (t for entries in optimizer.state.values() for t in entries.values() if isinstance(t, torch.Tensor))
+        state = max(state, round(sum(t.numel() for t in held) / (tensors * numel)))
+    return Update.fit(measured, state=float(state), divisible=type(optimizer) in ELEMENTWISE)
+
+
+def _time(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,146 @@
+"""What is to be planned: a network, how many samples an update has, and how it is trained."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from convoy.cost.local import BatchNorm
+from convoy.errors import ConvoyError
+from convoy.graph.capture import capture
+from convoy.graph.errors import CaptureError
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.plans.layout import balanced, consecutive
+from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def momentum(parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimiser that is assumed where nobody says another."""
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and one weight update of it.
+
+    Attributes:
+        name: of the network, for people.
+        graph: of a pass, in training, over the samples of all devices together.
+        outputs: names of the values that the network returns.
+        passes: forward and backward passes before an update.
+        device: on which the network runs.
+        channels_last: whether images lie with the channels innermost in memory.
+        batch_norm: over which samples its statistics are taken.
+        microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
+        precision: in which autocast has layers compute; None for the type of the weights.
+        optimizer: makes the optimiser for some parameters.
+    """
+
+    name: str
+    graph: Graph
+    outputs: tuple[str, ...]
+    passes: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    channels_last: bool = False
+    batch_norm: BatchNorm = "sync"
+    microbatch: int = 0
+    precision: torch.dtype | None = None
+    optimizer: MakeOptimizer = momentum
+
+    @property
+    def samples(self) -> int:
+        """Of a pass, on all devices together."""
+        return self.graph.shape(self.graph.inputs[0])[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch of a pass."""
+        size = self.microbatch or self.samples
+        return tuple(min(size, self.samples - start) for start in range(0, self.samples, size))
+
+    def parts(self, count: int) -> tuple[range, ...]:
+        """The consecutive samples of each of `count` ranks: whole microbatches where there are such.
+
+        Raises:
+            ConvoyError: there are fewer microbatches, or samples, than ranks.
+        """
+        pieces = self.sizes if self.microbatch else (1,) * self.samples
+        if count > len(pieces):
+            what = "microbatches" if self.microbatch else "samples"
+            raise ConvoyError(f"{count} ranks cannot share {len(pieces)} {what}: use fewer sample ranks")
+        return consecutive([sum(pieces[part.start : part.stop]) for part in balanced(len(pieces), count)])
+
+    def place(self, plan: Plan) -> Placement:
+        """The network under a plan.
+
+        Raises:
+            ConvoyError: a layer cannot be divided as the plan says.
+        """
+        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
+        batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)) if axes else (range(self.samples),))
+        return place(self.graph, plan, batch, self.outputs)
+
+
+def workload_of(
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    global_batch: int,
+    *,
+    name: str = "",
+    passes: int = 1,
+    channels_last: bool | None = None,
+    batch_norm: BatchNorm = "sync",
+    microbatch: int = 0,
+    precision: torch.dtype | None = None,
+    optimizer: MakeOptimizer = momentum,
+) -> Workload:
+    """Look at a network without changing it.
+
+    Args:
+        model: any network.
+        example: images; only the shape of a sample, the type and the device matter.
+        global_batch: samples of one update on all devices together.
+        name: of the network, for people; by default that of its class.
+        passes: into which the update is divided.
+        channels_last: memory format; None takes that of the example and the weights.
+        batch_norm, microbatch, precision, optimizer: as in `Workload`.
+
+    Raises:
+        ConvoyError: the network cannot be seen as one graph, or the batch is too small.
+    """
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    if global_batch < 1:
+        raise ConvoyError(f"a batch of {global_batch} samples cannot be trained: it must be at least 1")
+    samples = math.ceil(global_batch / passes)
+    inputs = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
+    try:
+        graph = capture(model, inputs, training=True)
+    except CaptureError as error:
+        raise ConvoyError(
+            f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
+        ) from error
+    if channels_last is None:
+        images = [x for x in (*examples, *model.parameters()) if x.dim() == 4]
+        channels_last = any(
+            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
+        )
+    return Workload(
+        name=name or type(model).__name__,
+        graph=graph,
+        outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
+        passes=passes,
+        device=examples[0].device,
+        channels_last=channels_last,
+        batch_norm=batch_norm,
+        microbatch=microbatch,
+        precision=precision,
+        optimizer=optimizer,
+    )
