@@ -22,7 +22,7 @@ from convoy.search.joins import Ids, codes_of
 from convoy.search.prices import NOWHERE, Answer, Prices, is_choosing
 from convoy.search.space import Strategy
 
-GRID = 4_000_000
+GRID = 800_000
 """The most states that a call's inputs may have together."""
 
 
@@ -271,7 +271,7 @@ class _Builder:
         distinct = distinct[distinct != NOWHERE]
         if len(distinct) >= known.ids.size or (len(known.scope) == 1 and len(distinct) > 0.9 * known.ids.size):
             return
-        if known.ids.size * len(distinct) > 2 * GRID:
+        if known.ids.size * len(distinct) > 10 * GRID:
             raise TooWideError(known.scope)
         variable = len(self.problem.sizes)
         self.problem.sizes[variable] = len(distinct)

@@ -1,8 +1,8 @@
 """The search: the fastest plans of a network for a number of devices, by costs that add up."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
@@ -20,6 +20,7 @@ from convoy.search.prices import Prices, is_choosing
 from convoy.search.problem import Shared
 from convoy.search.solve import Solution, Solver, next_best, used_axes, using_all_axes
 from convoy.search.space import AXIS_STRATEGIES, Strategy, allowed, meshes, sample_axes_of, strategies
+from convoy.search.ties import Groups
 
 Parts = Callable[[int], tuple[range, ...]]
 """The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
@@ -31,12 +32,17 @@ class Candidate:
 
     Attributes:
         seconds: the sum of its costs.
-        memory: bytes on the rank that needs most.
+        measure: what says how much memory it takes.
     """
 
     plan: Plan
     seconds: float
-    memory: float
+    measure: Callable[[Plan], float] = field(repr=False, compare=False)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on the rank that needs most; counted when first asked for."""
+        return self.measure(self.plan)
 
 
 @dataclass(frozen=True)
@@ -183,14 +189,16 @@ class _Search:
         """The best plans on a mesh, one for each set of sample axes for which there is one."""
         shared = Shared(Prices(self.graph, mesh, self.costs))
         solved: dict[Axes, _Found] = {}
+        groups: Groups | None = None
         for axes in sample_axes_of(mesh):
-            solver = self._solver(mesh, axes, shared)
+            solver = self._solver(mesh, axes, shared, groups)
             if solver is None:
                 continue
             try:
                 solved[axes] = _Found(solver, mesh, solver.solve())
             except ConvoyError as error:
                 self.refused = error
+            groups = solver.groups  # what was too wide before will be so again
         found = []
         for axes, one in solved.items():
             used = used_axes(one.solution.layers, self.ops)
@@ -204,7 +212,7 @@ class _Search:
             found.append(one)
         return found
 
-    def _solver(self, mesh: Mesh, axes: Axes, shared: Shared) -> Solver | None:
+    def _solver(self, mesh: Mesh, axes: Axes, shared: Shared, groups: Groups | None) -> Solver | None:
         count = mesh.size(axes)
         if count > self.num_samples:
             return None
@@ -214,7 +222,7 @@ class _Search:
         except ConvoyError as error:
             self.refused = error
             return None
-        return Solver(shared, batch, choices, self.outputs, with_memory=self.memory_limit is not None)
+        return Solver(shared, batch, choices, self.outputs, groups, self.memory_limit is not None)
 
     def _allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
         """What each layer may have.
@@ -257,7 +265,7 @@ class _Search:
         assert self.memory_limit is not None
         tried: list[tuple[_Found, Fitting]] = []
         for one in found:
-            fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory, one.mesh))
+            fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
             tried.append((_Found(one.solver, one.mesh, fit.solution), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
         if not fits:
@@ -284,15 +292,18 @@ class _Search:
         return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
 
     def _candidate(self, mesh: Mesh, layers: Mapping[str, Strategy], seconds: float) -> Candidate:
-        return Candidate(self._plan(mesh, layers), seconds, self._memory(mesh, layers))
+        return Candidate(self._plan(mesh, layers), seconds, self._memory)
 
     def _plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
         plan = compact(mesh, {layer: layers[layer] for layer in self.layers})
         assert all(plan.strategy(layer, op) == layers[layer] for layer, op in self.ops.items())
         return plan
 
-    def _memory(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> float:
-        return self.costs.memory(self._place(self._plan(mesh, layers)))
+    def _memory(self, plan: Plan) -> float:
+        return self.costs.memory(self._place(plan))
+
+    def _memory_of(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> float:
+        return self._memory(self._plan(mesh, layers))
 
     def _place(self, plan: Plan) -> Placement:
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)

@@ -12,7 +12,7 @@ from convoy.plans.rules import Batch
 from convoy.search.elimination import Elimination, Numbers, Table, TooWideError
 from convoy.search.problem import Choice, Problem, Shared, assigned, build
 from convoy.search.space import Strategy
-from convoy.search.ties import Groups, alone, tied
+from convoy.search.ties import Groups, alone, tied, tied_where_wide
 
 LIMIT = 8_000_000
 """The most entries of a table: 64 MB."""
@@ -64,7 +64,8 @@ class Solver:
         self.batch = batch
         self.allowed = allowed
         self.outputs = list(outputs)
-        self.groups = groups or alone(shared.prices.graph)
+        graph = shared.prices.graph
+        self.groups = groups or tied_where_wide(alone(graph), graph, 9 if len(batch.mesh.sizes) < 2 else 4)
         self.with_memory = with_memory
         self._problem: Problem | None = None
 

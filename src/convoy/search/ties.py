@@ -29,14 +29,38 @@ def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
     """
     met = list(met)
     roles = {call.layer: _role(call, graph) for call in reversed(graph.calls) if is_choosing(call)}
-    container = _common(met)
-    near = [layer for group in groups for layer in group if container and layer.startswith(f"{container}.")]
-    for layers in (near, met, list(roles)):
+    container = met[-1].rpartition(".")[0] if met else ""
+    while container:
+        inside = [layer for layer in roles if layer.startswith(f"{container}.")]
+        found = _by_role(groups, inside, roles)
+        if len(found) < len(groups) and 2 * len(set(met).intersection(inside)) >= len(set(met)):
+            return found
+        container = container.rpartition(".")[0]
+    for layers in (met, list(roles)):
         found = _by_role(groups, layers, roles)
         if len(found) < len(groups):
             return found
-    one = set(met) if len(set(met)) > 1 else set(roles)
-    return _merged(groups, [one])
+    return _merged(groups, [set(met) if len(set(met)) > 1 else set(roles)])
+
+
+def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
+    """Fewer groups, where concatenations join more features than a search can choose for.
+
+    Args:
+        most: so many features may meet.
+    """
+    deciding: dict[str, tuple[str, ...]] = {}
+    for call in graph.calls:
+        if is_choosing(call):
+            found: tuple[str, ...] = (call.layer,)
+        else:
+            found = tuple(dict.fromkeys(layer for name in call.inputs for layer in deciding.get(name, ())))
+        deciding |= dict.fromkeys(call.outputs, found[-1:] if call.op == "cat" else found)
+        if call.op == "cat" and len(call.inputs) > most:
+            group_of = {layer: group for group in groups for layer in group}
+            if len({group_of[layer] for layer in found}) > most:
+                groups = tied(groups, found, graph)
+    return groups
 
 
 def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
@@ -63,14 +87,3 @@ def _role(call: Call, graph: Graph) -> Role:
     kernel = graph.shape(attributes["weight"])[2:]
     # depthwise convolutions of different widths play one role
     return (call.op, kernel, attributes["stride"], attributes["groups"] > 1, attributes["transposed"])
-
-
-def _common(layers: Sequence[str]) -> str:
-    """The innermost module that holds all of these layers."""
-    parts = [layer.split(".")[:-1] for layer in layers]
-    common = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    return ".".join(common)

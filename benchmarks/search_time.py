@@ -1,0 +1,187 @@
+"""How long the search for a plan takes, and how much memory, with costs that are quickly asked for.
+
+    python benchmarks/search_time.py
+    python benchmarks/search_time.py --networks resnet152 --mesh 2x2 --batch 64
+
+Each network is searched in a process of its own. The time is that of `convoy.search.search` on one mesh, with all sets
+of sample axes; capture and what imports take come before it. The costs are a roofline and α-β messages.
+"""
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from convoy.graph.capture import capture
+from convoy.graph.graph import Value
+from convoy.models import create
+from convoy.plans.layout import Layout
+from convoy.plans.memory import predict_memory
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import all_reduce_elements
+from convoy.plans.transfer import Step
+from convoy.search import search
+
+NETWORKS = ("resnet152", "googlenet", "densenet121")
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Seconds on rank 0 of a GPU of 50 TFLOP/s and 1 TB/s, with links of 20 GB/s, a third of that between nodes."""
+
+    flops: float = 5e13
+    bandwidth: float = 1e12
+    overhead: float = 5e-6
+    latency: float = 2e-5
+    rate: float = 2e10
+
+    def compute(self, placed: PlacedCall, placement: Placement) -> float:
+        """A roofline."""
+        graph, mesh = placement.graph, placement.mesh
+        layouts = {**placed.placed.inputs, **placed.placed.outputs}
+        shapes = {name: _local(layout, graph.shape(name), mesh) for name, layout in layouts.items()}
+        work = 0
+        if placed.call.op in ("conv", "linear"):
+            output = shapes[placed.call.outputs[0]]
+            rows = output[2:] if placed.call.op == "conv" else output[1:-1]
+            work = 6 * output[0] * math.prod(rows) * math.prod(shapes[placed.call.attributes["weight"]])
+        return self.overhead + work / self.flops + 12 * sum(map(math.prod, shapes.values())) / self.bandwidth
+
+    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
+        """Latency and bytes of every message."""
+        count = mesh.size(step.axes)
+        before, after = (math.prod(_local(layout, shape, mesh)) for layout in (step.source, step.target))
+        scattered = (count - 1) * after
+        forward = {"gather": (count - 1) * before, "move": after, "reduce_scatter": scattered}.get(step.kind, 0)
+        backward = {"slice": scattered, "move": after, "reduce_scatter": scattered}.get(step.kind, 0)
+        summed = all_reduce_elements(before, count)
+        forward, backward = forward + summed * (step.kind == "reduce"), backward + summed * (step.kind == "copy")
+        slower = 3 if 0 in step.axes and len(mesh.sizes) > 1 else 1
+        numbers = [forward] + [backward] * differentiable
+        return sum(self.latency + n * itemsize * slower / self.rate for n in numbers if n)
+
+    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """An all-reduce by itself."""
+        axes = tuple(sorted(layout.copied))
+        if not axes:
+            return 0.0
+        sent = all_reduce_elements(math.prod(_local(layout, parameter.shape, mesh)), mesh.size(axes))
+        return self.latency + sent * parameter.dtype.itemsize / self.rate
+
+    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Weights, gradients and momentum are read and written."""
+        return 20 * math.prod(_local(layout, parameter.shape, mesh)) / self.bandwidth
+
+    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Weights, gradients and momentum."""
+        return 3.0 * math.prod(_local(layout, parameter.shape, mesh)) * parameter.dtype.itemsize
+
+    def memory(self, placement: Placement) -> float:
+        """As predicted, and momentum."""
+        return max(each.total + each.parameters for each in predict_memory(placement))
+
+
+def _local(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    return layout.local_shape(shape, mesh, (0,) * len(mesh.sizes))
+
+
+class DenseNet(nn.Module):
+    """DenseNet-121 (Huang et al., 2017): every layer takes the features of all layers before it."""
+
+    def __init__(self, blocks: tuple[int, ...] = (6, 12, 24, 16), growth: int = 32, channels: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, channels, 7, 2, 3, bias=False), *_norm(channels), nn.MaxPool2d(3, 2, 1))
+        self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
+        for number, layers in enumerate(blocks):
+            block = nn.ModuleList()
+            for _ in range(layers):
+                narrow = nn.Conv2d(channels, 4 * growth, 1, bias=False)
+                wide = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+                block.append(nn.Sequential(*_norm(channels), narrow, *_norm(4 * growth), wide))
+                channels += growth
+            self.blocks.append(block)
+            if number < len(blocks) - 1:
+                narrow = nn.Conv2d(channels, channels // 2, 1, bias=False)
+                self.transitions.append(nn.Sequential(*_norm(channels), narrow, nn.AvgPool2d(2)))
+                channels //= 2
+        self.head = nn.Sequential(*_norm(channels), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] to logits [N, 1000]."""
+        x = self.stem(images)
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, nn.ModuleList)
+            features = [x]
+            for layer in block:
+                features.append(layer(torch.cat(features, 1)))
+            x = torch.cat(features, 1)
+            if number < len(self.transitions):
+                x = self.transitions[number](x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _norm(channels: int) -> tuple[nn.Module, nn.Module]:
+    return nn.BatchNorm2d(channels), nn.ReLU()
+
+
+def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None) -> dict[str, object]:
+    """Search one network in this process."""
+    with torch.device("meta"):
+        model = DenseNet() if network == "densenet121" else create(network)
+        graph = capture(model, (torch.empty(batch, 3, 224, 224),), training=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mesh = Mesh(("node", "gpu")[-len(sizes) :], sizes)
+    start = time.perf_counter()
+    found = search(graph, mesh.num_devices, Synthetic(), on=[mesh], memory_limit=limit)
+    seconds = time.perf_counter() - start
+    return {
+        "network": network,
+        "seconds": seconds,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "before": before * 1024,
+        "exact": found.exact,
+        "notes": list(found.notes),
+        "predicted": found.best.seconds,
+        "plan": str(found.best.plan),
+        "layers": len(found.next_best),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--mesh", default="16x8")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
+    parser.add_argument("--here", action="store_true", help="in this process, printing JSON")
+    options = parser.parse_args()
+    sizes = tuple(map(int, options.mesh.split("x")))
+    for network in options.networks:
+        if options.here:
+            print(json.dumps(measure(network, sizes, options.batch, options.memory_limit)))
+            continue
+        command = [sys.executable, __file__, "--here", "--networks", network, "--mesh", options.mesh]
+        command += ["--batch", str(options.batch)]
+        command += ["--memory-limit", str(options.memory_limit)] if options.memory_limit else []
+        row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        print(
+            f"{row['network']:12} {options.mesh}: {row['seconds']:.2f} s, peak {row['peak'] / 1e6:.0f} MB "
+            f"({row['before'] / 1e6:.0f} MB before), {'exact' if row['exact'] else 'not exact'}, "
+            f"predicted {row['predicted'] * 1e3:.2f} ms"
+        )
+        for note in row["notes"]:
+            print(f"{'':12} {note}")
+        print(f"{'':12} {row['plan'][:300]}")
+
+
+if __name__ == "__main__":
+    main()
