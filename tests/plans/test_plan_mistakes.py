@@ -46,7 +46,7 @@ LINES = [
     ("sample: 2", "write sample=2 instead"),
     ("sample 2", "write sample=2 instead"),
     ("sample+2", "is no part of a plan"),
-    ("auto", "the planner behind `auto` is not there yet"),
+    ("auto", "auto stands for what the planner finds"),
     ("auto=2", "auto takes no number"),
     ("auto,sample=2", "auto stands alone"),
     ("serial=1", "serial takes no number"),

@@ -37,8 +37,10 @@ class Probe:
     draws: bool
     bytes_per_sample: int
 
-    def merge(self, sizes: tuple[int, ...], device: torch.device) -> int:
+    def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
+
+        Where several devices are `sharing` the work on a pass, each keeps a part of it.
 
         A GPU's budget is half of its memory. On a CPU large passes fall out of the caches and are slower than small
         ones, so that a pass keeps 16 MiB for the backward pass at most.
@@ -48,7 +50,7 @@ class Probe:
         budget = (
             CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else CPU_BUDGET
         )
-        return max(1, min(len(sizes), int(budget // max(1, self.bytes_per_sample * max(sizes)))))
+        return max(1, min(len(sizes), int(sharing * budget // max(1, self.bytes_per_sample * max(sizes)))))
 
 
 def probe(

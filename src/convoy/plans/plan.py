@@ -112,7 +112,8 @@ def _auto(num_devices: int | None) -> Plan:
         return Plan(*parse_text("serial"))
     example = num_devices or 2
     raise ConvoyError(
-        f"the planner behind `auto` is not there yet: write a plan, e.g. sample={example} or owt={example}"
+        "auto stands for what the planner finds: pass what convoy.plan(model, …) returns, or a plan such as "
+        f"sample={example} or owt={example}"
     )
 
 

@@ -11,23 +11,22 @@ from convoy.training.recipe import Recipe
 from convoy.training.under_plan import Method
 
 
-def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan, list[str]]:
-    """The plan for the devices that there are, and notes on how it was chosen.
+def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, list[str]]:
+    """The plan for the devices that there are, and notes on it; None where the planner is to find one.
 
     Raises:
         ConvoyError: it is no plan, or one for another number of devices.
     """
     notes = []
+    plan: Plan | None
     simple = "serial" if num_devices == 1 else f"sample={num_devices}"
     if section.plan is None:
         plan = Plan.parse(simple)
     elif section.plan.strip() == "auto":
-        plan = Plan.parse(simple)
-        if num_devices > 1:
-            notes.append(f"plan auto is {simple}: the planner is not there yet")
+        plan = Plan.parse(simple) if num_devices == 1 else None
     else:
         plan = Plan.parse(section.plan, num_devices)
-    planned = plan.mesh.num_devices
+    planned = plan.mesh.num_devices if plan is not None else num_devices
     if planned != num_devices:
         raise ConvoyError(
             f"the plan {plan} is for {planned} device{'s' if planned > 1 else ''}, but {num_devices} "

@@ -5,7 +5,7 @@ import copy
 import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy import models
 from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
-from convoy.engine import Probe, StepContext, prepare, probe
+from convoy.engine import Probe, prepare, probe
 from convoy.engine.coupling import coupled
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
+from convoy.training.auto_plan import Choice, Chosen
 from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
 from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
@@ -169,24 +170,53 @@ def set_up(
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    prepared = copy.deepcopy(model)
-    context = prepare(prepared, recipe.seed, recipe.batch_norm)
-    found = _probe(prepared, context, recipe, data, quantities.sizes, device)
+    found = _probe(model, recipe, data, quantities.sizes, device)
+    ready = _Ready(recipe, data, quantities, model, found, device, devices)
+    if plan is None:
+        chosen = _choose_plan(ready, progress)
+        plan = chosen.plan
+        notes += chosen.notes
+    return _assemble(ready, plan, notes)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a session is made of, whatever the plan.
+
+    Attributes:
+        model: the plain network; a session makes it its own.
+    """
+
+    recipe: Recipe
+    data: DataSet
+    quantities: Quantities
+    model: nn.Module
+    probe: Probe
+    device: torch.device
+    devices: Devices
+
+
+def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
+    """The session under a plan. All ranks call it."""
+    recipe, data, device, devices, model = ready.recipe, ready.data, ready.device, ready.devices, ready.model
+    sizes = ready.quantities.sizes
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
-    merge, reason = devices.broadcast(_merge(recipe, found, quantities.sizes, device))
     network: Network
-    if plan.mesh.num_devices > 1 or found.draws:
-        network = _under_plan(recipe, model, plan, data, quantities.sizes, device)
+    if plan.mesh.num_devices > 1 or ready.probe.draws:
+        network = _under_plan(recipe, model, plan, data, sizes, device)
     else:
-        model = prepared
+        context = prepare(model, recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
         network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
-    _check_coupling(recipe, found, model, devices)
-    division = _division(recipe, quantities.sizes, devices, notes)
-    optimizer = network.share(create_optimizer(model, recipe.optimizer, quantities.lr))
+    sharing = devices.num // devices.num_sample_ranks
+    merge, reason = devices.broadcast(_merge(recipe, ready.probe, sizes, device, sharing))
+    _check_coupling(recipe, ready.probe, model, devices)
+    division = _division(recipe, sizes, devices, notes)
+    optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, devices.any)
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     return Session(
         recipe=recipe,
         devices=devices,
@@ -194,14 +224,14 @@ def set_up(
         division=division,
         data=data,
         order=Order(len(data.train), recipe.batch, recipe.seed),
-        quantities=quantities,
+        quantities=ready.quantities,
         device=device,
         model=model,
         network=network,
         counts=counts,
         pipeline=InputPipeline(data, device, memory_format),
         state=RunState(network, optimizer, scaler, averaged),
-        probe=found,
+        probe=ready.probe,
         merge=merge,
         derived=[
             *derive(
@@ -215,6 +245,32 @@ def set_up(
         ],
         notes=[*recipe.notes(), *data.notes, *notes],
     )
+
+
+def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
+    """The plan for `--plan auto`. All ranks call it."""
+    devices, sizes = ready.devices, ready.quantities.sizes
+    merge, _ = devices.broadcast(_merge(ready.recipe, ready.probe, sizes, ready.device))
+
+    def make_step(model: nn.Module, plan: Plan) -> TrainingStep:
+        return _assemble(replace(ready, model=model), plan, []).step()
+
+    return Choice(
+        recipe=ready.recipe,
+        model=ready.model,
+        data=ready.data,
+        sizes=sizes,
+        merge=merge,
+        learning_rate=ready.quantities.lr,
+        device=ready.device,
+        devices=devices,
+        make_step=make_step,
+        progress=progress if progress is not None and devices.rank == 0 else _silent,
+    )()
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress."""
 
 
 def _under_plan(
@@ -304,9 +360,9 @@ def build_model(recipe: Recipe, data: DataSet) -> tuple[nn.Module, list[str]]:
     return model, notes
 
 
-def _probe(
-    model: nn.Module, context: StepContext, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device
-) -> Probe:
+def _probe(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device) -> Probe:
+    model = copy.deepcopy(plain)
+    context = prepare(model, recipe.seed, recipe.batch_norm)
     shape = (data.channels, data.image_size, data.image_size)
     try:
         _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, len(data.classes))
@@ -331,13 +387,16 @@ def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: i
         )
 
 
-def _merge(recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device) -> tuple[int, str]:
+def _merge(
+    recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device, sharing: int = 1
+) -> tuple[int, str]:
+    """How many microbatches of each part of the batch run in one pass, and why; `sharing` devices work on a part."""
     num = len(sizes)
     if recipe.reproducible:
         return 1, "reproducible: one by one"
     if recipe.batch_norm != "microbatch":
         return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
-    merge = found.merge(sizes, device)
+    merge = found.merge(sizes, device, sharing)
     if found.draws:
         return 1, "one by one: the network draws random numbers outside of dropout layers"
     if not found.separable:

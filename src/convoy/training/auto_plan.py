@@ -1,0 +1,141 @@
+"""`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from convoy.cost.store import ProfileStore
+from convoy.data import Batch, DataSet
+from convoy.errors import ConvoyError
+from convoy.planning import Planned, Ranks, make_plan, workload_of
+from convoy.plans.plan import Plan
+from convoy.training.devices import Devices
+from convoy.training.optimizers import create_optimizer
+from convoy.training.precision import DTYPES
+from convoy.training.recipe import Recipe
+from convoy.training.step import TrainingStep
+
+CLEAR = 2 / 3
+"""A plan that is predicted to need no more than this part of every other's time need not race."""
+_RACERS = 3
+_WARM_UP, _MEASURED = 2, 3
+
+MakeStep = Callable[[nn.Module, Plan], TrainingStep]
+"""The update of a network under a plan; it changes the network, and which samples this rank has."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan that runs.
+
+    Attributes:
+        planned: what the planner predicted; None where it could not.
+        notes: sentences about how it came to be.
+    """
+
+    plan: Plan
+    planned: Planned | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan is chosen for.
+
+    Attributes:
+        model: the plain network; it is left as it is.
+        sizes: samples of each microbatch of an update.
+        merge: microbatches that one device takes in a pass.
+        make_step: the update of a copy of it under a plan.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+    data: DataSet
+    sizes: tuple[int, ...]
+    merge: int
+    learning_rate: float
+    device: torch.device
+    devices: Devices
+    make_step: MakeStep
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+
+    def __call__(self) -> Chosen:
+        """Plan, and race where the prediction is not clear. All ranks call it."""
+        plain = Plan.parse(f"sample={self.devices.num}")
+        if self.recipe.reproducible:
+            return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
+        try:
+            planned = self._planned()
+        except ConvoyError as error:
+            return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
+        racers = [scored.plan for scored in planned.candidates[:_RACERS]]
+        best = planned.best
+        said = f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)}"
+        others = [scored.seconds for scored in planned.candidates[1:]]
+        if not others or best.seconds <= CLEAR * min(others):
+            return Chosen(best.plan, planned, (said,))
+        seconds = self._race(racers)
+        winner = min(range(len(racers)), key=lambda place: (seconds[place], place))
+        result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
+        return Chosen(racers[winner], planned, (said, f"in a race over {_MEASURED} updates: {result}"))
+
+    def _planned(self) -> Planned:
+        recipe, batch = self.recipe, sum(self.sizes)
+        per_pass = min(len(self.sizes), self.merge * self.devices.num)
+        example = torch.empty(1, self.data.channels, self.data.image_size, self.data.image_size, device=self.device)
+        workload = workload_of(
+            self.model,
+            example,
+            batch,
+            name=recipe.model.name,
+            passes=math.ceil(len(self.sizes) / per_pass),
+            channels_last=recipe.channels_last,
+            batch_norm=recipe.batch_norm,
+            microbatch=self.sizes[0] if recipe.batch_norm == "microbatch" else 0,
+            precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
+            optimizer=partial(_optimizer, recipe=recipe, learning_rate=self.learning_rate),
+        )
+        return make_plan(workload, self.devices.num, Ranks.here(), store=ProfileStore(), progress=self.progress)
+
+    def _race(self, plans: Sequence[Plan]) -> list[float]:
+        """Seconds of an update under each plan, of the slowest rank."""
+        found = []
+        for number, plan in enumerate(plans):
+            self.progress(f"racing {plan}", number, len(plans))
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                step = self.make_step(copy.deepcopy(self.model), plan)
+                found.append(self._time(step))
+        self.progress("racing", len(plans), len(plans))
+        return found
+
+    def _time(self, step: TrainingStep) -> float:
+        data = self.data
+        samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+        images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
+        batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+        seconds = []
+        for update in range(_WARM_UP + _MEASURED):
+            self.devices.barrier()
+            began = time.perf_counter()
+            step(batch, update)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - began)
+        own = sorted(seconds[_WARM_UP:])[_MEASURED // 2]
+        return max(self.devices.gather(own))
+
+
+def _optimizer(parameters: list[nn.Parameter], recipe: Recipe, learning_rate: float) -> Optimizer:
+    return create_optimizer(nn.ParameterList(parameters), recipe.optimizer, learning_rate)
+
+
+def _each(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms an update"
