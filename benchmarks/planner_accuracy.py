@@ -1,0 +1,139 @@
+"""Predictions of the planner beside measurements: every plan of every network is predicted before it is measured.
+
+    python benchmarks/planner_accuracy.py                                   all networks, on one and two devices
+    python benchmarks/planner_accuracy.py --networks alexnet,vgg11 --updates 5
+
+A device is one core and one thread. For each network and batch the planner measures the layers and the link on the
+two devices, predicts one device, all plans and the plan that it would choose itself, and only then are they trained
+and timed. Printed are the relative error of each, its mean over all and over `sample` plans, how the order of the
+plans agrees (Kendall's tau-b), how far the chosen plan is from the best measured one, and how much better the errors
+are than those of "two devices are twice as fast".
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, ranks
+from measuring.prediction import CHOSEN, SERIAL, Row, Subject, run
+
+SUBJECTS = (
+    Subject("lenet", "lenet", 28, 64),
+    Subject("lenet", "lenet", 28, 512),
+    Subject("alexnet", "alexnet", 224, 32, 1000),
+    Subject("alexnet", "alexnet", 224, 64, 1000),
+    Subject("vgg11", "vgg11-cifar", 32, 64),
+    Subject("vgg11", "vgg11-cifar", 32, 128),
+    Subject("googlenet", "googlenet-cifar", 32, 16, options={"aux_logits": False}),
+    Subject("googlenet", "googlenet-cifar", 32, 32, options={"aux_logits": False}),
+    Subject("squeezenet", "squeezenet1_1-cifar", 32, 32),
+    Subject("squeezenet", "squeezenet1_1-cifar", 32, 128),
+    Subject("resnet18", "resnet18", 64, 32),
+    Subject("resnet18", "resnet18", 64, 128),
+    Subject("resnet50", "resnet50", 64, 16),
+    Subject("resnet50", "resnet50", 64, 64),
+)
+PLANS = ("sample=2", "filter=2", "channel=2", "height=2", "width=2", "owt=2")
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    ranks.prepare()
+    about = machine.describe()
+    print(f"{about['date']}: `{about['command']}`\n{machine.sentence(about)}", flush=True)
+    found: list[tuple[Subject, list[Row]]] = []
+    for subject in SUBJECTS:
+        if arguments.networks and subject.name not in arguments.networks:
+            continue
+        rows = ranks.run_ranks(run, 2, subject, PLANS, arguments.updates, limits=ranks.Limits(arguments.timeout))[0]
+        found.append((subject, rows))
+        print("\n" + _table(subject, rows), flush=True)
+        _store(arguments.out, about, found)
+    print("\n" + _summary(found))
+
+
+def _table(subject: Subject, rows: Sequence[Row]) -> str:
+    lines = [
+        f"**{subject.name}**, {subject.image_size} px, global batch {subject.batch}",
+        "",
+        "| plan | predicted ms | measured ms | error | smallest–largest |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, high = (1e3 * seconds for seconds in row.spread)
+        cells = [row.plan, f"{row.predicted * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{_error(row):+.1%}"]
+        lines.append("| " + " | ".join([*cells, f"{low:.1f}–{high:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _summary(found: Sequence[tuple[Subject, Sequence[Row]]]) -> str:
+    rows = [row for _, several in found for row in several]
+    by_data = [row for row in rows if row.plan.startswith("sample")]
+    naive = []
+    for _, several in found:
+        one = next(row.measured for row in several if row.plan == SERIAL)
+        naive += [abs(one / 2 / row.measured - 1) for row in several if row.plan != SERIAL]
+    parallel = [abs(_error(row)) for row in rows if row.plan != SERIAL]
+    taus = [_tau([(row.predicted, row.measured) for row in several if row.plan != SERIAL]) for _, several in found]
+    gaps = []
+    for _, several in found:
+        chosen = next((row.measured for row in several if row.plan.startswith(CHOSEN)), None)
+        if chosen is not None:
+            gaps.append(chosen / min(row.measured for row in several if row.plan != SERIAL) - 1)
+    lines = [
+        f"{len(rows)} predictions: mean absolute error {statistics.mean(abs(_error(row)) for row in rows):.1%}",
+        f"{len(by_data)} of sample plans: {statistics.mean(abs(_error(row)) for row in by_data):.1%}",
+        f"{len(parallel)} on two devices: {statistics.mean(parallel):.1%}; predicting half of one device's time: "
+        f"{statistics.mean(naive):.1%}",
+        f"Kendall's tau of the plans' order: mean {statistics.mean(taus):.2f}, least {min(taus):.2f}",
+        f"the chosen plan against the best measured one: within 3 % in {sum(gap <= 0.03 for gap in gaps)} of "
+        f"{len(gaps)}, {max(gaps):+.1%} at most",
+    ]
+    return "\n".join(lines)
+
+
+def _error(row: Row) -> float:
+    return row.predicted / row.measured - 1
+
+
+def _tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b of two orders."""
+    agreeing = disagreeing = 0
+    for number, (a, b) in enumerate(pairs):
+        for c, d in pairs[:number]:
+            product = (a - c) * (b - d)
+            agreeing += product > 0
+            disagreeing += product < 0
+    return (agreeing - disagreeing) / max(1, agreeing + disagreeing)
+
+
+def _store(folder: Path, about: dict[str, Any], found: Sequence[tuple[Subject, Sequence[Row]]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = [
+        {
+            **{key: getattr(subject, key) for key in ("name", "model", "image_size", "batch")},
+            "rows": [
+                {key: getattr(row, key) for key in ("plan", "predicted", "measured", "where", "spread")} for row in rows
+            ],
+        }
+        for subject, rows in found
+    ]
+    text = json.dumps({"machine": about, "cases": cases}, indent=1)
+    (folder / "planner_accuracy.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
+    parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a network at one batch")
+    parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
