@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from convoy.cost.additive import Additive, busy_ranks
+from convoy.cost.additive import Additive, busy_ranks, sent_elements, some_places
 from convoy.cost.alike import alike
 from convoy.cost.costs import Costs
 from convoy.cost.link import Curve, Link, Links
@@ -15,6 +15,7 @@ from convoy.cost.update import Update
 from convoy.plans.buckets import Sizes
 from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
+from convoy.plans.traffic import step_elements
 from convoy.search.costs import additive_seconds
 from plans.made_graph import Chain, placed, small_net
 
@@ -66,6 +67,22 @@ def test_small_gradients_pay_their_part_of_a_message():
     placement = placed(graph, "sample=2")
     sums = additive_seconds(placement, Additive(costs(sizes=Sizes(1 << 30, 1 << 10, 1 << 10)), graph))
     assert sums > additive_seconds(placement, Additive(costs(), graph))  # copies in and out
+
+
+@pytest.mark.parametrize(
+    "plan", ["filter=2", "owt=4", "sample=2,filter=2", "height=4", "sample=2,height=4", "channel=3"]
+)
+def test_bytes_of_the_sum_are_those_of_the_plan(plan):
+    placement = placed(small_net(8), plan)
+    mesh = placement.mesh
+    steps = [(name, step) for call in placement.calls for name, found in call.transfers.items() for step in found]
+    assert steps
+    for name, step in steps:
+        shape = placement.graph.shape(name)
+        every = [step_elements(step, mesh, mesh.coordinates(rank), shape) for rank in range(mesh.num_devices)]
+        some = [sent_elements(step, mesh, place, shape) for place in some_places(step, mesh)]
+        assert max(each.forward for each in some) == max(each.forward for each in every), step
+        assert max(each.backward for each in some) == max(each.backward for each in every), step
 
 
 def test_the_rank_in_the_middle_has_most_rows():

@@ -9,13 +9,14 @@ from math import prod
 from convoy.cost.copies import copied, moved
 from convoy.cost.costs import Costs
 from convoy.cost.inside import inside
+from convoy.cost.link import Link
 from convoy.cost.local import local_piece, piece
 from convoy.cost.memory import most, rank_memory
 from convoy.cost.piece import Piece
 from convoy.cost.times import Times
 from convoy.graph.graph import Graph, Value
-from convoy.plans.layout import Layout
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.layout import Layout, common
+from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Traffic, step_elements
 from convoy.plans.transfer import Step
@@ -40,6 +41,8 @@ class Additive:
         large = sum(size for value in graph.parameters() if (size := _bytes(value)) >= self._sizes.alone)
         self._divides = costs.on_cpu and costs.update.divides(large)
         self._known: dict[Piece, Times] = {}
+        self._copies: dict[tuple[object, ...], float] = {}
+        self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds of a call in all passes, with what ranks exchange inside it.
@@ -52,10 +55,14 @@ class Additive:
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
+        first = mesh.coordinates(0)
+        before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
+        alike = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
+        seconds = self._copies.get(alike)
+        if seconds is None:
+            piece = moved(step, shape, _DTYPES.get(itemsize, "float32"), differentiable, mesh, first)
+            seconds = self._copies[alike] = self._times(piece).total
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
-        place = mesh.coordinates(0)
-        times = self._times(moved(step, shape, _DTYPES.get(itemsize, "float32"), differentiable, mesh, place))
-        seconds = times.total if differentiable else times.forward
         if axes:
             seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
         return self.passes * seconds
@@ -65,8 +72,8 @@ class Additive:
         axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
         if not axes:
             return 0.0
-        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
-        link = self.costs.links.of(mesh, axes)
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        link = self._link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
             copies = 2 * self._times(copied(size)).forward
@@ -85,7 +92,7 @@ class Additive:
 
     def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
-        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
         return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
 
     def memory(self, placement: Placement) -> float:
@@ -93,7 +100,7 @@ class Additive:
         return most(rank_memory(placement, self.costs)).total
 
     def _updated(self, parameter: Value, layout: Layout, mesh: Mesh) -> int:
-        size = prod(layout.local_shape(parameter.shape, mesh, mesh.coordinates(0))) * parameter.dtype.itemsize
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
         count = mesh.size(tuple(layout.copied))
         return size // count if self._divides and size >= self._sizes.alone else size
 
@@ -101,6 +108,11 @@ class Additive:
         if one not in self._known:
             self._known[one] = self.costs.times(one)
         return self._known[one]
+
+    def _link(self, mesh: Mesh, axes: Axes) -> Link:
+        if (mesh, axes) not in self._links:
+            self._links[mesh, axes] = self.costs.links.of(mesh, axes)
+        return self._links[mesh, axes]
 
     def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
@@ -112,7 +124,7 @@ class Additive:
         seconds = self._times(own).total if graph.training else self._times(own).forward
         within = inside(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
-            link = costs.links.of(mesh, within.axes)
+            link = self._link(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward
             seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
         return seconds
@@ -120,17 +132,50 @@ class Additive:
     def _messages(
         self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
     ) -> float:
-        link = self.costs.links.of(mesh, axes)
-        group = mesh.group(mesh.coordinates(0), axes)
-        traffic = [step_elements(step, mesh, place, shape) * itemsize for place in group]
-        sent = Traffic(max(each.forward for each in traffic), max(each.backward for each in traffic))
-        whole = prod(step.source.local_shape(shape, mesh, group[0])) * itemsize
-        if step.kind == "reduce":
-            return link.all_reduce(whole) if sent.forward else 0.0
-        if step.kind == "copy":
-            return link.all_reduce(whole) if sent.backward and differentiable else 0.0
-        seconds = link.exchange(sent.forward) if sent.forward else 0.0
-        return seconds + (link.exchange(sent.backward) if sent.backward and differentiable else 0.0)
+        link = self._link(mesh, axes)
+        if step.kind in ("reduce", "copy"):
+            shows = step.kind == "reduce" or differentiable
+            return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0
+        traffic = [sent_elements(step, mesh, place, shape) * itemsize for place in some_places(step, mesh)]
+        forward, backward = max(each.forward for each in traffic), max(each.backward for each in traffic)
+        seconds = link.exchange(forward) if forward else 0.0
+        return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
+
+
+def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
+    """How many elements the rank at a place holds of a tensor."""
+    found = prod(shape)
+    for dim, split in layout.splits:
+        found = found // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
+    return found
+
+
+def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
+    """As `convoy.plans.traffic.step_elements`, without looking at every other rank.
+
+    In an exchange a rank counts for what it gets, which is what others send: what it wants, but for what it holds. On
+    the way back it sends the gradients of just that.
+    """
+    if step.kind not in ("move", "reduce_scatter"):
+        return step_elements(step, mesh, place, shape)
+    after = elements(step.target, shape, mesh, place)
+    if step.kind == "reduce_scatter":
+        return Traffic(elements(step.source, shape, mesh, place) - after, (mesh.size(step.axes) - 1) * after)
+    own = after
+    for dim, split in step.source.splits if after else ():
+        wanted = step.target.parts(dim, mesh, place, shape[dim])
+        own = own // len(wanted) * len(common(wanted, split.parts[mesh.index(place, split.axes)]))
+    return Traffic(after - own, after - own)
+
+
+def some_places(step: Step, mesh: Mesh) -> set[Coordinates]:
+    """Places among which is one that sends most.
+
+    The first has the largest parts. One in the middle of all axes has two borders, and the last holds least of what it
+    will want: they are looked at where parts may overlap, or need not be held already.
+    """
+    parts = {"move": 3, "slice": 2}.get(step.kind, 1)
+    return {tuple(size * part // 2 - (part == 2) for size in mesh.sizes) for part in range(parts)}
 
 
 def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
