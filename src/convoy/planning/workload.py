@@ -42,6 +42,7 @@ class Workload:
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimiser for some parameters.
+        resized: the same at another number of samples of a pass; None where the network is not at hand.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Workload:
     microbatch: int = 0
     precision: torch.dtype | None = None
     optimizer: MakeOptimizer = momentum
+    resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def samples(self) -> int:
@@ -132,6 +134,21 @@ def workload_of(
         channels_last = any(
             x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
         )
+
+    def resized(size: int) -> Workload:
+        return workload_of(
+            model,
+            examples,
+            size * passes,
+            name=name,
+            passes=passes,
+            channels_last=channels_last,
+            batch_norm=batch_norm,
+            microbatch=microbatch,
+            precision=precision,
+            optimizer=optimizer,
+        )
+
     return Workload(
         name=name or type(model).__name__,
         graph=graph,
@@ -143,4 +160,5 @@ def workload_of(
         microbatch=microbatch,
         precision=precision,
         optimizer=optimizer,
+        resized=resized,
     )

@@ -1,0 +1,149 @@
+"""`convoy.plan`: the planner for a script of one's own."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy.cost.assumed import Assumed, link_rate
+from convoy.cost.link import Links
+from convoy.cost.local import BatchNorm
+from convoy.cost.store import ProfileStore
+from convoy.engine.groups import join, num_ranks
+from convoy.errors import ConvoyError
+from convoy.planning.document import document
+from convoy.planning.planner import Planned, make_plan
+from convoy.planning.ranks import Ranks
+from convoy.planning.text import explanation_text
+from convoy.planning.verdict import explained
+from convoy.planning.workload import MakeOptimizer, momentum, workload_of
+from convoy.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class FoundPlan(Plan):
+    """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand.
+
+    Attributes:
+        planned: what was predicted of it, and of others.
+    """
+
+    planned: Planned | None = field(default=None, repr=False, compare=False)
+
+    def explain(self) -> str:
+        """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
+        return explanation_text(explained(self._planned()))
+
+    def to_document(self) -> dict[str, Any]:
+        """The explanation as JSON has it."""
+        return document(explained(self._planned()))
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of one update."""
+        return self._planned().best.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Predicted, over one device."""
+        return self._planned().speedup
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (self.mesh, self.layers) == (other.mesh, other.layers)
+
+    def __hash__(self) -> int:
+        return hash(self.mesh)
+
+    def _planned(self) -> Planned:
+        if self.planned is None:
+            raise ConvoyError("this plan was not found by the planner, so there is nothing to explain: use convoy.plan")
+        return self.planned
+
+
+def plan(
+    model: nn.Module,
+    example: Tensor | tuple[Tensor, ...],
+    devices: int | None = None,
+    global_batch: int | None = None,
+    *,
+    fix: Sequence[str] | str = (),
+    score: Sequence[str | Path | Plan] | str | Path | Plan = (),
+    memory_limit: float | None = None,
+    link: str | Links | None = None,
+    batch_norm: BatchNorm = "sync",
+    microbatches: int | None = None,
+    passes: int = 1,
+    precision: torch.dtype | None = None,
+    optimizer: MakeOptimizer = momentum,
+    store: bool | Path = True,
+) -> FoundPlan:
+    """The plan that is predicted to train a network fastest. The network is not changed, and no data is needed.
+
+    Under torchrun with as many ranks as `devices`, all of them call it: layers and links are measured on all of them.
+    In a process by itself, layers are measured on its device, and the links are those of `link`, or assumed.
+
+    Args:
+        model: any network whose inputs are tensors with the samples along dim 0.
+        example: images; only the shape of one sample, the type and the device matter.
+        devices: how many; by default the ranks that run.
+        global_batch: samples of one update on all devices together; by default as many as the example has.
+        fix: strategies that layers must have, such as `classifier.*=filter`; the first that matches a layer counts.
+        score: plans to predict instead of a search; the fastest of them is returned.
+        memory_limit: bytes that each device has.
+        link: between devices that are not at hand: a name of the catalogue, as `pcie4`, or a rate, as `10gbit`.
+        batch_norm: over which samples its statistics are taken, as in `convoy.parallelize`.
+        microbatches: pieces that the batch is made of, where it is; they stay whole.
+        passes: forward and backward passes of an update, where gradients are accumulated.
+        precision: of `torch.autocast`, where it is used.
+        optimizer: makes the optimiser for some parameters; by default SGD with momentum.
+        store: whether measured times are kept for the next time, or the folder for them.
+
+    Raises:
+        ConvoyError: there is no such plan, or the network cannot be seen as one graph.
+    """
+    join()
+    here = num_ranks()
+    devices = here if devices is None else devices
+    if devices < 1:
+        raise ConvoyError(f"a plan for {devices} devices cannot be: give at least 1")
+    if here > 1 and here != devices:
+        raise ConvoyError(f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one")
+    first = example[0] if isinstance(example, tuple) else example
+    batch = len(first) if global_batch is None else global_batch
+    if microbatches is not None and not 1 <= microbatches <= batch:
+        raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
+    workload = workload_of(
+        model,
+        example,
+        batch,
+        passes=passes,
+        batch_norm=batch_norm,
+        microbatch=-(-batch // microbatches) if microbatches else 0,
+        precision=precision,
+        optimizer=optimizer,
+    )
+    given = [score] if isinstance(score, str | Path | Plan) else list(score)
+    planned = make_plan(
+        workload,
+        devices,
+        Ranks.here(_local_size(here)) if here > 1 else Ranks(),
+        links=Assumed(link_rate(link)).links() if isinstance(link, str) else link,
+        store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
+        fixes=[fix] if isinstance(fix, str) else list(fix),
+        memory_limit=memory_limit,
+        plans=[Plan.parse(one, num_devices=devices) for one in given],
+    )
+    best = planned.best.plan
+    return FoundPlan(best.mesh, best.layers, planned)
+
+
+def _local_size(ranks: int) -> int:
+    """How many of the ranks share this host."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and 0 < int(text) <= ranks else ranks

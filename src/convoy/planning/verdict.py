@@ -1,0 +1,219 @@
+"""Where the time of a plan goes, what holds it up, and the one change that would help most."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.planning.changes import Change, changes
+from convoy.planning.layers import Layer, layers_of
+from convoy.planning.planner import Planned, Scored
+from convoy.planning.words import percent, times_as_fast
+
+Kind = Literal["compute", "communication", "batch", "repeated", "optimiser", "input"]
+"""`batch` is too small a batch for each device, `repeated` work that runs whole on every device."""
+_SPENT_WELL = 0.9
+"""Efficiency from which on computing itself is what takes the time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an update's time.
+
+    Attributes:
+        name: for people.
+        seconds: of the rank that computes longest.
+        ideal: what an even share of one device's time would be.
+    """
+
+    name: str
+    seconds: float
+    ideal: float
+
+    @property
+    def lost(self) -> float:
+        """Seconds beyond the even share."""
+        return self.seconds - self.ideal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds a plan up.
+
+    Attributes:
+        layer: in which, where it is one.
+        sentence: for people.
+        change: what would help most; None where nothing that was tried would.
+        advice: the change as a sentence; empty without one.
+    """
+
+    kind: Kind
+    layer: str | None
+    sentence: str
+    change: Change | None
+    advice: str
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan and all that is said of it.
+
+    Attributes:
+        scored: the plan that is explained.
+        parts: its time, in the order of a step; they add up to it.
+        layers: in the order of the network.
+        changes: what would make it faster, the most helpful first.
+    """
+
+    planned: Planned
+    scored: Scored
+    parts: tuple[Part, ...]
+    layers: tuple[Layer, ...]
+    changes: tuple[Change, ...]
+    verdict: Verdict
+
+    @property
+    def speedup(self) -> float:
+        """Over one device."""
+        return self.planned.serial.seconds / self.scored.seconds if self.scored.seconds else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """Of the devices: the speed-up by their number."""
+        return self.speedup / self.planned.devices
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all devices together."""
+        workload = self.planned.workload
+        return workload.samples * workload.passes / self.scored.seconds if self.scored.seconds else 0.0
+
+
+def explained(planned: Planned, scored: Scored | None = None) -> Explained:
+    """Explain the best plan, or another of those that were found."""
+    scored = scored or planned.best
+    parts = parts_of(planned, scored)
+    layers = layers_of(planned, scored)
+    possible = changes(planned, scored, layers)
+    return Explained(planned, scored, parts, layers, possible, _verdict(planned, scored, parts, layers, possible))
+
+
+def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
+    """Where the time goes, beside an even share of one device's."""
+    own, serial = _seconds(scored), _seconds(planned.serial)
+    names = dict.fromkeys([*own, *serial])
+    found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
+    return tuple(part for part in found if part.seconds > 0 or part.ideal > 0)
+
+
+def _seconds(scored: Scored) -> dict[str, float]:
+    timeline = scored.timeline
+    rank, kinds = timeline.busiest, timeline.by_kind()
+    compute = [span for span in timeline.spans if span.task.rank == rank and span.task.stream == "compute"]
+    before = sum(s.end - s.start for s in compute if s.task.kind == "around" and s.task.name == "input")
+    return {
+        "input": before,
+        "forward": kinds.get("forward", 0.0),
+        "loss and the rest of a pass": kinds.get("around", 0.0) - before,
+        "backward": kinds.get("backward", 0.0),
+        "packing for messages": kinds.get("copy", 0.0),
+        "exposed communication": kinds["exposed"],
+        "optimiser": kinds.get("update", 0.0),
+        "idle": kinds["idle"],
+    }
+
+
+def _verdict(
+    planned: Planned, scored: Scored, parts: tuple[Part, ...], layers: tuple[Layer, ...], possible: tuple[Change, ...]
+) -> Verdict:
+    total = scored.seconds
+    by_name = {part.name: part for part in parts}
+    kind, layer = _kind(planned, scored, by_name, layers)
+    change = next((change for change in possible if kind == "compute" or change.kind != "compute"), None)
+    advice = f"Most would be gained by {change.text}: {times_as_fast(change.gain)}." if change is not None else ""
+    return Verdict(kind, layer.name if layer else None, _sentence(kind, layer, planned, total, by_name), change, advice)
+
+
+def _kind(
+    planned: Planned, scored: Scored, parts: dict[str, Part], layers: tuple[Layer, ...]
+) -> tuple[Kind, Layer | None]:
+    """What takes most of the time that a perfect division would not take."""
+    total, ideal = scored.seconds, planned.serial.seconds / planned.devices
+    input_seconds = parts["input"].seconds if "input" in parts else 0.0
+    longest = max(layers, key=lambda layer: layer.forward + layer.backward, default=None)
+    if input_seconds > 0.5 * total:
+        return "input", None
+    if total <= ideal / _SPENT_WELL or planned.devices == 1:
+        updating = parts["optimiser"].seconds if "optimiser" in parts else 0.0
+        return ("optimiser", None) if updating > 0.5 * total else ("compute", longest)
+    contention = scored.timeline.contention()
+    lost = {
+        "communication": contention + _lost(parts, "packing for messages", "exposed communication"),
+        "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass") - contention,
+        "optimiser": _lost(parts, "optimiser"),
+        "input": _lost(parts, "input"),
+    }
+    most = max(lost, key=lambda name: lost[name])
+    if most == "communication":
+        return "communication", max(layers, key=lambda layer: layer.exposed + layer.copies, default=None)
+    if most == "optimiser":
+        return "optimiser", None
+    if most == "input":
+        return "input", None
+    slower = _slower(planned, layers)
+    return ("repeated" if slower is not None and set(slower.strategy) == {"replicate"} else "batch"), slower
+
+
+def _lost(parts: dict[str, Part], *names: str) -> float:
+    return sum(parts[name].lost for name in names if name in parts)
+
+
+def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
+    """The layer whose computing is furthest beyond an even share of one device's."""
+    serial = {layer.name: layer for layer in layers_of(planned, planned.serial)}
+
+    def beyond(layer: Layer) -> float:
+        alone = serial.get(layer.name)
+        ideal = (alone.forward + alone.backward) / planned.devices if alone is not None else 0.0
+        return layer.forward + layer.backward - ideal
+
+    return max(layers, key=beyond, default=None)
+
+
+def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, parts: dict[str, Part]) -> str:
+    name = (layer.name or "the network itself") if layer is not None else ""
+
+    def share(*names: str) -> str:
+        return percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+
+    computing = share("forward", "backward", "loss and the rest of a pass")
+    match kind:
+        case "compute":
+            own = percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            most = f", most of all in {name} ({own})" if layer is not None else ""
+            return f"Compute-bound: {computing} of an update is computing{most}."
+        case "communication":
+            assert layer is not None
+            own = percent((layer.exposed + layer.copies) / total)
+            waits = share("exposed communication", "packing for messages")
+            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
+        case "batch":
+            workload = planned.workload
+            each = workload.samples / planned.devices
+            return (
+                f"Too small a batch per device: with {each:g} of {workload.samples} samples of a pass for each of "
+                f"{planned.devices} devices, computing takes {_ratio(parts)} times its even share, most in {name}."
+            )
+        case "repeated":
+            return (
+                f"Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
+                f"{_ratio(parts)} times its even share."
+            )
+        case "optimiser":
+            return f"Bound by the optimiser: {share('optimiser')} of an update is changing the weights."
+        case "input":
+            return f"Input-bound: {share('input')} of an update is getting the input ready."
+
+
+def _ratio(parts: dict[str, Part]) -> str:
+    own = [parts[name] for name in ("forward", "backward", "loss and the rest of a pass") if name in parts]
+    ideal = sum(part.ideal for part in own)
+    return f"{sum(part.seconds for part in own) / ideal:.2f}" if ideal else "many"
