@@ -9,18 +9,20 @@
         assert run_ranks(body, 2, 3.0) == [6.0, 6.0]
 
 The processes are forked from a server that has torch imported and live until the session ends, so that a run takes
-milliseconds. Each run joins a new gloo group by torchrun's variables and leaves it; the seed, the default dtype and
-one thread are set before. A failing or hanging rank has all processes replaced and raises RankFailed with the
-traceback of the first rank that failed, or with the stack of every rank that did not come back.
+milliseconds. Each run joins a new gloo group, by one store for all runs, and leaves it; torchrun's variables, the
+seed, the default dtype and one thread are set before. A failing or hanging rank has all processes replaced and raises
+RankFailed with the traceback of the first rank that failed, or with the stack of every rank that did not come back.
 """
 
 import atexit
 import faulthandler
+import functools
 import importlib.util
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -83,9 +85,13 @@ class _Worker:
 class _Pool:
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
+        self.store: dist.TCPStore | None = None
+        self.runs = 0
 
     def run(self, function: Callable[..., Any], world: int, args: tuple, timeout: float, join: bool) -> list:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = self.store or _open_store()
+        store = self.store if join else _open_store()
+        self.runs += 1
         while len(self.workers) < world:
             self.workers.append(_Worker())
         workers = self.workers[:world]
@@ -93,8 +99,9 @@ class _Pool:
         payload = pickle.dumps(args)
         for rank, worker in enumerate(workers):
             variables = _variables(rank, world, store.port)
+            run = self.runs if join else None
             worker.pipe.send(
-                (module.__name__, module.__file__, function.__qualname__, payload, variables, timeout, join)
+                (module.__name__, module.__file__, function.__qualname__, payload, variables, timeout, run)
             )
         try:
             return self._collect(workers, function.__qualname__, time.monotonic() + timeout)
@@ -143,6 +150,13 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
+def _open_store() -> dist.TCPStore:
+    """A store for one run or for many, on IPv4: an IPv6 socket has torch look up every connection's name."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:
     """As torchrun's agent, which holds the store, sets them."""
     return {
@@ -175,7 +189,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
 
 
 def _run(
-    module: str, file: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, join: bool
+    module: str, file: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, run: int | None
 ) -> Any:
     function: Any = _load(module, file)
     for part in name.split("."):
@@ -187,8 +201,8 @@ def _run(
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     try:
-        if join:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout / 2))
+        if run is not None:
+            _join(variables, run, timedelta(seconds=timeout / 2))
         result = function(*args)
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early would cut the connections of the others
@@ -200,6 +214,22 @@ def _run(
         os.environ.update(before)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
+
+
+@functools.cache
+def _connection(port: int) -> dist.TCPStore:
+    """One for all runs: when torch connects, it asks name servers for the loopback's name, and waits for 5 seconds
+    where an answer is lost."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _join(variables: dict[str, str], run: int, timeout: timedelta) -> None:
+    """Join the process group of a run."""
+    connection = _connection(int(variables["MASTER_PORT"]))
+    connection.set_timeout(timeout)
+    store = dist.PrefixStore(f"run {run}", connection)
+    rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _load(name: str, file: str) -> Any:
