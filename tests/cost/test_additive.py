@@ -1,6 +1,7 @@
 """The sum that the search makes least, against the timeline; memory of ranks; ranks that are alike."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,11 +12,12 @@ from convoy.cost.link import Curve, Link, Links
 from convoy.cost.memory import rank_memory
 from convoy.cost.roofline import Roofline
 from convoy.cost.step import predict
+from convoy.cost.times import Times
 from convoy.cost.update import Update
 from convoy.plans.buckets import Sizes
 from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
-from convoy.plans.traffic import step_elements
+from convoy.plans.traffic import needs_gradient, step_elements
 from convoy.search.costs import additive_seconds
 from plans.made_graph import Chain, placed, small_net
 
@@ -36,6 +38,24 @@ def test_the_sum_is_the_timeline_where_nothing_overlaps(plan):
     found = additive_seconds(placement, Additive(costs(), graph))
     counted = sum(4 for value in graph.parameters() if placement.layouts[value.name].copied)
     assert found == pytest.approx(predict(placement, costs()).total - counted * 1e-8, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "sample=2,filter=2"])
+def test_what_the_engine_takes_counts_in_the_sum_as_in_the_timeline(plan):
+    graph = small_net(8)
+    placement = placed(graph, plan)
+    engine = replace(costs(), per_transfer=Times(0.25, 0.5), per_parameter=0.125)
+    more = predict(placement, engine).total - predict(placement, costs()).total
+    sums = additive_seconds(placement, Additive(engine, graph)) - additive_seconds(placement, Additive(costs(), graph))
+    assert more == pytest.approx(sums)
+    steps = [
+        0.75 if name in needs_gradient(graph) else 0.25
+        for found in (*(call.transfers for call in placement.calls), placement.outputs)
+        for name, parts in found.items()
+        for _ in parts
+    ]
+    added = sum(bool(placement.layouts[value.name].copied) for value in graph.parameters())
+    assert more == pytest.approx(sum(steps) + 0.125 * added)
 
 
 def test_what_overlaps_is_less_than_the_sum():

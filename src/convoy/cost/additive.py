@@ -62,6 +62,8 @@ class Additive:
         if seconds is None:
             piece = moved(step, shape, _DTYPES.get(itemsize, "float32"), differentiable, mesh, first)
             seconds = self._copies[alike] = self._times(piece).total
+        engine = self.costs.per_transfer
+        seconds += engine.total if differentiable else engine.forward
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
         if axes:
             seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
@@ -84,7 +86,7 @@ class Additive:
             seconds, copies = link.all_reduce(size), 0.0
         if link.overlap:
             seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
-        return seconds + copies
+        return seconds + copies + self.costs.per_parameter
 
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds of the optimiser for what a rank updates of a parameter."""

@@ -6,7 +6,7 @@ import torch
 
 from convoy.cost.link import Links
 from convoy.cost.local import BatchNorm
-from convoy.cost.times import LayerTimes
+from convoy.cost.times import LayerTimes, Times
 from convoy.cost.update import Update
 from convoy.plans.buckets import Sizes
 
@@ -42,6 +42,8 @@ class Costs:
         microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
         on_cpu: whether the ranks compute on CPUs.
         sizes: of the messages with gradients; by default the engine's for the device.
+        per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
+        per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
     """
 
     times: LayerTimes
@@ -53,6 +55,8 @@ class Costs:
     microbatch: int = 0
     on_cpu: bool = True
     sizes: Sizes | None = None
+    per_transfer: Times = field(default_factory=Times)
+    per_parameter: float = 0.0
 
     @property
     def message_sizes(self) -> Sizes:

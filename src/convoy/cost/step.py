@@ -97,6 +97,10 @@ class _Builder:
             self._known[piece] = self.costs.times(piece)
         return self._known[piece]
 
+    def _of_item(self, item: Item, rank: int) -> Times:
+        times = self._times(item.pieces[rank])
+        return times + self.costs.per_transfer if item.is_transfer else times
+
     def _add(
         self,
         rank: int,
@@ -128,7 +132,7 @@ class _Builder:
         for item in self.items:
             for rank in self.ranks:
                 kind: Kind = "copy" if item.is_transfer else "forward"
-                self._compute(rank, kind, item.layer, item.name, self._times(item.pieces[rank]).forward)
+                self._compute(rank, kind, item.layer, item.name, self._of_item(item, rank).forward)
             for message in item.forward:
                 self._transfer(item, message)
 
@@ -139,7 +143,7 @@ class _Builder:
                 self._transfer(item, message)
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
-                self._compute(rank, kind, item.layer, item.name, self._times(item.pieces[rank]).backward)
+                self._compute(rank, kind, item.layer, item.name, self._of_item(item, rank).backward)
             if sending is not None:
                 sending.ready(item.parameters)
         if sending is not None:
@@ -224,6 +228,9 @@ class _Sending:
                 self._send(message, blocks=True)
         for message in self._messages:
             for rank in builder.ranks:
+                builder._compute(
+                    rank, "copy", message.layer, message.name, builder.costs.per_parameter * len(message.parameters)
+                )
                 seconds = 0.0
                 if message.gathered:  # what came from the others is added to the own piece
                     seconds = builder._times(copied(message.gathered[rank], 2)).forward
