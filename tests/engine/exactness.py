@@ -23,11 +23,16 @@ IMAGE = {"lenet": (1, 28), "squeezenet1_1": (3, 48), "alexnet": (3, 64), "alexne
 
 @dataclass
 class Distance:
-    """The worst relative errors; `control` is how far a serial run drifts when its weights are perturbed."""
+    """The worst relative errors; `control` is how far a serial run drifts when its weights are perturbed.
+
+    The loss, gradients and buffers are those of the first updates, as many as there are sizes of batches, the state is
+    that after the last.
+    """
 
     loss: float = 0.0
     gradient: float = 0.0
     input_gradient: float = 0.0
+    buffer: float = 0.0
     state: float = 0.0
     control: float = 0.0
     where: dict[str, str] = field(default_factory=dict)
@@ -39,7 +44,7 @@ class Distance:
 
     @property
     def ok(self) -> bool:
-        tight = max(self.loss, self.gradient, self.input_gradient) <= 1e-9
+        tight = max(self.loss, self.gradient, self.input_gradient, self.buffer) <= 1e-9
         return tight and self.state <= max(1e-9, 10 * self.control)
 
 
@@ -124,6 +129,7 @@ def distance(
                 losses[kind] = _one_by_one(n, contexts[kind], step, inputs[kind], y, sizes)
         if step < len(batches):
             _compare_gradients(found, serial, net)
+            _compare_buffers(found, serial, net)
             loss = losses["parallel"].detach().nan_to_num() * len(y[mine]) / batch
             _compare_loss(found, net, loss, losses["serial"])
             if inputs["parallel"].numel():
@@ -185,6 +191,12 @@ def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> No
     scale = max(gradient.abs().max().item() for gradient in want.values())
     for name, gradient in want.items():
         found.note("gradient", name, relative(got[name], gradient, scale))
+
+
+def _compare_buffers(found: Distance, serial: nn.Module, net: nn.Module) -> None:
+    want = dict(serial.named_buffers())
+    for name, buffer in net.named_buffers():
+        found.note("buffer", name, relative(network_of(net).whole(name, buffer).double(), want[name].double(), 1.0))
 
 
 def _compare_loss(found: Distance, net: nn.Module, share: Tensor, want: Tensor) -> None:
