@@ -11,10 +11,14 @@ from torch import Tensor
 from convoy.engine import collectives
 from convoy.engine.collectives import Group, gather_ints, size
 from convoy.engine.groups import Groups
+from convoy.engine.transfer import Transfer
+from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.mesh import Axes
+from convoy.plans.transfer import Step
 
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
 """Bytes of the messages that are measured, but for the first, which has one number."""
+_SMALL = 50
 _MOST = 2**27
 """Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
 
@@ -28,12 +32,14 @@ class LinkTimes:
         exchange: (bytes that a rank sends to the others together, seconds).
         overlap: whether messages run beside what computes.
         cpu_share: the part of the core that they take meanwhile.
+        overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
     """
 
     all_reduce: tuple[tuple[int, float], ...]
     exchange: tuple[tuple[int, float], ...]
     overlap: bool
     cpu_share: float
+    overhead: float
 
 
 def measure_links(
@@ -52,11 +58,11 @@ def measure_links(
     for axes in subsets:
         group = groups.of(axes)
         if group is not None:
-            found[axes] = _measure(group, world, sizes, repetitions)
+            found[axes] = _measure(group, world, sizes, repetitions, _overhead(groups, axes))
     return found
 
 
-def _measure(group: Group, world: Group, sizes: Sequence[int], repetitions: int) -> LinkTimes:
+def _measure(group: Group, world: Group, sizes: Sequence[int], repetitions: int, redistributing: float) -> LinkTimes:
     ranks = size(group)
     sums: list[tuple[int, float]] = []
     moves: list[tuple[int, float]] = []
@@ -73,7 +79,24 @@ def _measure(group: Group, world: Group, sizes: Sequence[int], repetitions: int)
     probe = collectives.start_all_reduce(torch.ones(2**20), group)
     overlap = probe.runs_beside
     probe.wait()
-    return LinkTimes(tuple(sums), tuple(moves), overlap, min(1.0, busy[0] / busy[1]) if busy[1] else 0.0)
+    share = min(1.0, busy[0] / busy[1]) if busy[1] else 0.0
+    return LinkTimes(tuple(sums), tuple(moves), overlap, share, max(0.0, redistributing - moves[0][1]))
+
+
+def _overhead(groups: Groups, axes: Axes) -> float:
+    """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
+    mesh, ranks = groups.mesh, groups.mesh.size(axes)
+    split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})
+    transfer = Transfer(Step("gather", axes, split, WHOLE), mesh, groups.coordinates, groups, (ranks, 1))
+    seconds = []
+    for _ in range(_SMALL):
+        x = torch.ones(1, 1, requires_grad=True)
+        start = time.perf_counter()
+        y = transfer(x)
+        seconds.append(time.perf_counter() - start)
+        y.sum().backward()
+    rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
+    return max(row[0] for row in rows) / 1e9
 
 
 def _time(

@@ -21,8 +21,9 @@ def measured_links(meshes: Sequence[Mesh]) -> Links:
         if not missing:
             continue
         for axes, times in measure_links(Groups(mesh), missing).items():
-            curves = Curve.through(times.all_reduce), Curve.through(times.exchange)
-            found[missing[axes]] = Link(curves[0], curves[1], times.overlap, times.cpu_share)
+            all_reduce = Curve.through(times.all_reduce)
+            exchange = Curve.through((size, seconds + times.overhead) for size, seconds in times.exchange)
+            found[missing[axes]] = Link(all_reduce, exchange, times.overlap, times.cpu_share)
     return Links(found)
 
 

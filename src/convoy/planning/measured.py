@@ -1,8 +1,7 @@
 """What the planner knows of the devices at hand: measured here, or in the profile store from before."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,17 +11,17 @@ from convoy.cost.calibrated import Calibrated
 from convoy.cost.costs import Around, Costs
 from convoy.cost.device import Device, this_device
 from convoy.cost.link import Links
-from convoy.cost.local import piece
 from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
-from convoy.engine.rehearsal import OUTSIDE, Rehearsal
+from convoy.planning.overhead import with_overhead
 from convoy.planning.ranks import Ranks
+from convoy.planning.rehearse import mean, piece_of, rehearse
 from convoy.planning.uniform import placements
 from convoy.planning.update import measure_update
 from convoy.planning.workload import Workload
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.place import Placement
 
 Progress = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and of how much."""
@@ -77,8 +76,8 @@ def measure(
         wanted = _pieces(workload, placement)
         if all(one in known[alone] for one in wanted):
             continue
-        found, rest = _rehearse(workload, placement, ranks, alone, passes)
-        known[alone] |= found
+        found, rest = rehearse(workload, placement, ranks, alone, passes)
+        known[alone] = found | known[alone]  # of several places of a piece the first counts: plain `sample`
         outside[alone].append(rest)
         if store is not None and ranks.rank == 0:
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
@@ -98,61 +97,14 @@ def measure(
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
         )
-    return Knowledge(found_costs[True], found_costs[False])
-
-
-def _rehearse(
-    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, passes: int
-) -> tuple[dict[Piece, Times], Times]:
-    """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
-
-    Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
-    """
-    place = 0 if alone else ranks.rank * placement.mesh.num_devices // ranks.num
-    own: list[tuple[Piece, Times]] = []
-    around = (0.0, 0.0)
-    if not alone or ranks.rank == 0:
-        rehearsal = Rehearsal(
-            placement,
-            place,
-            workload.device,
-            channels_last=workload.channels_last,
-            batch_norm=workload.batch_norm,
-            microbatches=workload.sizes,
-        )
-        with precision(workload):
-            times = rehearsal.run(passes, ready=(lambda: None) if alone else ranks.barrier)
-        for placed in placement.calls:
-            one = _piece(workload, placement, placed, place)
-            if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
-                of_call = times[placed.call.name]
-                own.append((one, Times(of_call.forward, of_call.backward)))
-        rest = times[OUTSIDE]
-        around = rest.forward, rest.backward
-    measured: dict[Piece, list[Times]] = {}
-    arounds: list[Times] = []
-    for rows, other in ranks.gather((own, around)):
-        for one, found in rows:
-            measured.setdefault(one, []).append(found)
-        if rows:
-            arounds.append(Times(*other))
-    return {one: _mean(found) for one, found in measured.items()}, _mean(arounds)
-
-
-def _mean(times: Sequence[Times]) -> Times:
-    total = sum(times, Times())
-    return total * (1 / max(1, len(times)))
+    return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks))
 
 
 def _pieces(workload: Workload, placement: Placement) -> set[Piece]:
     """What all ranks compute in a placement, but for what takes no time."""
     ranks = range(placement.mesh.num_devices)
-    found = (_piece(workload, placement, placed, rank) for placed in placement.calls for rank in ranks)
+    found = (piece_of(workload, placement, placed, rank) for placed in placement.calls for rank in ranks)
     return {one for one in found if not one.is_empty and one.op not in VIEWS}
-
-
-def _piece(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> Piece:
-    return piece(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
 
 
 def _device(workload: Workload, neighbours: int) -> Device:
@@ -168,16 +120,6 @@ def _stored(store: ProfileStore | None, device: Device) -> dict[Piece, Times]:
 
 def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device) -> Around:
     if measured:
-        return Around(per_pass=_mean(measured).total)
+        return Around(per_pass=mean(measured).total)
     noted = store.noted(device, "around") if store is not None else None
     return Around(per_pass=sum(noted)) if isinstance(noted, list) else Around()
-
-
-@contextmanager
-def precision(workload: Workload) -> Iterator[None]:
-    """Autocast, if the workload has it."""
-    if workload.precision is None:
-        yield
-        return
-    with torch.autocast(workload.device.type, workload.precision):
-        yield

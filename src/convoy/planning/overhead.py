@@ -1,37 +1,69 @@
-"""What the engine itself takes for every parameter and every exchange, beside computing and sending."""
+"""What the engine itself takes in an update, beside computing, sending and updating: measured on networks so small that
+there is little else."""
 
-import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
 from torch import nn
 
-from convoy.cost.calibrated import Calibrated
-from convoy.cost.costs import Around, Costs
+from convoy.cost.costs import Costs
 from convoy.cost.step import predict
+from convoy.cost.times import Table, Times
+from convoy.cost.update import Update
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.planning.ranks import Ranks
 from convoy.planning.rehearse import rehearse
 from convoy.planning.workload import Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 
-_FEW, _MANY = 4, 24
+_LAYERS = 4, 24
 _WIDTH, _UPDATES = 16, 15
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Seconds of the engine.
+def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
+    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged.
 
-    Attributes:
-        per_parameter: of an update, for each parameter whose gradient is added over ranks.
-        per_transfer: for each redistribution, forward and backward together.
-        fixed: of an update.
+    All ranks call it; one alone has nothing to exchange.
     """
+    if ranks.num == 1:
+        return costs
+    few, many = (_residue(costs, workload, ranks, layers) for layers in _LAYERS)
+    per_tensor = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
+    fixed = max(0.0, few - 2 * _LAYERS[0] * per_tensor)
+    update = costs.update
+    return replace(costs, update=_more(update, per_tensor, fixed))
 
-    per_parameter: float = 0.0
-    per_transfer: float = 0.0
-    fixed: float = 0.0
+
+def _more(update: Update, per_tensor: float, fixed: float) -> Update:
+    return replace(update, per_tensor=update.per_tensor + per_tensor, fixed=update.fixed + fixed)
+
+
+def _residue(costs: Costs, workload: Workload, ranks: Ranks, layers: int) -> float:
+    """Seconds of an update of a chain of layers that are not predicted."""
+    plan = Plan.parse(f"sample={ranks.num}")
+    images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
+    model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
+    chain = workload_of(model, images, len(images))
+    found, around = rehearse(chain, chain.place(plan), ranks, alone=False, passes=_UPDATES)
+    times = Table({one.key: taken for one, taken in found.items()}, lambda piece: Times())
+    known = replace(costs, times=times, loss=replace(costs.loss, per_pass=around.total))
+    measured = _update(model, plan, images, workload.device)
+    return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
+
+
+def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.device) -> float:
+    net = parallelize(model, plan, example=images[:2])
+    mine = images[local_samples(net, len(images))]
+    optimizer = momentum(list(net.parameters()))
+    seconds = []
+    for _ in range(_UPDATES):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        net(mine).sum().backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[3:])
