@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         parallelize,
         state_dict,
     )
+    from convoy.planning.interface import plan
     from convoy.plans import Mesh, Plan
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_state_dict",
     "local_samples",
     "parallelize",
+    "plan",
     "state_dict",
 ]
 
@@ -37,6 +39,10 @@ def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, when it is first used: `convoy --help` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "plan":
+        from convoy.planning import interface
+
+        return interface.plan
     from convoy import engine, plans
 
     return getattr(plans if name in ("Mesh", "Plan") else engine, name)

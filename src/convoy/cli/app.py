@@ -14,6 +14,8 @@ from convoy.errors import ConvoyError
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
+    "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
+    "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
     "export": ("convoy.cli.export", "Write a trained network as ONNX."),
     "report": ("convoy.cli.report", "Write the report of a run again."),

@@ -2,20 +2,20 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from convoy.cost.assumed import Assumed, link_rate
 from convoy.cost.link import Links
 from convoy.cost.local import BatchNorm
 from convoy.cost.store import ProfileStore
 from convoy.engine.groups import join, num_ranks
 from convoy.errors import ConvoyError
 from convoy.planning.document import document
+from convoy.planning.link_names import links_named
 from convoy.planning.planner import Planned, make_plan
 from convoy.planning.ranks import Ranks
 from convoy.planning.text import explanation_text
@@ -113,7 +113,9 @@ def plan(
     if devices < 1:
         raise ConvoyError(f"a plan for {devices} devices cannot be: give at least 1")
     if here > 1 and here != devices:
-        raise ConvoyError(f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one")
+        raise ConvoyError(
+            f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
+        )
     first = example[0] if isinstance(example, tuple) else example
     batch = len(first) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:
@@ -129,18 +131,29 @@ def plan(
         optimizer=optimizer,
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
+    links, notes = (link, ()) if not isinstance(link, str) else _named(link, first.device)
     planned = make_plan(
         workload,
         devices,
         Ranks.here(_local_size(here)) if here > 1 else Ranks(),
-        links=Assumed(link_rate(link)).links() if isinstance(link, str) else link,
+        links=links,
         store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
         memory_limit=memory_limit,
         plans=[Plan.parse(one, num_devices=devices) for one in given],
     )
+    return found_plan(replace(planned, notes=(*notes, *planned.notes)))
+
+
+def found_plan(planned: Planned) -> FoundPlan:
+    """The best plan with what is known of it."""
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, planned)
+
+
+def _named(text: str, device: torch.device) -> tuple[Links, tuple[str, ...]]:
+    links, note = links_named(text, device.type == "cpu")
+    return links, (note,)
 
 
 def _local_size(ranks: int) -> int:

@@ -1,0 +1,75 @@
+"""What a recipe's training is to the planner: passes, microbatches, precision, optimiser."""
+
+import copy
+import math
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from convoy.engine import microbatch_sizes, prepare, probe
+from convoy.errors import ConvoyError
+from convoy.planning import Workload, workload_of
+from convoy.training.derived import num_microbatches
+from convoy.training.optimizers import create_optimizer, learning_rate
+from convoy.training.precision import DTYPES
+from convoy.training.recipe import Recipe
+
+
+def workload_of_recipe(
+    recipe: Recipe, model: nn.Module, image_shape: tuple[int, int, int], devices: int, device: torch.device
+) -> Workload:
+    """One weight update of a recipe on some number of devices.
+
+    Args:
+        recipe: how it is trained; the data is not read.
+        model: its network, on `device`; it is left as it is.
+        image_shape: channels, height and width.
+        devices: on which it will run.
+        device: the one here.
+
+    Raises:
+        ConvoyError: the network does not take such images, or cannot be seen as one graph.
+    """
+    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+    per_pass = min(len(sizes), _merged(recipe, model, image_shape, sizes, device) * devices)
+    return workload_of(
+        model,
+        torch.empty(1, *image_shape, device=device),
+        recipe.batch,
+        name=recipe.model.name,
+        passes=math.ceil(len(sizes) / per_pass),
+        channels_last=recipe.channels_last,
+        batch_norm=recipe.batch_norm,
+        microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
+        precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
+        optimizer=partial(_optimizer, recipe=recipe),
+    )
+
+
+def _merged(
+    recipe: Recipe, model: nn.Module, image_shape: tuple[int, int, int], sizes: tuple[int, ...], device: torch.device
+) -> int:
+    """Microbatches that one device takes in a pass, as the trainer decides it."""
+    prepared = copy.deepcopy(model)
+    context = prepare(prepared, recipe.seed, recipe.batch_norm)
+    try:
+        found = probe(prepared, context, image_shape, device, samples=min(2, *sizes))
+    except ConvoyError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConvoyError(
+            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, image_shape))} ({reason}): change "
+            "--image-size or the model"
+        ) from error
+    if recipe.reproducible:
+        return 1
+    return len(sizes) if recipe.batch_norm != "microbatch" else found.merge(sizes, device)
+
+
+def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    return create_optimizer(
+        nn.ParameterList(parameters), recipe.optimizer, learning_rate(recipe.optimizer, recipe.batch)
+    )
