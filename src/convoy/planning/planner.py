@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from convoy.cost.additive import Additive
 from convoy.cost.assumed import Rate
@@ -155,16 +156,22 @@ def make_plan(
         scored = [score(workload, plan, costs) for plan in plans]
     else:
         progress("searching", 0, 1)
-        found = search(
-            workload.graph,
-            devices,
-            Additive(costs, workload.graph, workload.passes),
-            parts=workload.parts,
-            outputs=workload.outputs,
-            fixes=fixes,
-            memory_limit=memory_limit,
-        )
+        found = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit))
         scored = [score(workload, candidate.plan, costs) for candidate in found.candidates]
     scored.sort(key=lambda one: one.seconds)
     serial = score(workload, Plan(Mesh((), ())), knowledge.alone)
     return Planned(workload, devices, tuple(scored), serial, found, costs, notes)
+
+
+def _search(
+    workload: Workload, devices: int, costs: Costs, fixes: Sequence[str], memory_limit: float | None
+) -> SearchResult:
+    return search(
+        workload.graph,
+        devices,
+        Additive(costs, workload.graph, workload.passes),
+        parts=workload.parts,
+        outputs=workload.outputs,
+        fixes=fixes,
+        memory_limit=memory_limit,
+    )

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from convoy.engine import messages
 from convoy.engine.collectives import Group, gather_ints, place, size
 from convoy.engine.groups import everyone
+from convoy.errors import ConvoyError
 
 T = TypeVar("T")
 
@@ -41,7 +42,18 @@ class Ranks:
         return messages.gather_objects(value, self._group)
 
     def first(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank."""
-        found: Any = work() if self.rank == 0 else None
-        known: T = messages.broadcast_object(found, self._group)
-        return known
+        """What rank 0 finds, on every rank.
+
+        Raises:
+            ConvoyError: it was rank 0's mistake.
+        """
+        found: T | ConvoyError | None = None
+        if self.rank == 0:
+            try:
+                found = work()
+            except ConvoyError as error:
+                found = error
+        known = messages.broadcast_object(found, self._group)
+        if isinstance(known, ConvoyError):
+            raise known
+        return cast(T, known)
