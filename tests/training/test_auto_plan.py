@@ -1,0 +1,114 @@
+"""`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from convoy.planning import Planned, make_plan
+from convoy.plans.plan import Plan
+from convoy.training import Devices, Session, auto_plan, load_recipe
+from convoy.training.session import set_up
+from ranks import run_ranks
+from tiny import write_mnist
+
+PASS = 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("auto") / "data")
+
+
+def session(data: Path, cache: Path, plan: str, *settings: str) -> Session:
+    """The session of a run on the ranks that are there."""
+    devices, device = Devices.join()
+    common = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", f"microbatch={PASS}", "optimizer.lr=0.1"]
+    recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
+    with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
+        return set_up(recipe, device, devices=devices)
+
+
+def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:
+    """Whole weights after some updates."""
+    step = found.step()
+    for update, batch in enumerate(found.batches(0, updates)):
+        step(batch, update)
+    return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
+
+
+def slowed(planned: Planned, seconds: float) -> Planned:
+    """With plain `sample` as the only other candidate."""
+    others = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
+    return replace(planned, candidates=(replace(planned.best, plan=Plan.parse("filter=2")), *others))
+
+
+def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tuple[str, list[str], float]:
+    """The plan, the notes, and how far the weights are from those under plain `sample`."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    remaining = list(times)
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", clear),
+        patch.object(auto_plan.Choice, "_time", lambda self, step: (step(*batch_of(self, step)), remaining.pop(0))[1]),
+    ):
+        found = session(data, cache, "auto")
+    plan, notes = str(found.plan), found.notes
+    own, plain = weights(found), weights(session(data, cache, "sample=2"))
+    distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
+    return plan, notes, distance
+
+
+def batch_of(choice: auto_plan.Choice, step: object) -> tuple[object, int]:
+    from convoy.data import Batch
+
+    samples = sum(len(piece.parts[step.rank]) for piece in step.passes)  # type: ignore[attr-defined]
+    size = choice.data.image_size
+    images = torch.zeros(samples, choice.data.channels, size, size, dtype=torch.uint8)
+    return Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples)), 0
+
+
+@pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
+def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
+        assert plan == winner
+        assert any(
+            "in a race over" in note and "filter=2 1,000.0 ms" in note.replace("2,000", "1,000") for note in notes
+        )
+        assert distance < 1e-5
+
+
+def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, float("inf"), ()):
+        assert plan == "filter=2"
+        assert any("predicted to be fastest" in note for note in notes)
+        assert not any("race" in note for note in notes)
+        assert distance < 1e-5
+
+
+def reproducible(data: Path, cache: Path) -> tuple[str, list[str]]:
+    found = session(data, cache, "auto", "reproducible=true")
+    return str(found.plan), found.notes
+
+
+def test_a_reproducible_run_divides_samples(data: Path, tmp_path: Path) -> None:
+    for plan, notes in run_ranks(reproducible, 2, data, tmp_path):
+        assert plan == "sample=2"
+        assert any("reproducible runs divide samples alone" in note for note in notes)
+
+
+def whole_way(data: Path, cache: Path) -> tuple[str, list[str], bool]:
+    found = session(data, cache, "auto")
+    return str(found.plan), found.notes, any(cache.rglob("*.jsonl"))
+
+
+def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path) -> None:
+    (first, notes, kept), (second, _, _) = run_ranks(whole_way, 2, data, tmp_path)
+    assert first == second
+    assert any(note.startswith("plan auto: ") for note in notes)
+    assert kept
