@@ -79,20 +79,21 @@ class Elimination:
     def _collect(self, place: int, bucket: _Bucket) -> None:
         axis = bucket.scope.index(bucket.variable)
         rest = bucket.scope[:axis] + bucket.scope[axis + 1 :]
-        bucket.message = Table(rest, np.asarray(self._sum(bucket, bucket.scope).min(axis=axis)))
+        bucket.message = Table(rest, np.asarray(self._sum(bucket).min(axis=axis)))
         if rest:
             self._buckets[min(self._place[v] for v in rest)].children.append(place)
         else:
             self.least += float(bucket.message.numbers)
 
-    def _sum(self, bucket: _Bucket, scope: Scope, without: int | None = None) -> Numbers:
-        """Everything in a bucket, but for one message, over a scope."""
-        parts = [table for table in bucket.tables]
-        parts += [self._message(child) for child in bucket.children if child != without]
-        total = np.zeros([self._sizes[v] for v in scope])
+    def _sum(self, bucket: _Bucket) -> Numbers:
+        """Everything in a bucket."""
+        parts = [*bucket.tables, *(self._message(child) for child in bucket.children)]
+        # the small ones first: what broadcasts together is added before it grows
+        parts.sort(key=lambda part: part.numbers.size)
+        total = np.zeros([1] * len(bucket.scope))
         for part in parts:
-            total += aligned(part.numbers, part.scope, scope)
-        return total
+            total = total + aligned(part.numbers, part.scope, bucket.scope)
+        return np.array(np.broadcast_to(total, [self._sizes[v] for v in bucket.scope]))
 
     def _message(self, place: int) -> Table:
         message = self._buckets[place].message
@@ -122,7 +123,7 @@ class Elimination:
         for place in reversed(range(len(self._buckets))):
             bucket = self._buckets[place]
             above = outside[place]
-            numbers = self._sum(bucket, bucket.scope)
+            numbers = self._sum(bucket)
             if above is not None:
                 numbers += aligned(above.numbers, above.scope, bucket.scope)
             else:
@@ -130,11 +131,12 @@ class Elimination:
             axis = bucket.scope.index(bucket.variable)
             found[bucket.variable] = numbers.min(axis=tuple(a for a in range(numbers.ndim) if a != axis))
             for child in bucket.children:
-                left = self._sum(bucket, bucket.scope, without=child)
-                left += aligned(above.numbers, above.scope, bucket.scope) if above is not None else others[place]
-                scope = self._message(child).scope
-                gone = tuple(a for a, v in enumerate(bucket.scope) if v not in scope)
-                outside[child] = Table(scope, left.min(axis=gone) if gone else left)
+                message = self._message(child)
+                with np.errstate(invalid="ignore"):
+                    left = numbers - aligned(message.numbers, message.scope, bucket.scope)
+                left[np.isnan(left)] = np.inf  # what cannot be, with or without the message
+                gone = tuple(a for a, v in enumerate(bucket.scope) if v not in message.scope)
+                outside[child] = Table(message.scope, left.min(axis=gone) if gone else left)
         return found
 
 

@@ -20,6 +20,7 @@ from convoy.search.prices import NOWHERE, Prices
 Ids = NDArray[np.int64]
 Target = tuple[tuple[int, Split], ...]
 Thing = TypeVar("Thing")
+_MANY = 64  # more than there are sets of axes
 
 
 def combined(codes: Ids, more: Ids, size: int) -> Ids:
@@ -50,7 +51,11 @@ def codes_of(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
 def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
     graph, mesh = prices.graph, prices.mesh
     dim = call.attributes["dim"] % len(graph.shape(call.outputs[0]))
-    known = [(name, ids) for name, ids in zip(call.inputs, given, strict=True) if ids is not None]
+    first: dict[object, tuple[str, Ids]] = {}
+    for name, ids in zip(call.inputs, given, strict=True):
+        if ids is not None:  # an operand that lies as an earlier one of its size has nothing to add
+            first.setdefault((graph.shape(name)[dim], ids.shape, ids.tobytes()), (name, ids))
+    known = list(first.values())
     targets: list[Target] = [()]
     numbers: dict[Target, int] = {(): 0}
     at: Ids = np.zeros((), np.int64)
@@ -62,7 +67,7 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
     for _, ids in sorted(known, key=lambda item: -graph.shape(item[0])[dim]):
 
         def along(code: int, i: int) -> int:
-            target, found = divmod(code, 1 << 20)
+            target, found = divmod(code, _MANY)
             if found:
                 return found
             split = prices.layouts[i].split(dim) if i != NOWHERE else None
@@ -70,7 +75,7 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
             axes = split.axes if split is not None and not set(split.axes) & used else ()
             return _number(axes, ways, way_numbers)
 
-        way = _table(at * (1 << 20) + way, ids, along)
+        way = _table(at * _MANY + way, ids, along)
     codes = at * len(ways) + way
     for name, ids in known:
         evens = {axes: even(mesh, axes, graph.shape(name)[dim]) for axes in ways if axes}
@@ -104,12 +109,30 @@ def _agreed(target: Target, prices: Prices, number: int, dim: int) -> Target:
     return tuple(sorted(splits.items(), key=lambda item: item[0]))
 
 
+def relabelled(ids: Ids) -> tuple[Ids, Ids]:
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them.
+
+    As `numpy.unique`, without sorting where the numbers are small.
+    """
+    if ids.size < 64:
+        numbers, places = np.unique(ids, return_inverse=True)
+        return numbers, places.reshape(ids.shape)
+    low, high = int(ids.min()), int(ids.max())
+    if high - low > 4 * ids.size:
+        numbers, places = np.unique(ids, return_inverse=True)
+        return numbers, places.reshape(ids.shape)
+    shifted = ids - low
+    seen = np.zeros(high - low + 1, bool)
+    seen[shifted] = True
+    return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
+
+
 def _table(first: Ids, second: Ids, function: Callable[[int, int], int]) -> Ids:
     """A function of two numbers for whole arrays, called once for each pair."""
-    left, left_at = np.unique(first, return_inverse=True)
-    right, right_at = np.unique(second, return_inverse=True)
-    found = np.array([[function(int(a), int(b)) for b in right] for a in left], np.int64)
-    return found[left_at.reshape(first.shape), right_at.reshape(second.shape)]
+    left, left_at = relabelled(first)
+    right, right_at = relabelled(second)
+    found = np.array([[function(a, b) for b in right.tolist()] for a in left.tolist()], np.int64)
+    return found[left_at, right_at]
 
 
 def _number(thing: Thing, things: list[Thing], numbers: dict[Thing, int]) -> int:

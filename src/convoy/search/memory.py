@@ -1,7 +1,8 @@
 """Plans that fit into memory: seconds and bytes are traded at a price that is raised until the plan fits.
 
-Everett, "Generalized Lagrange multiplier method" (1963): the least sum of seconds and price × bytes is, among the plans
-of at most as many bytes, the fastest; and for every price, the sum less price × limit is a bound for all plans that fit.
+Everett, "Generalized Lagrange multiplier method" (1963): the least sum of seconds and price × bytes is, among the
+plans of at most as many bytes, the fastest; and for every price, that sum less price × limit is a bound for all plans
+that fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -97,8 +98,9 @@ def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float
                 held += number
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
+    name = f"layer {largest}" if largest else "what the network itself computes"
     return ConvoyError(
         f"no plan fits: the smallest needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are, most of it ({size(int(layers[largest]))}) for layer {largest or 'of the network itself'}: "
-        "use more devices, smaller microbatches or smaller images"
+        f"{size(int(limit))} there are, and most of it for {name} ({size(int(layers[largest]))}): use more devices, "
+        "smaller microbatches or smaller images"
     )

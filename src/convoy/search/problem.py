@@ -18,11 +18,11 @@ from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.place import own_samples
 from convoy.plans.rules import Batch
 from convoy.search.elimination import Scope, Table, TooWideError, aligned
-from convoy.search.joins import Ids, codes_of
+from convoy.search.joins import Ids, codes_of, relabelled
 from convoy.search.prices import NOWHERE, Answer, Prices, is_choosing
 from convoy.search.space import Strategy
 
-GRID = 800_000
+GRID = 1_500_000
 """The most states that a call's inputs may have together."""
 
 
@@ -97,7 +97,12 @@ class Shared:
 
 
 def build(
-    shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str], with_memory: bool = False
+    shared: Shared,
+    batch: Batch,
+    choices: Sequence[Choice],
+    outputs: Iterable[str],
+    with_memory: bool = False,
+    with_transfers: bool = True,
 ) -> Problem:
     """The tables of a graph.
 
@@ -107,20 +112,24 @@ def build(
         choices: the layers and what they may have; every layer whose rule looks at its strategy is in one of them.
         outputs: names of the values that the network returns.
         with_memory: whether memory counts.
+        with_transfers: whether what is sent between calls counts; without, the least sum is a lower bound.
 
     Raises:
         TooWideError: too much meets in one call.
     """
-    return _Builder(shared, batch, choices, with_memory).build(list(outputs))
+    return _Builder(shared, batch, choices, with_memory, with_transfers).build(list(outputs))
 
 
 class _Builder:
-    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool) -> None:
+    def __init__(
+        self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool, with_transfers: bool
+    ) -> None:
         self.shared = shared
         self.prices = shared.prices
         self.graph = shared.prices.graph
         self.batch = batch
         self.with_memory = with_memory
+        self.with_transfers = with_transfers
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
         self.known: dict[str, Known] = {}
@@ -154,7 +163,7 @@ class _Builder:
             if name not in self.known:
                 self.known[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
-        for name, uses in self.uses.items():
+        for name, uses in self.uses.items() if self.with_transfers else ():
             self._transfers(graph.values[name], uses)
         for name, keeps in self.keeps.items():
             self._activations(graph.values[name], keeps)
@@ -224,20 +233,21 @@ class _Builder:
         state = aligned(states, (own,), scope) if own is not None else np.zeros((), np.int64)
         codes = codes_of(call, self.prices, arrays) * len(strategies) + state
         codes = np.broadcast_to(codes, sizes)
-        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        numbers, inverse = relabelled(codes)
+        first = np.empty(len(numbers), np.int64)
+        first[inverse.ravel()[::-1]] = np.arange(codes.size)[::-1]
         flat = [None if array is None else np.broadcast_to(array, sizes).ravel()[first] for array in arrays]
         chosen = np.broadcast_to(state, sizes).ravel()[first]
         answers: list[Answer | None] = []
         refused = None
         for place in range(len(first)):
-            numbers = [NOWHERE if column is None else int(column[place]) for column in flat]
-            impossible = any(n == NOWHERE and column is not None for n, column in zip(numbers, flat, strict=True))
+            of_inputs = [NOWHERE if column is None else int(column[place]) for column in flat]
+            impossible = any(n == NOWHERE and column is not None for n, column in zip(of_inputs, flat, strict=True))
             answer = None
             if not impossible:
-                found = self.prices.answer(call, self.batch, strategies[int(chosen[place])], numbers)
+                found = self.prices.answer(call, self.batch, strategies[int(chosen[place])], of_inputs)
                 answer, refused = (None, found) if isinstance(found, ConvoyError) else (found, refused)
             answers.append(answer)
-        inverse = inverse.reshape(sizes)
 
         def spread(numbers: Iterable[float], kind: type) -> NDArray:
             return np.array(list(numbers), kind)[inverse]
@@ -267,7 +277,7 @@ class _Builder:
         known = self.known[name]
         if not known.scope or needed.issuperset(known.scope):
             return
-        distinct = np.unique(known.ids)
+        distinct, _ = relabelled(known.ids)
         distinct = distinct[distinct != NOWHERE]
         if len(distinct) >= known.ids.size or (len(known.scope) == 1 and len(distinct) > 0.9 * known.ids.size):
             return
@@ -282,8 +292,9 @@ class _Builder:
     def _parameter(self, value: Value, home: Known) -> None:
         if value.origin != "parameter":
             return
-        flat = [self.prices.parameter(value, int(n)) if n != NOWHERE else (0.0, 0.0) for n in home.ids.ravel()]
-        seconds, held = (np.array([pair[at] for pair in flat]).reshape(home.ids.shape) for at in (0, 1))
+        numbers, at = relabelled(home.ids)
+        pairs = [self.prices.parameter(value, int(n)) if n != NOWHERE else (0.0, 0.0) for n in numbers]
+        seconds, held = np.array(pairs).T[:, at]
         self._add(self.problem.seconds, home.scope, seconds)
         self._add(self.problem.bytes, home.scope, held)
 
@@ -317,8 +328,7 @@ class _Builder:
 
     def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
         """Of each pair of layouts, as arrays that broadcast."""
-        (left, left_at), (right, right_at) = (np.unique(ids, return_inverse=True) for ids in (source, target))
-        left_at, right_at = left_at.reshape(source.shape), right_at.reshape(target.shape)
+        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
         present = np.zeros((len(left), len(right)), bool)
         present[left_at, right_at] = True
         table = np.zeros(present.shape)

@@ -18,12 +18,15 @@ from convoy.search.memory import Fitting, fitting, nothing_fits
 from convoy.search.patterns import compact
 from convoy.search.prices import Prices, is_choosing
 from convoy.search.problem import Shared
-from convoy.search.solve import Solution, Solver, next_best, used_axes, using_all_axes
+from convoy.search.solve import Solution, Solver, UninterestingError, next_best, used_axes, using_all_axes
 from convoy.search.space import AXIS_STRATEGIES, Strategy, allowed, meshes, sample_axes_of, strategies
 from convoy.search.ties import Groups
 
 Parts = Callable[[int], tuple[range, ...]]
 """The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
+
+_INTERESTING = 1.1
+"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,34 @@ class SearchResult:
     Attributes:
         candidates: different plans, the best first: the best of a mesh and of a way to divide the samples each, and
             plain `sample` where it can be.
-        next_best: for the best plan, layer by layer in the network's order.
         exact: whether no plan on the meshes that were searched costs less than the first candidate.
         notes: sentences about what was left out or tied, empty where `exact`.
         searched: the meshes.
+        solution: the tables of the search that gave the best plan.
     """
 
     candidates: tuple[Candidate, ...]
-    next_best: tuple[NextBest, ...]
     exact: bool
     notes: tuple[str, ...]
     searched: tuple[Mesh, ...]
+    solution: Solution = field(repr=False, compare=False)
 
     @property
     def best(self) -> Candidate:
         """The first candidate."""
         return self.candidates[0]
+
+    @cached_property
+    def next_best(self) -> tuple[NextBest, ...]:
+        """For the best plan, layer by layer in the network's order; worked out when first asked for."""
+        found = []
+        for v, numbers in next_best(self.solution).items():
+            choice = self.solution.problem.choices[v]
+            own = self.solution.layers[choice.layers[0]]
+            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
+            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
+            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
+        return tuple(found)
 
 
 def search(
@@ -160,6 +175,7 @@ class _Search:
         self.meshes = list(on) if on is not None else meshes(num_devices)
         self.notes: list[str] = []
         self.refused: ConvoyError | None = None
+        self.known = float("inf")
 
     def run(self, top: int) -> SearchResult:
         found = [one for mesh in self.meshes for one in self._on(mesh)]
@@ -182,7 +198,7 @@ class _Search:
         if ties:
             self.notes.append(_tied_sentence(ties))
         return SearchResult(
-            tuple(candidates), self._next_best(chosen[0]), not self.notes, tuple(self.notes), tuple(self.meshes)
+            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), chosen[0].solution
         )
 
     def _on(self, mesh: Mesh) -> list[_Found]:
@@ -196,6 +212,9 @@ class _Search:
                 continue
             try:
                 solved[axes] = _Found(solver, mesh, solver.solve())
+                self.known = min(self.known, solved[axes].solution.seconds)
+            except UninterestingError:
+                pass
             except ConvoyError as error:
                 self.refused = error
             groups = solver.groups  # what was too wide before will be so again
@@ -222,7 +241,8 @@ class _Search:
         except ConvoyError as error:
             self.refused = error
             return None
-        return Solver(shared, batch, choices, self.outputs, groups, self.memory_limit is not None)
+        with_memory = self.memory_limit is not None
+        return Solver(shared, batch, choices, self.outputs, groups, with_memory, self.known * _INTERESTING)
 
     def _allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
         """What each layer may have.
@@ -276,8 +296,8 @@ class _Search:
         first = fits[0][0].solution.seconds
         if bound < first * (1 - 1e-9):
             self.notes.append(
-                f"the memory limit leaves a gap: a plan that fits could take {bound / first:.1%} of this one's seconds, "
-                "but no less"
+                f"the memory limit leaves a gap: a plan that fits could take {bound / first:.1%} of the seconds of "
+                "this one, but no less"
             )
         return [one for one, _ in fits]
 
@@ -309,16 +329,6 @@ class _Search:
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)))
         return place(self.graph, plan, batch, self.outputs)
-
-    def _next_best(self, one: _Found) -> tuple[NextBest, ...]:
-        found = []
-        for v, numbers in next_best(one.solution).items():
-            choice = one.solution.problem.choices[v]
-            own = one.solution.layers[choice.layers[0]]
-            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
-            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
-            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
-        return tuple(found)
 
 
 def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:

@@ -9,15 +9,24 @@ import numpy as np
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
 from convoy.plans.rules import Batch
+from convoy.search.bounds import kept, least_of_layers, possible, relaxed
 from convoy.search.elimination import Elimination, Numbers, Table, TooWideError
 from convoy.search.problem import Choice, Problem, Shared, assigned, build
 from convoy.search.space import Strategy
 from convoy.search.ties import Groups, alone, tied, tied_where_wide
 
-LIMIT = 8_000_000
+LIMIT = 20_000_000
 """The most entries of a table: 64 MB."""
 
+TIED_TIMES = 3.0
+"""Layers that have one strategy together get none with which they compute this many times as long as with another."""
+
+_RELAXED = 50_000
 _BRANCHES = 400
+
+
+class UninterestingError(Exception):
+    """No plan takes as little as `enough` seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Solver:
         outputs: names of the values that the network returns.
         groups: layers to be given one strategy together.
         with_memory: whether bytes are counted too.
+        enough: seconds beyond which a plan is of no interest.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Solver:
         outputs: Iterable[str],
         groups: Groups | None = None,
         with_memory: bool = False,
+        enough: float = float("inf"),
     ) -> None:
         self.shared = shared
         self.batch = batch
@@ -67,7 +78,11 @@ class Solver:
         graph = shared.prices.graph
         self.groups = groups or tied_where_wide(alone(graph), graph, 9 if len(batch.mesh.sizes) < 2 else 4)
         self.with_memory = with_memory
+        self.enough = enough
         self._problem: Problem | None = None
+        joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
+        self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
+        self._kept: dict[Groups, Mapping[str, Sequence[Strategy]]] = {}
 
     def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
         """The tables, of as few groups as must be tied.
@@ -76,11 +91,11 @@ class Solver:
             only: what some layers may have at most.
         """
         while True:
-            choices = [Choice(group, self._common(group, only or {})) for group in self.groups]
+            choices = [Choice(group, _common(group, {**self._possible(), **(only or {})})) for group in self.groups]
             try:
                 return build(self.shared, self.batch, choices, self.outputs, self.with_memory)
             except TooWideError as error:
-                self._tie(choices, error)
+                self._narrow(choices, error)
 
     def solve(
         self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
@@ -94,6 +109,7 @@ class Solver:
 
         Raises:
             ConvoyError: there is no plan; the sentence is that of a rule.
+            UninterestingError: there is none that takes as little as `enough` seconds.
         """
         while True:
             problem = self._problem if only is None and self._problem is not None else self.problem(only)
@@ -104,9 +120,11 @@ class Solver:
                 break
             except TooWideError as error:
                 self._problem = None
-                self._tie(problem.choices, error)
+                self._narrow(problem.choices, error)
         if only is None:
             self._problem = problem
+        if self._is_wide and elimination.least > self.enough and not self.with_memory:
+            raise UninterestingError(elimination.least)
         if not np.isfinite(elimination.least):
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
         states = elimination.assignment()
@@ -123,17 +141,66 @@ class Solver:
             return float("inf"), 0.0
         return found.least, _at(problem.bytes, found.assignment())
 
-    def _common(self, group: Sequence[str], only: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
-        """What all layers of a group may have."""
-        first, *others = (only.get(layer, self.allowed[layer]) for layer in group)
-        found = tuple(strategy for strategy in first if all(strategy in other for other in others))
-        if not found:
-            raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
+    def _possible(self) -> Mapping[str, Sequence[Strategy]]:
+        """What the layers may have in a best plan. All that is allowed, unless that was too much to search.
+
+        Under a limit of memory nothing is left out: what fits may cost more than any plan that is known.
+        """
+        if self.with_memory or not self._is_wide:
+            return self.allowed
+        if self.groups not in self._kept:
+            self._kept[self.groups] = self._pruned()
+        return self._kept[self.groups]
+
+    def _pruned(self) -> Mapping[str, Sequence[Strategy]]:
+        plain, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
+        enough = min(plain, self.enough)
+        least = least_of_layers(self.shared.prices, self.batch, self.allowed)
+        found = possible(least, self.allowed, self.groups, enough, TIED_TIMES)
+        choices = [Choice(group, _common(group, found)) for group in self.groups]
+        try:
+            free = build(self.shared, self.batch, choices, self.outputs, with_transfers=False)
+            tables = relaxed(free.seconds, _RELAXED)
+            elimination = Elimination(tables, free.sizes, LIMIT)
+        except TooWideError:
+            return found
+        if elimination.least > self.enough:
+            raise UninterestingError(elimination.least)
+        bounds = elimination.min_marginals()
+        for v, choice in enumerate(choices):
+            found |= dict.fromkeys(choice.layers, kept(choice.strategies, list(bounds[v]), enough))
         return found
 
-    def _tie(self, choices: Sequence[Choice], error: TooWideError) -> None:
+    def _plain(self, given: Sequence[Strategy]) -> Strategy:
+        """Samples on all axes that may divide them, filters or rows on the others, as far as a layer can."""
+        axes = self.batch.axes
+
+        def rank(strategy: Strategy) -> tuple[int, int, int]:
+            others = [each for axis, each in enumerate(strategy) if axis not in axes]
+            return (
+                sum(strategy[axis] != "sample" for axis in axes),
+                sum(each not in ("filter", "height") for each in others),
+                sum(each == "height" for each in others),
+            )
+
+        return min(given, key=rank)
+
+    def _narrow(self, choices: Sequence[Choice], error: TooWideError) -> None:
+        """After a table was too large: leave out what cannot be best; if that was done already, tie layers."""
+        if not self._is_wide and not self.with_memory:
+            self._is_wide = True
+            return
         met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
         self.groups = tied(self.groups, met, self.shared.prices.graph)
+
+
+def _common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
+    """What all layers of a group may have."""
+    first, *others = (allowed[layer] for layer in group)
+    found = tuple(strategy for strategy in first if all(strategy in other for other in others))
+    if not found:
+        raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
+    return found
 
 
 def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:

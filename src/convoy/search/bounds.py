@@ -1,0 +1,113 @@
+"""Strategies that cannot be in a best plan, by proof: even if nothing had to be sent, it would cost too much.
+
+A plan costs at least the sum of what its layers cost by themselves, each with the strategy that is cheapest for it; and
+at least what it would cost if every tensor lay at once where it is wanted. Where such a sum with a certain strategy of
+a layer, or of a group of layers that have one strategy together, is more than some plan costs in all, no best plan has
+this strategy there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call
+from convoy.plans.rules import Batch
+from convoy.search.elimination import Table
+from convoy.search.prices import NOWHERE, Prices, is_choosing
+from convoy.search.space import Strategy
+from convoy.search.ties import Groups
+
+
+def least_of_layers(
+    prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]
+) -> dict[str, dict[Strategy, float]]:
+    """For every layer and strategy, seconds that a plan spends there at least: on its calls and its parameters."""
+    first = {name: call.name for call in reversed(prices.graph.calls) for name in call.inputs}
+    found: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(given, 0.0) for layer, given in allowed.items()}
+    known: dict[tuple[object, ...], float] = {}
+    for call in prices.graph.calls:
+        if not is_choosing(call):
+            continue
+        own = tuple(first[name] == call.name for name in call.inputs)
+        for strategy, seconds in found[call.layer].items():
+            key = (prices.kind(call), strategy, own)
+            if key not in known:
+                known[key] = _least(prices, batch, call, strategy, own)
+            found[call.layer][strategy] = seconds + known[key]
+    return found
+
+
+def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
+    """Of one call: what it costs where its input is divided evenly; nothing where its rule would follow the input."""
+    shape = prices.graph.shape(call.inputs[0]) if call.inputs else ()
+    vectors = call.op == "linear" and len(shape) == 2 and shape[0] == batch.num_samples
+    if call.op != "conv" and not vectors:
+        return 0.0
+    answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
+    if isinstance(answer, ConvoyError):
+        return float("inf")
+    seconds = answer.seconds
+    for name, want, is_own in zip(call.inputs, answer.wants, own, strict=True):
+        value = prices.graph.values[name]
+        if value.origin == "parameter" and is_own:
+            seconds += prices.parameter(value, want)[0]
+    return seconds
+
+
+def possible(
+    least: Mapping[str, Mapping[Strategy, float]],
+    allowed: Mapping[str, Sequence[Strategy]],
+    groups: Groups,
+    enough: float,
+    times: float = float("inf"),
+) -> dict[str, Sequence[Strategy]]:
+    """What each layer may have in a plan that costs at most so many seconds.
+
+    Args:
+        least: of every layer by strategy.
+        allowed: what each layer may have.
+        groups: layers that have one strategy together.
+        enough: seconds of some plan.
+        times: how much longer than with its best strategy a group of several layers may take by itself; this one is no
+            proof, but groups are none either.
+    """
+    sums: list[dict[Strategy, float]] = []
+    for group in groups:
+        given = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
+        sums.append({s: sum(least[layer][s] for layer in group) for s in given})
+    total = sum(min(each.values(), default=0.0) for each in sums)
+    found: dict[str, Sequence[Strategy]] = {}
+    for group, each in zip(groups, sums, strict=True):
+        best = min(each.values(), default=0.0)
+        most = min(enough, total + best * (times - 1)) if len(group) > 1 else enough
+        found |= dict.fromkeys(group, kept(list(each), [total - best + seconds for seconds in each.values()], most))
+    return found
+
+
+def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
+    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`.
+
+    A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
+    one of seconds becomes its minima over all but one variable, an equal share for each variable.
+    """
+    found: list[Table] = []
+    for table in tables:
+        count = table.numbers.ndim
+        if table.numbers.size <= most:
+            found.append(table)
+        elif np.isinf(table.numbers).any() and not np.where(np.isinf(table.numbers), 0.0, table.numbers).any():
+            for axis in range(count - 1):
+                gone = tuple(other for other in range(count - 1) if other != axis)
+                found.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
+        else:
+            for axis in range(count):
+                gone = tuple(other for other in range(count) if other != axis)
+                found.append(Table((table.scope[axis],), table.numbers.min(axis=gone) / count))
+    return found
+
+
+def kept(strategies: Sequence[Strategy], bounds: Sequence[float], enough: float) -> list[Strategy]:
+    """Those with a bound of at most so many seconds; the two with the lowest in any case, so that there is a choice."""
+    second = sorted(bounds)[:2][-1] if bounds else 0.0
+    return [s for s, bound in zip(strategies, bounds, strict=True) if bound <= max(enough * (1 + 1e-9), second)]
