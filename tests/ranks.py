@@ -36,7 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "convoy"]
+_PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
+_PRELOAD += ["convoy.engine", "convoy.training"]
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is the failure of a test)

@@ -1,16 +1,18 @@
 """Trains a network under a plan and serially, in float64 on real processes, and tells how far apart they are."""
 
 import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
 from convoy import models
-from convoy.engine import StepContext, prepare
+from convoy.engine import prepare
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.engine.network import network_of
 from convoy.training.division import divide
@@ -74,10 +76,7 @@ def distance(
     device: str = "cpu",
     microbatches: int = 1,
 ) -> Distance:
-    """Run on every rank; the same on each of them.
-
-    The serial run computes one microbatch after the other by torch's own layers, but for dropout, whose masks are
-    functions of (seed, step, layer, sample).
+    """Run on every rank: each compares its own part and all that is whole with the serial run of the first one.
 
     Args:
         name: the network.
@@ -89,26 +88,18 @@ def distance(
         device: where all of it runs.
         microbatches: over how many parts of the batch batch norm takes its statistics one by one.
     """
-    serial, shape = build(name, size)
-    serial.to(device).train()
-    perturbed = copy.deepcopy(serial)
-    with torch.no_grad():
-        for p in perturbed.parameters():
-            signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()
-            p.mul_(1 + 1e-15 * signs.to(device))
+    model, shape = build(name, size)
+    model.to(device).train()
+    alone = _alone(model)
     example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
     mode = "sync" if microbatches == 1 else "microbatch"
-    net = convoy.parallelize(copy.deepcopy(serial), plan, example=example, batch_norm=mode, seed=SEED)
-    contexts = {"serial": prepare(serial, SEED, "sync"), "perturbed": prepare(perturbed, SEED, "sync")}
+    net = convoy.parallelize(model, plan, example=example, batch_norm=mode, seed=SEED)
     if sabotage is not None:
         import sabotages
 
         kind, _, argument = sabotage.partition(":")
         getattr(sabotages, kind)(net, *filter(None, [argument]))
-    nets = {"serial": serial, "perturbed": perturbed, "parallel": net}
-    optimizers = {
-        kind: torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4) for kind, n in nets.items()
-    }
+    optimizer = _optimizer(net)
     generator = torch.Generator().manual_seed(1)
     found = Distance()
     for step in range(steps):
@@ -117,41 +108,39 @@ def distance(
         y = torch.randint(0, 10, (batch,), generator=generator).to(device)
         sizes = microbatch_sizes(batch, microbatches)
         mine = convoy.local_samples(net, batch) if microbatches == 1 else _announce(net, step, sizes, x.device)
-        losses, inputs = {}, {}
-        for kind, n in nets.items():
-            inputs[kind] = (x[mine] if kind == "parallel" else x).clone().requires_grad_()
-            optimizers[kind].zero_grad()
-            if kind == "parallel":
-                losses[kind] = _loss(n(inputs[kind]), y[mine])
-                losses[kind].backward()
-                network_of(n).context.statistics.fold(network_of(n).groups)
-            else:
-                losses[kind] = _one_by_one(n, contexts[kind], step, inputs[kind], y, sizes)
+        for one in alone.values():
+            one.backward(step, x, y, sizes)
+        optimizer.zero_grad()
+        own = x[mine].clone().requires_grad_()
+        loss = _loss(net(own), y[mine])
+        loss.backward()
+        network_of(net).context.statistics.fold(network_of(net).groups)
         if step < len(batches):
-            _compare_gradients(found, serial, net)
-            _compare_buffers(found, serial, net)
-            loss = losses["parallel"].detach().nan_to_num() * len(y[mine]) / batch
-            _compare_loss(found, net, loss, losses["serial"])
-            if inputs["parallel"].numel():
-                want = inputs["serial"].grad[mine]
-                found.note("input_gradient", "input", relative(inputs["parallel"].grad, want, 1.0))
-        for optimizer in optimizers.values():
-            optimizer.step()
-    want, drifted, got = serial.state_dict(), perturbed.state_dict(), convoy.state_dict(net)
-    assert want.keys() == got.keys(), set(want) ^ set(got)
-    for key, value in want.items():
+            _compare(found, net, loss.detach().nan_to_num() * len(y[mine]) / batch, own, mine, alone.get("serial"))
+        for one in alone.values():
+            one.optimizer.step()
+        optimizer.step()
+    serial, perturbed = alone.get("serial"), alone.get("perturbed")
+    got = convoy.state_dict(net)
+    for key, value in _sent(serial and serial.net.state_dict(), got.keys(), device):
         assert got[key].shape == value.shape, (key, got[key].shape, value.shape)
         found.note("state", key, relative(got[key].double(), value.double(), 1.0))
-        found.note("control", key, relative(drifted[key].double(), value.double(), 1.0))
-    for n in nets.values():
-        n.eval()
-    x = torch.randn(5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64).to(device)
+        if perturbed is not None:
+            found.note("control", key, relative(perturbed.net.state_dict()[key].double(), value.double(), 1.0))
+    control = torch.tensor(found.control, dtype=torch.float64)
+    dist.all_reduce(control, op=dist.ReduceOp.MAX)
+    found.control = control.item()
+    x = torch.randn(
+        5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64, generator=generator
+    )
     network_of(net).samples = None
     mine = convoy.local_samples(net, 5)
     with torch.no_grad():
-        outputs, whole = _first(net(x[mine])), _first(serial(x))
-    if outputs.numel():
-        found.note("loss", "evaluation", relative(outputs, whole[mine], 1.0) if found.state < 1e-7 else 0.0)
+        outputs = _first(net.eval()(x[mine].to(device)))
+        whole = {"outputs": _first(serial.net.eval()(x.to(device)))} if serial is not None else None
+    for _, value in _sent(whole, ["outputs"], device):
+        if outputs.numel():
+            found.note("loss", "evaluation", relative(outputs, value[mine], 1.0) if found.state < 1e-7 else 0.0)
     return found
 
 
@@ -160,18 +149,59 @@ def run(net: str, plan: Any, options: dict[str, Any]) -> Distance:
     return distance(net, plan, **options)
 
 
-def _one_by_one(
-    net: nn.Module, context: StepContext, step: int, images: Tensor, labels: Tensor, sizes: tuple[int, ...]
-) -> Tensor:
-    """Add up the gradients of the microbatches' part of the mean loss; that loss."""
-    total, start = images.new_zeros(()), 0
-    for size in sizes:
-        end = start + size
-        context.enter(step, start, (size,), images.device)
-        loss = _loss(net(images[start:end]), labels[start:end]) * (size / len(images))
-        loss.backward()
-        total, start = total + loss.detach(), end
-    return total
+class _Alone:
+    """A network that a rank trains by itself, one microbatch after the other, by torch's own layers, but for dropout,
+    whose masks are functions of (seed, step, layer, sample)."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.context = prepare(net, SEED, "sync")
+        self.optimizer = _optimizer(net)
+
+    def backward(self, step: int, images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> None:
+        """Add up the gradients of the microbatches' parts of the mean loss."""
+        self.optimizer.zero_grad()
+        self.images = images.clone().requires_grad_()
+        self.loss, start = images.new_zeros(()), 0
+        for size in sizes:
+            end = start + size
+            self.context.enter(step, start, (size,), images.device)
+            loss = _loss(self.net(self.images[start:end]), labels[start:end]) * (size / len(images))
+            loss.backward()
+            self.loss, start = self.loss + loss.detach(), end
+
+
+def _alone(model: nn.Module) -> dict[str, _Alone]:
+    """The serial run on the first rank, and that from perturbed weights on the last one."""
+    found = {}
+    if dist.get_rank() == 0:
+        found["serial"] = _Alone(copy.deepcopy(model))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        perturbed = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in perturbed.parameters():
+                signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()
+                p.mul_(1 + 1e-15 * signs.to(p.device))
+        found["perturbed"] = _Alone(perturbed)
+    return found
+
+
+def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+
+def _sent(
+    tensors: dict[str, Tensor] | None, names: Iterable[str], device: torch.device | str
+) -> Iterator[tuple[str, Tensor]]:
+    """The first rank's tensors on every rank, one after the other; `names` are those that there must be."""
+    facts = [None if tensors is None else {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
+    dist.broadcast_object_list(facts, src=0)
+    assert facts[0] is not None
+    assert facts[0].keys() == set(names), facts[0].keys() ^ set(names)
+    for name, (shape, dtype) in facts[0].items():
+        value = torch.empty(shape, dtype=dtype) if tensors is None else tensors[name].detach().cpu().contiguous()
+        dist.broadcast(value, src=0)
+        yield name, value.to(device)
 
 
 def _announce(net: nn.Module, step: int, sizes: tuple[int, ...], device: torch.device) -> slice:
@@ -184,28 +214,34 @@ def _announce(net: nn.Module, step: int, sizes: tuple[int, ...], device: torch.d
     return slice(own.start, own.stop)
 
 
-def _compare_gradients(found: Distance, serial: nn.Module, net: nn.Module) -> None:
-    want = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
-    got = convoy.gradients(net)
-    assert want.keys() == got.keys(), set(want) ^ set(got)
-    scale = max(gradient.abs().max().item() for gradient in want.values())
-    for name, gradient in want.items():
-        found.note("gradient", name, relative(got[name], gradient, scale))
+def _compare(found: Distance, net: nn.Module, loss: Tensor, images: Tensor, mine: slice, serial: _Alone | None) -> None:
+    """One update against the serial one, which the first rank has.
 
-
-def _compare_buffers(found: Distance, serial: nn.Module, net: nn.Module) -> None:
-    want = dict(serial.named_buffers())
-    for name, buffer in net.named_buffers():
-        found.note("buffer", name, relative(network_of(net).whole(name, buffer).double(), want[name].double(), 1.0))
-
-
-def _compare_loss(found: Distance, net: nn.Module, share: Tensor, want: Tensor) -> None:
-    """Shares of the ranks that have different samples add up to the loss."""
-    share = share.cpu()  # gloo's ranks may share a GPU
-    group = network_of(net).groups.of(network_of(net).sample_axes)
+    Args:
+        loss: this rank's samples' part of the loss, on every rank of a model group.
+        images: this rank's samples, with their gradient.
+        mine: which samples of the batch they are.
+    """
+    got, network = convoy.gradients(net), network_of(net)
+    buffers = {name: network.whole(name, buffer) for name, buffer in net.named_buffers()}
+    loss = loss.cpu()  # gloo's ranks may share a GPU
+    group = network.groups.of(network.sample_axes)
     if group is not None:
-        torch.distributed.all_reduce(share, group=group)
-    found.note("loss", "loss", abs(share.item() - want.item()) / abs(want.item()))
+        dist.all_reduce(loss, group=group)
+    want = scale = None
+    if serial is not None:
+        want = {name: p.grad for name, p in serial.net.named_parameters() if p.grad is not None}
+        scale = {"": torch.stack([gradient.abs().max() for gradient in want.values()]).max()}
+    (largest,) = (value.item() for _, value in _sent(scale, [""], images.device))
+    for name, value in _sent(want, got, images.device):
+        found.note("gradient", name, relative(got[name], value, largest))
+    for name, value in _sent(serial and dict(serial.net.named_buffers()), buffers, images.device):
+        found.note("buffer", name, relative(buffers[name].double(), value.double(), 1.0))
+    for _, value in _sent(serial and {"loss": serial.loss}, ["loss"], "cpu"):
+        found.note("loss", "loss", relative(loss, value, 1.0))
+    for name, value in _sent(serial and {"input": serial.images.grad}, ["input"], images.device):
+        if images.numel():
+            found.note("input_gradient", name, relative(images.grad, value[mine], 1.0))
 
 
 def _loss(outputs: Any, labels: Tensor) -> Tensor:
