@@ -51,22 +51,23 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
     found = search(graph, 2, COSTS, on=[ONE], among=FEW)
     layers = ["stem", "block1.0", "block2.0", "project"]
     every = brute_force(graph, ONE, COSTS, {layer: [(one,) for one in FEW] for layer in layers})
-    # with the sample axis used and without it: the next best is that of the best plan's own way
     uses = any(one.strategy == ("sample",) for one in found.next_best)
     for one in found.next_best:
         place = layers.index(one.layers[0])
-        least = {}
+        of_way: dict = {}
+        of_any: dict = {}
         for strategies, seconds in every.items():
+            given = strategies[place]
+            of_any[given] = min(seconds, of_any.get(given, 1.0))
             if any(s == ("sample",) for s in strategies) == uses:
-                least[strategies[place]] = min(seconds, least.get(strategies[place], 1.0))
-        assert least[one.strategy] == pytest.approx(found.best.seconds)
-        if one.other in least:
-            assert one.seconds == pytest.approx(least[one.other], rel=1e-9)
-            assert one.seconds == pytest.approx(min(s for o, s in least.items() if o != one.strategy), rel=1e-9)
+                of_way[given] = min(seconds, of_way.get(given, 1.0))
+        assert of_way[one.strategy] == pytest.approx(found.best.seconds)
+        # a plan that uses the sample axis no more is one of another way, and costs less there
+        assert of_any[one.other] * (1 - 1e-9) <= one.seconds <= of_way.get(one.other, 1.0) * (1 + 1e-9)
 
 
 def test_a_limit_of_memory_is_kept_and_what_it_costs_is_known():
-    graph = captured(Chain(), 16, 16)
+    graph = captured(Chain(), 64)
     free = search(graph, 2, COSTS, on=[ONE], among=FEW)
     domains = {layer: [(one,) for one in FEW] for layer in ("features.0", "features.2", "fc")}
     every = brute_force(graph, ONE, COSTS, domains)

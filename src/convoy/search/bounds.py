@@ -6,6 +6,7 @@ a layer, or of a group of layers that have one strategy together, is more than s
 this strategy there.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -89,7 +90,7 @@ def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
     """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`.
 
     A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
-    one of seconds becomes its minima over all but one variable, an equal share for each variable.
+    one of seconds becomes its minima over all but two variables.
     """
     found: list[Table] = []
     for table in tables:
@@ -101,10 +102,20 @@ def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
                 gone = tuple(other for other in range(count - 1) if other != axis)
                 found.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
         else:
-            for axis in range(count):
-                gone = tuple(other for other in range(count) if other != axis)
-                found.append(Table((table.scope[axis],), table.numbers.min(axis=gone) / count))
+            found.append(_pair(table))
     return found
+
+
+def _pair(table: Table) -> Table:
+    """The minima of a table over all but two variables: the two that say most."""
+    best, most = None, -1.0
+    for pair in itertools.combinations(range(table.numbers.ndim), 2):
+        numbers = table.numbers.min(axis=tuple(axis for axis in range(table.numbers.ndim) if axis not in pair))
+        mean = float(np.minimum(numbers, 1e9).mean())
+        if mean > most:
+            best, most = Table((table.scope[pair[0]], table.scope[pair[1]]), numbers), mean
+    assert best is not None
+    return best
 
 
 def kept(strategies: Sequence[Strategy], bounds: Sequence[float], enough: float) -> list[Strategy]:

@@ -8,6 +8,7 @@ any more, the layout of the result becomes a variable of its own: a residual net
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from convoy.search.elimination import Scope, Table, TooWideError, aligned
 from convoy.search.joins import Ids, codes_of, relabelled
 from convoy.search.prices import NOWHERE, Answer, Prices, is_choosing
 from convoy.search.space import Strategy
+
+Sent = Literal["exactly", "at least", "nothing"]
 
 GRID = 1_500_000
 """The most states that a call's inputs may have together."""
@@ -102,7 +105,7 @@ def build(
     choices: Sequence[Choice],
     outputs: Iterable[str],
     with_memory: bool = False,
-    with_transfers: bool = True,
+    sent: Sent = "exactly",
 ) -> Problem:
     """The tables of a graph.
 
@@ -112,24 +115,23 @@ def build(
         choices: the layers and what they may have; every layer whose rule looks at its strategy is in one of them.
         outputs: names of the values that the network returns.
         with_memory: whether memory counts.
-        with_transfers: whether what is sent between calls counts; without, the least sum is a lower bound.
+        sent: how what is sent between calls is counted. `at least`: a call that may share what it wants with others
+            counts its part of it. Unless it is `exactly`, the least sum is a lower bound.
 
     Raises:
         TooWideError: too much meets in one call.
     """
-    return _Builder(shared, batch, choices, with_memory, with_transfers).build(list(outputs))
+    return _Builder(shared, batch, choices, with_memory, sent).build(list(outputs))
 
 
 class _Builder:
-    def __init__(
-        self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool, with_transfers: bool
-    ) -> None:
+    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool, sent: Sent) -> None:
         self.shared = shared
         self.prices = shared.prices
         self.graph = shared.prices.graph
         self.batch = batch
         self.with_memory = with_memory
-        self.with_transfers = with_transfers
+        self.sent = sent
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
         self.known: dict[str, Known] = {}
@@ -163,7 +165,7 @@ class _Builder:
             if name not in self.known:
                 self.known[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
-        for name, uses in self.uses.items() if self.with_transfers else ():
+        for name, uses in self.uses.items() if self.sent != "nothing" else ():
             self._transfers(graph.values[name], uses)
         for name, keeps in self.keeps.items():
             self._activations(graph.values[name], keeps)
@@ -301,7 +303,10 @@ class _Builder:
     def _transfers(self, value: Value, uses: Sequence[Known]) -> None:
         """What it costs to bring a value to all who use it: once for those that want it in the same layout."""
         here = self.known[value.name]
-        for group in _that_share(uses, here):
+        groups = [(group, 1) for group in _that_share(uses, here)]
+        if self.sent == "at least":
+            groups = [([use], len(group)) for group, _ in groups for use in group]
+        for group, share in groups:
             scope = tuple(sorted({*here.scope, *(v for use in group for v in use.scope)}))
             key = (
                 "transfers",
@@ -310,7 +315,8 @@ class _Builder:
             )
             if key not in self.shared.tables:
                 self.shared.tables[key] = self._distinct(value, here, group, scope)
-            self._add(self.problem.seconds, scope, self.shared.tables[key])
+            numbers = self.shared.tables[key]
+            self._add(self.problem.seconds, scope, numbers / share if share > 1 else numbers)
 
     def _distinct(self, value: Value, here: Known, uses: Sequence[Known], scope: Scope) -> NDArray[np.float64]:
         total = np.zeros(self._grid(scope))

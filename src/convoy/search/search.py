@@ -176,6 +176,7 @@ class _Search:
         self.notes: list[str] = []
         self.refused: ConvoyError | None = None
         self.known = float("inf")
+        self.plain: Solver | None = None
 
     def run(self, top: int) -> SearchResult:
         found = [one for mesh in self.meshes for one in self._on(mesh)]
@@ -189,7 +190,7 @@ class _Search:
         for one in chosen:
             if len(candidates) < top:
                 candidates.append(self._candidate(one.mesh, one.solution.layers, one.solution.seconds))
-        plain = self._plain(found)
+        plain = self._plain()
         if plain is not None and all(plain.plan != other.plan for other in candidates):
             candidates.append(plain)
             candidates.sort(key=lambda candidate: candidate.seconds)
@@ -210,6 +211,8 @@ class _Search:
             solver = self._solver(mesh, axes, shared, groups)
             if solver is None:
                 continue
+            if len(mesh.sizes) == 1 and axes:
+                self.plain = solver
             try:
                 solved[axes] = _Found(solver, mesh, solver.solve())
                 self.known = min(self.known, solved[axes].solution.seconds)
@@ -301,14 +304,14 @@ class _Search:
             )
         return [one for one, _ in fits]
 
-    def _plain(self, found: Sequence[_Found]) -> Candidate | None:
+    def _plain(self) -> Candidate | None:
         """Every layer by samples on one axis, where that is legal, fits, and is not fixed otherwise."""
         plain = ("sample",)
-        one = next((o for o in found if len(o.mesh.sizes) == 1 and o.solver.batch.axes == (0,)), None)
-        if one is None or not all(plain in allowed for allowed in one.solver.allowed.values()):
+        solver = self.plain
+        if solver is None or not all(plain in allowed for allowed in solver.allowed.values()):
             return None
-        seconds, _ = one.solver.price(dict.fromkeys(one.solver.allowed, plain))
-        candidate = self._candidate(one.mesh, dict.fromkeys(one.solver.allowed, plain), seconds)
+        seconds, _ = solver.price(dict.fromkeys(solver.allowed, plain))
+        candidate = self._candidate(solver.batch.mesh, dict.fromkeys(solver.allowed, plain), seconds)
         return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
 
     def _candidate(self, mesh: Mesh, layers: Mapping[str, Strategy], seconds: float) -> Candidate:

@@ -8,10 +8,11 @@ import numpy as np
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
+from convoy.plans.place import COMPUTE
 from convoy.plans.rules import Batch
 from convoy.search.bounds import kept, least_of_layers, possible, relaxed
 from convoy.search.elimination import Elimination, Numbers, Table, TooWideError
-from convoy.search.problem import Choice, Problem, Shared, assigned, build
+from convoy.search.problem import Choice, Problem, Sent, Shared, assigned, build
 from convoy.search.space import Strategy
 from convoy.search.ties import Groups, alone, tied, tied_where_wide
 
@@ -153,23 +154,36 @@ class Solver:
         return self._kept[self.groups]
 
     def _pruned(self) -> Mapping[str, Sequence[Strategy]]:
+        """What is left after what the layers cost at least, and then whole plans at least.
+
+        Raises:
+            UninterestingError: nothing.
+        """
         plain, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
         enough = min(plain, self.enough)
         least = least_of_layers(self.shared.prices, self.batch, self.allowed)
         found = possible(least, self.allowed, self.groups, enough, TIED_TIMES)
         choices = [Choice(group, _common(group, found)) for group in self.groups]
+        # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
+        sent: Sent = "nothing" if any(len(group) > 1 for group in self.groups) else "at least"
         try:
-            free = build(self.shared, self.batch, choices, self.outputs, with_transfers=False)
-            tables = relaxed(free.seconds, _RELAXED)
-            elimination = Elimination(tables, free.sizes, LIMIT)
+            problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
+            elimination = Elimination(relaxed(problem.seconds, _RELAXED), problem.sizes, LIMIT)
         except TooWideError:
             return found
         if elimination.least > self.enough:
             raise UninterestingError(elimination.least)
+        layers = assigned(choices, elimination.assignment())
+        if self._uses_all_axes(layers):
+            enough = min(enough, self.price(layers)[0])
         bounds = elimination.min_marginals()
         for v, choice in enumerate(choices):
             found |= dict.fromkeys(choice.layers, kept(choice.strategies, list(bounds[v]), enough))
         return found
+
+    def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:
+        ops = {call.layer: call.op for call in self.shared.prices.graph.calls if call.op in COMPUTE}
+        return used_axes({layer: s for layer, s in layers.items() if layer in ops}, ops) == self.batch.axes
 
     def _plain(self, given: Sequence[Strategy]) -> Strategy:
         """Samples on all axes that may divide them, filters or rows on the others, as far as a layer can."""
