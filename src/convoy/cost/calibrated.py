@@ -1,15 +1,17 @@
-"""Times of pieces that were not measured, from those that were: a roofline, corrected by its nearest neighbours.
+"""Times of pieces that were not measured, from those that were: a regression for each kind of layer, corrected by the
+nearest neighbours.
 
-How far a layer stays below the roofline depends on its kind and on its sizes, and changes slowly with them. So the
-roofline gives the way from one size to another, and the measured neighbours give the height.
+How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. So the regression gives the
+way from one size to another, and the measured neighbours give the height.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from convoy.cost.piece import VIEWS, Both, Piece
+from convoy.cost.piece import VIEWS, Piece
+from convoy.cost.regression import Regression, Way, fit
 from convoy.cost.roofline import Roofline
 from convoy.cost.times import Times
 
@@ -22,61 +24,94 @@ Features = tuple[float, ...]
 
 @dataclass(frozen=True)
 class _Known:
+    """A measured piece, its features, and measured over predicted by the regression, forward and backward."""
+
     piece: Piece
     features: Features
-    forward: float
-    backward: float
+    ratios: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of an op and function."""
+
+    known: tuple[_Known, ...]
+    regressions: tuple[Regression | None, Regression | None]
 
 
 class Calibrated:
-    """Times that are exact where measured, and elsewhere those of the nearest measured pieces of the kind, scaled.
+    """Times that are exact where measured, and elsewhere follow from the measured pieces of the kind.
 
     Args:
         measured: what is known. Empty pieces and views calibrate nothing.
-        roofline: of the device; `fitted` makes one from what was measured.
+        roofline: of the device; by default made from what was measured.
     """
 
     def __init__(self, measured: Mapping[Piece, Times], roofline: Roofline | None = None) -> None:
         self.measured = dict(measured)
         self.roofline = roofline or fitted(measured)
-        self._by_kind: dict[tuple[str, str], list[_Known]] = {}
+        groups: dict[tuple[str, str], list[tuple[Piece, Times]]] = {}
         for piece, times in self.measured.items():
-            model = self.roofline(piece)
-            if model.forward > 0 and times.forward > 0:
-                back = times.backward / model.backward if model.backward > 0 and times.backward > 0 else 0.0
-                known = _Known(piece, _features(piece), times.forward / model.forward, back)
-                self._by_kind.setdefault((piece.op, piece.function), []).append(known)
-        self._found: dict[Piece, Times] = {}
-        everything = [known for group in self._by_kind.values() for known in group]
-        self._of_op = {op: _middle([one for one in everything if one.piece.op == op]) for op, _ in self._by_kind}
+            if not piece.is_empty and piece.op not in VIEWS and times.forward > 0:
+                groups.setdefault((piece.op, piece.function), []).append((piece, times))
+        self._kinds = {kind: _kind(group, self.roofline) for kind, group in groups.items()}
+        everything = [pair for group in groups.values() for pair in group]
+        multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
+        moving = [pair for pair in everything if pair[0].flops.forward == 0]
+        self._of_op = {op: self._middle([pair for pair in everything if pair[0].op == op]) for op, _ in groups}
         self._of_bound = {
-            arithmetic: _middle(
-                [one for one in everything if (one.piece.flops.forward > 0) == arithmetic] or everything
-            )
-            for arithmetic in (False, True)
+            True: self._middle(multiplying or everything),
+            False: self._middle(moving or everything),
         }
+        self._found: dict[Piece, Times] = {}
 
     def __call__(self, piece: Piece, /) -> Times:
         """Seconds of a piece."""
         if piece in self.measured:
             return self.measured[piece]
         if piece not in self._found:
-            model = self.roofline(piece)
-            forward, backward = self._factors(piece)
-            self._found[piece] = Times(model.forward * forward, model.backward * backward)
+            self._found[piece] = Times(self._seconds(piece, 0), self._seconds(piece, 1))
         return self._found[piece]
 
-    def _factors(self, piece: Piece) -> tuple[float, float]:
-        """Measured over roofline, forward and backward."""
-        known = self._by_kind.get((piece.op, piece.function), [])
-        if not known:
-            return self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
+    def _seconds(self, piece: Piece, way: Way) -> float:
+        kind = self._kinds.get((piece.op, piece.function))
+        regression = kind.regressions[way] if kind else None
+        if kind is None or regression is None:
+            model = self.roofline(piece)
+            ratios = self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
+            return (model.forward, model.backward)[way] * ratios[way]
         mine = _features(piece)
-        near = sorted((_distance(piece, mine, other), at) for at, other in enumerate(known))[:_NEIGHBOURS]
-        weights = [(1 / (0.01 + distance * distance), known[at]) for distance, at in near]
-        forward = _mean([(weight, other.forward) for weight, other in weights])
-        backward = _mean([(weight, other.backward) for weight, other in weights if other.backward > 0])
-        return forward, backward if backward > 0 else forward
+        near = sorted((_distance(piece, mine, other), at) for at, other in enumerate(kind.known))[:_NEIGHBOURS]
+        ratios_near = [(1 / (0.01 + far * far), kind.known[at].ratios[way]) for far, at in near]
+        return regression(piece) * _mean([(weight, ratio) for weight, ratio in ratios_near if ratio > 0])
+
+    def _middle(self, pairs: Sequence[tuple[Piece, Times]]) -> tuple[float, float]:
+        """Measured over roofline, forward and backward."""
+        models = [(self.roofline(piece), times) for piece, times in pairs]
+        forward = [times.forward / model.forward for model, times in models if model.forward > 0]
+        backward = [times.backward / model.backward for model, times in models if model.backward > 0]
+        backward = [ratio for ratio in backward if ratio > 0]
+        first = median(forward) if forward else 1.0
+        return first, median(backward) if backward else first
+
+
+def _kind(group: Sequence[tuple[Piece, Times]], roofline: Roofline) -> _Kind:
+    forward = fit([(piece, times.forward) for piece, times in group], 0, roofline)
+    backward = fit([(piece, times.backward) for piece, times in group], 1, roofline)
+    known = [
+        _Known(
+            piece,
+            _features(piece),
+            (_ratio(forward, piece, times.forward), _ratio(backward, piece, times.backward)),
+        )
+        for piece, times in group
+    ]
+    return _Kind(tuple(known), (forward, backward))
+
+
+def _ratio(regression: Regression | None, piece: Piece, seconds: float) -> float:
+    model = regression(piece) if regression is not None else 0.0
+    return seconds / model if model > 0 else 0.0
 
 
 def fitted(measured: Mapping[Piece, Times]) -> Roofline:
@@ -105,7 +140,7 @@ def _upper(values: Iterable[float], otherwise: float) -> float:
 
 def _features(piece: Piece) -> Features:
     """Logarithms of what the efficiency of a kernel depends on, two tensors' sizes by dimension."""
-    flops, moved = Both(*piece.flops), Both(*piece.bytes)
+    flops, moved = piece.flops, piece.bytes
     tensors = (piece.inputs[:2], piece.outputs[:1])
     sizes = [math.log(1 + size) for group in tensors for operand in group for size in operand.shape]
     return (math.log(1 + flops.forward), math.log(1 + moved.forward), *sizes)
@@ -122,13 +157,7 @@ def _distance(piece: Piece, features: Features, other: _Known) -> float:
     return sizes + _OTHER_KIND * unlike + gradients
 
 
-def _mean(weighted: list[tuple[float, float]]) -> float:
+def _mean(weighted: Sequence[tuple[float, float]]) -> float:
     """The weighted geometric mean."""
     total = sum(weight for weight, _ in weighted)
-    return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 0.0
-
-
-def _middle(known: list[_Known]) -> tuple[float, float]:
-    forward = median([one.forward for one in known]) if known else 1.0
-    backward = [one.backward for one in known if one.backward > 0]
-    return forward, median(backward) if backward else forward
+    return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 1.0
