@@ -1,0 +1,62 @@
+"""`--reproducible`: the same weights, bit for bit, on any number of sample ranks, through the whole trainer."""
+
+from pathlib import Path
+
+import pytest
+
+from convoy.training import session
+from convoy.training.under_plan import Method
+from ranks import run_ranks
+from tiny import write_mnist
+from whole_runs import Ended, as_before, train_here
+
+SETTINGS = {"reproducible": "true", "epochs": "3ba"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("bitwise") / "data")
+
+
+@pytest.fixture(scope="module")
+def serial(data: Path) -> Ended:
+    return run_ranks(train_here, 1, data, data.parent / "serial", SETTINGS)[0]
+
+
+@pytest.fixture(scope="module")
+def divided(data: Path) -> Ended:
+    return run_ranks(train_here, 2, data, data.parent / "divided", SETTINGS | {"parallel.plan": "filter=2"})[0]
+
+
+@pytest.mark.parametrize(
+    ("num", "shares"), [(2, None), (3, None), (3, "[3,3,2]"), (3, "[1,6,1]"), (4, None), (8, None)]
+)
+def test_weights_are_those_of_one_device(
+    data: Path, tmp_path: Path, serial: Ended, num: int, shares: str | None
+) -> None:
+    settings = SETTINGS | ({"parallel.shares": shares} if shares else {})
+    for found in run_ranks(train_here, num, data, tmp_path / "run", settings, timeout=120):
+        assert (found.digest, found.curve) == (serial.digest, serial.curve)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
+    data: Path, tmp_path: Path, divided: Ended, num: int
+) -> None:
+    settings = SETTINGS | {"parallel.plan": f"sample={num},filter=2"}
+    for found in run_ranks(train_here, 2 * num, data, tmp_path / "run", settings, timeout=120):
+        assert (found.digest, found.curve) == (divided.digest, divided.curve)
+
+
+def _without_the_tree(data: Path, out: Path) -> Ended:
+    """Each microbatch by itself, but the gradients in the order of the backend's all-reduce."""
+    with as_before() as patch:
+        patch.setattr(session, "method_of", lambda recipe: Method())
+        return train_here(data, out, SETTINGS)
+
+
+@pytest.mark.parametrize("num", [2, 8])
+def test_another_order_of_additions_would_be_noticed(data: Path, tmp_path: Path, serial: Ended, num: int) -> None:
+    (found, *_) = run_ranks(_without_the_tree, num, data, tmp_path / "run", timeout=120)
+    assert found.digest != serial.digest
+    assert found.curve == pytest.approx(serial.curve, rel=1e-4)

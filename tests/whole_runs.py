@@ -1,0 +1,81 @@
+"""Whole runs of the trainer as bodies for `run_ranks`: the same on one rank and on several."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.training import load_recipe, train
+from convoy.training.devices import Devices
+from convoy.training.progress import Silence
+
+BASE = {
+    "model.name": "tiny:TinyNet",
+    "batch": "24",
+    "microbatch": "3",
+    "threads": "1",
+    "log_every": "1ba",
+    "optimizer.lr": "0.05",
+    "data.augment.crop": "pad",
+}
+
+
+@dataclass
+class Ended:
+    """A run that came to its end.
+
+    Attributes:
+        digest: SHA-256 of the weights' file.
+        curve: loss of every update, and of the evaluation at the end.
+        said: what rank 0 said, and what stands in its summary's notes.
+    """
+
+    digest: str
+    curve: list[float]
+    said: list[str] = field(default_factory=list)
+
+
+class Words(Silence):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[pytest.MonkeyPatch]:
+    """Processes live on after a run, which sets torch's switches; a patch for this run alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            yield patch
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def train_here(data: Path, out: Path, settings: dict[str, str], resume: bool = False) -> Ended:
+    """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
+    devices, device = Devices.join()
+    values = BASE | {"data.path": str(data), "parallel.devices": str(devices.num)} | settings
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+    words, notes = Words(), []
+    with as_before():
+        train(
+            recipe,
+            out,
+            resume=resume,
+            device=device,
+            devices=devices,
+            reporter=words,
+            on_start=lambda session: notes.append(session.notes),
+        )
+    digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return Ended(digest, [line["loss"] for line in lines], [*words.said, *(note for each in notes for note in each)])
