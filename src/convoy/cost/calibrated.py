@@ -5,38 +5,15 @@ How fast a layer runs depends on its kind and on its sizes, and changes slowly w
 way from one size to another, and the measured neighbours give the height.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from convoy.cost.neighbours import Neighbours
 from convoy.cost.piece import VIEWS, Piece
-from convoy.cost.regression import Regression, Way, fit
+from convoy.cost.regression import Regression, fit
 from convoy.cost.roofline import Roofline
 from convoy.cost.times import Times
-
-_NEIGHBOURS = 4
-_OTHER_KIND = 3.0
-"""How far apart, in factors of e, two pieces count beyond their sizes for each option in which they differ."""
-
-Features = tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A measured piece, its features, and measured over predicted by the regression, forward and backward."""
-
-    piece: Piece
-    features: Features
-    ratios: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What is known of an op and function."""
-
-    known: tuple[_Known, ...]
-    regressions: tuple[Regression | None, Regression | None]
 
 
 class Calibrated:
@@ -70,20 +47,20 @@ class Calibrated:
         if piece in self.measured:
             return self.measured[piece]
         if piece not in self._found:
-            self._found[piece] = Times(self._seconds(piece, 0), self._seconds(piece, 1))
+            self._found[piece] = self._predicted(piece)
         return self._found[piece]
 
-    def _seconds(self, piece: Piece, way: Way) -> float:
+    def _predicted(self, piece: Piece) -> Times:
+        model = self.roofline(piece)
+        forward, backward = self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
+        found = [model.forward * forward, model.backward * backward]
         kind = self._kinds.get((piece.op, piece.function))
-        regression = kind.regressions[way] if kind else None
-        if kind is None or regression is None:
-            model = self.roofline(piece)
-            ratios = self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
-            return (model.forward, model.backward)[way] * ratios[way]
-        mine = _features(piece)
-        near = sorted((_distance(piece, mine, other), at) for at, other in enumerate(kind.known))[:_NEIGHBOURS]
-        ratios_near = [(1 / (0.01 + far * far), kind.known[at].ratios[way]) for far, at in near]
-        return regression(piece) * _mean([(weight, ratio) for weight, ratio in ratios_near if ratio > 0])
+        if kind is not None:
+            correction = kind.neighbours.correction(piece)
+            for way, regression in enumerate(kind.regressions):
+                if regression is not None:
+                    found[way] = regression(piece) * correction[way]
+        return Times(*found)
 
     def _middle(self, pairs: Sequence[tuple[Piece, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
@@ -95,18 +72,22 @@ class Calibrated:
         return first, median(backward) if backward else first
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of an op and function."""
+
+    regressions: tuple[Regression | None, Regression | None]
+    neighbours: Neighbours
+
+
 def _kind(group: Sequence[tuple[Piece, Times]], roofline: Roofline) -> _Kind:
     forward = fit([(piece, times.forward) for piece, times in group], 0, roofline)
     backward = fit([(piece, times.backward) for piece, times in group], 1, roofline)
-    known = [
-        _Known(
-            piece,
-            _features(piece),
-            (_ratio(forward, piece, times.forward), _ratio(backward, piece, times.backward)),
-        )
+    ratios = {
+        piece: (_ratio(forward, piece, times.forward), _ratio(backward, piece, times.backward))
         for piece, times in group
-    ]
-    return _Kind(tuple(known), (forward, backward))
+    }
+    return _Kind((forward, backward), Neighbours(ratios))
 
 
 def _ratio(regression: Regression | None, piece: Piece, seconds: float) -> float:
@@ -136,28 +117,3 @@ def fitted(measured: Mapping[Piece, Times]) -> Roofline:
 def _upper(values: Iterable[float], otherwise: float) -> float:
     found = sorted(values)
     return found[int(0.9 * (len(found) - 1))] if found else otherwise
-
-
-def _features(piece: Piece) -> Features:
-    """Logarithms of what the efficiency of a kernel depends on, two tensors' sizes by dimension."""
-    flops, moved = piece.flops, piece.bytes
-    tensors = (piece.inputs[:2], piece.outputs[:1])
-    sizes = [math.log(1 + size) for group in tensors for operand in group for size in operand.shape]
-    return (math.log(1 + flops.forward), math.log(1 + moved.forward), *sizes)
-
-
-def _distance(piece: Piece, features: Features, other: _Known) -> float:
-    """Zero for the same sizes; a factor of e in all sizes is about one."""
-    if len(features) != len(other.features):
-        return 4 * _OTHER_KIND
-    sizes = math.sqrt(sum((a - b) ** 2 for a, b in zip(features, other.features, strict=True)) / 2)
-    mine, theirs = dict(piece.options), dict(other.piece.options)
-    unlike = sum(mine.get(name) != theirs.get(name) for name in {*mine, *theirs} if name != "padding")
-    gradients = [operand.gradient for operand in piece.inputs] != [o.gradient for o in other.piece.inputs]
-    return sizes + _OTHER_KIND * unlike + gradients
-
-
-def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """The weighted geometric mean."""
-    total = sum(weight for weight, _ in weighted)
-    return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 1.0
