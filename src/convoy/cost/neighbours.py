@@ -11,7 +11,7 @@ Ratios = tuple[float, float]
 """Measured over modelled, forward and backward; 0 where there is nothing to compare."""
 
 _COUNT = 4
-_WINDOW = 24
+_WINDOW = 16
 _UNLIKE = 3.0
 """How far apart, in factors of e, two pieces count beyond their sizes for each option in which they differ."""
 
@@ -74,7 +74,7 @@ def _distance(one: _Known, other: _Known) -> float:
     """Zero for the same sizes; a factor of e in all sizes is about one."""
     if len(one.features) != len(other.features):
         return 4 * _UNLIKE
-    sizes = math.sqrt(sum((a - b) ** 2 for a, b in zip(one.features, other.features, strict=True)) / 2)
+    sizes = math.dist(one.features, other.features) / math.sqrt(2)
     unlike = max(len(one.options - other.options), len(other.options - one.options))
     return sizes + _UNLIKE * unlike + (one.gradients != other.gradients)
 
