@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import convoy
-from convoy.engine import stretches
+from convoy.engine import program, stretches
 from ranks import run_ranks
 
 IMAGES = (6, 3, 12, 12)
@@ -43,8 +43,8 @@ def _train(net, images):
     return losses, convoy.state_dict(net)
 
 
-def _compare(plan, batch_norm):
-    """How far apart they are, how many stretches there are, and how many of them torch has compiled."""
+def _compare(plan, batch_norm, sabotage=None):
+    """How many stretches there are, and how often torch has compiled each; asserts that the numbers are the same."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     net, images = Net(), torch.randn(IMAGES)
@@ -58,7 +58,7 @@ def _compare(plan, batch_norm):
 
         def backend(module, inputs):
             made[number] += 1
-            return module
+            return sabotage(module) if sabotage else module
 
         return inner(function, backend=backend, **options)
 
@@ -91,6 +91,38 @@ def test_the_numbers_are_the_same(plan, batch_norm, num):
     for made in run_ranks(_compare, 2, plan, batch_norm, timeout=120):
         assert made and all(graphs == 1 for graphs in made)
         assert num is None or len(made) == num
+
+
+def _slightly_off(module):
+    return lambda *inputs: [output * (1 + 1e-9) for output in module(*inputs)]
+
+
+def _other_gradient(module):
+    return lambda *inputs: [output + 1e-6 * (output - output.detach()) for output in module(*inputs)]
+
+
+def _noticed(plan, batch_norm, sabotage):
+    try:
+        _compare(plan, batch_norm, sabotage)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("sabotage", [_slightly_off, _other_gradient])
+@pytest.mark.parametrize(("plan", "batch_norm"), [("sample=2", "microbatch"), ("height=2", "sync")])
+def test_other_numbers_would_be_noticed(plan, batch_norm, sabotage):
+    assert all(run_ranks(_noticed, 2, plan, batch_norm, sabotage, timeout=120))
+
+
+def _uncompiled():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "compiled", lambda instructions, results: instructions)
+        return _compare("sample=2", "microbatch")
+
+
+def test_a_network_that_is_not_compiled_would_be_noticed():
+    assert run_ranks(_uncompiled, 2, timeout=120) == [[], []]
 
 
 def test_one_device():

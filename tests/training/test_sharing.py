@@ -1,14 +1,17 @@
 """An optimiser whose state is divided over ranks trains and saves as one that is not."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
 
-from convoy.engine.gradients import ShardedOptimizer, sharded
+from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
+from convoy.engine.gradients.pieces import cut
 from convoy.plans.plan import Plan
+from convoy.training.checkpoint import Checkpoint
 from convoy.training.division import divide
 from convoy.training.state import RunState
 from convoy.training.under_plan import Method, UnderPlan
@@ -52,12 +55,54 @@ def _train(state: RunState, updates: range) -> None:
         state.optimizer.step()
 
 
-def _compare(plan: str) -> float:
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+def _keep_old_weights(patch: pytest.MonkeyPatch) -> None:
+    """Nobody gets the pieces of the weights, nor of the state, that others have updated."""
+    patch.setattr(sharded, "start_gather", lambda elements, group: _Nothing())
+
+
+def _forget_state(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's state is not taken over."""
+    patch.setattr(ShardedOptimizer, "load_state_dict", lambda self, state: None)
+
+
+def _take_first_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Every rank takes the first rank's piece of the state."""
+    load = ShardedOptimizer.load_state_dict
+
+    def wrong(self: ShardedOptimizer, state: dict[str, Any]) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(sharded, "own_piece", lambda elements, group: cut(elements, group)[0])
+            load(self, state)
+
+    patch.setattr(ShardedOptimizer, "load_state_dict", wrong)
+
+
+def _clip_by_own_norm(patch: pytest.MonkeyPatch) -> None:
+    """The norm is taken over whatever lies in `.grad`, of which only a piece is a sum."""
+    patch.setattr(GradientReducer, "own_gradients", lambda self: {})
+
+
+SABOTAGES = {each.__name__: each for each in (_keep_old_weights, _forget_state, _take_first_pieces, _clip_by_own_norm)}
+
+
+def _compare(plan: str, sabotage: str | None = None) -> float:
     whole, divided = _run(plan, 2**60)
     assert not divided
     _train(whole, range(2))
     half = copy.deepcopy(whole.pack(2, "run", {}))
     _train(whole, range(2, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        if sabotage is not None:
+            SABOTAGES[sabotage](patch)
+        return _errors(plan, whole, half)
+
+
+def _errors(plan: str, whole: RunState, half: Checkpoint) -> float:
     state, divided = _run(plan, 1)
     assert divided
     _train(state, range(2))
@@ -80,3 +125,8 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_weights_and_checkpoints_are_those_of_a_whole_optimiser(plan: str) -> None:
     world = 4 if "," in plan else 2
     assert max(run_ranks(_compare, world, plan)) < 1e-10
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_broken_optimiser_is_noticed(sabotage: str) -> None:
+    assert max(run_ranks(_compare, 2, "sample=2", sabotage)) > 1e-6
