@@ -10,6 +10,7 @@ from convoy.search import additive_seconds, search
 from convoy.search.space import AXIS_STRATEGIES, CHOOSING
 from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
 from search.synthetic import Roofline, brute_force, placed_under
+from small_nets import Permuted, SqueezeExcite
 
 # rates between those where computing and those where sending decides, so that the best plans are mixed
 COSTS = (
@@ -46,6 +47,8 @@ def _domains(graph, mesh, among):
         (Twice(), ONE, FEW),
         (Twice(), TWO, ("channel", "filter")),
         (Halves(), ONE, FEW),
+        (Permuted(), ONE, ("sample", "height", "filter")),
+        (SqueezeExcite(), THREE, ("sample", "filter")),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "forward") else str(getattr(value, "sizes", "")) or None,
 )

@@ -43,7 +43,7 @@ def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
     least = min(
         min(
             brute_force(
-                graph, ONE, COSTS, {**dict.fromkeys(layers, every), **dict.fromkeys(layers[1:4], [one])}
+                graph, ONE, COSTS, {**dict.fromkeys(layers, every), **{layer: [one] for layer in layers[1:4]}}
             ).values()
         )
         for one in every

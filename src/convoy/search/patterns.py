@@ -1,6 +1,6 @@
 """From a strategy for every layer to a plan with as few patterns as can be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -81,8 +81,12 @@ def _patterns(root: _Node) -> list[tuple[str, Strategy]]:
         own = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
         options: list[Patterns] = [children(path, inherited)]
         options += [(*children(path, s), (f"{path}.*", s)) for s in below[path] if s != inherited]
-        return (*own, *min(options, key=len))
+        return (*own, *_shortest(options))
 
     whole = [root.strategy] if root.strategy is not None else list(everything)
     options: list[Patterns] = [(*children("", s), ("*", s)) for s in whole]
-    return list(min(options, key=len))
+    return list(_shortest(options))
+
+
+def _shortest(options: Sequence[Patterns]) -> Patterns:
+    return min(options, key=lambda patterns: len(patterns))

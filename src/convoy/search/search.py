@@ -14,12 +14,13 @@ from convoy.plans.plan import Plan
 from convoy.plans.rules import Batch
 from convoy.search.costs import Costs
 from convoy.search.fixes import Fix, fix_of, parse_fixes
+from convoy.search.legal import allowed
 from convoy.search.memory import Fitting, fitting, nothing_fits
 from convoy.search.patterns import compact
 from convoy.search.prices import Prices, is_choosing
 from convoy.search.problem import Shared
 from convoy.search.solve import Solution, Solver, UninterestingError, next_best, used_axes, using_all_axes
-from convoy.search.space import AXIS_STRATEGIES, Strategy, allowed, meshes, sample_axes_of, strategies
+from convoy.search.space import AXIS_STRATEGIES, Strategy, meshes, sample_axes_of, strategies
 from convoy.search.ties import Groups
 
 Parts = Callable[[int], tuple[range, ...]]
@@ -269,7 +270,7 @@ class _Search:
             key = (tuple(map(prices.kind, calls)), fixed)
             if key not in known:
                 given = everything if fixed is None else [fixed]
-                known[key] = allowed(self.graph, mesh, batch, calls, given, narrow=fixed is None)
+                known[key] = allowed(prices, batch, calls, given, narrow=fixed is None)
             found[layer] = known[key]
         return found
 

@@ -159,20 +159,25 @@ class Solver:
         Raises:
             UninterestingError: nothing.
         """
-        plain, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
-        enough = min(plain, self.enough)
+        enough = self.enough
+        if not np.isfinite(enough):
+            enough, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
         least = least_of_layers(self.shared.prices, self.batch, self.allowed)
         found = possible(least, self.allowed, self.groups, enough, TIED_TIMES)
         choices = [Choice(group, _common(group, found)) for group in self.groups]
         # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
-        sent: Sent = "nothing" if any(len(group) > 1 for group in self.groups) else "at least"
+        tied = any(len(group) > 1 for group in self.groups)
+        rounds: Sequence[Sent] = (
+            ("nothing",) if tied else ("nothing", "at least") if self.enough < np.inf else ("at least",)
+        )
         try:
-            problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
-            elimination = Elimination(relaxed(problem.seconds, _RELAXED), problem.sizes, LIMIT)
+            for sent in rounds:
+                problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
+                elimination = Elimination(relaxed(problem.seconds, _RELAXED), problem.sizes, LIMIT)
+                if elimination.least > self.enough:
+                    raise UninterestingError(elimination.least)
         except TooWideError:
             return found
-        if elimination.least > self.enough:
-            raise UninterestingError(elimination.least)
         layers = assigned(choices, elimination.assignment())
         if self._uses_all_axes(layers):
             enough = min(enough, self.price(layers)[0])
