@@ -154,3 +154,17 @@ def test_of_calls_that_take_one_value_all_but_the_last_add_their_gradient():
     assert not any(operand.adds for layer in ("a", "sum", "c") for operand in found[layer].inputs)
     assert found["b"].key != found["c"].key
     assert found["b"].bytes.backward - found["c"].bytes.backward == 3 * found["b"].inputs[0].bytes
+
+
+def test_arguments_that_json_cannot_say_are_kept_as_text():
+    chain = Chain(8, 4, 9, 9).conv("a", 4)
+    shape = chain.values[chain.last].shape
+    chain.call("m", "elementwise", torch.clamp_min, shape, (chain.last,), {})
+    graph = chain.graph()
+    last = graph.calls[-1]
+    graph = replace(
+        graph, calls=(graph.calls[0], replace(last, args=(*last.args, float("-inf"), object(), torch.int8)))
+    )
+    found = pieces(graph, "sample=2")["m"]
+    assert found.option("called") == (("$0", "-inf", "object", "int8"), ())
+    assert Piece.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found

@@ -1,5 +1,6 @@
 """From a placed call to its piece: what a rank computes for it."""
 
+import math
 from collections.abc import Container
 from typing import Any, Literal
 
@@ -202,6 +203,8 @@ def _called(call: Call) -> Option:
 def _plain(value: Any, each: Any = None) -> Option:
     """What JSON can say, the same in every process."""
     each = each or _plain
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
