@@ -57,6 +57,11 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     return _pool.run(function, world, args, timeout, join)
 
 
+def replace_processes() -> None:
+    """Start new processes for the next run: those that there are may keep much memory, or have changed for good."""
+    _pool.close()
+
+
 class _Worker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
