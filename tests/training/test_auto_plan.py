@@ -76,7 +76,7 @@ def batch_of(choice: auto_plan.Choice, step: object) -> tuple[object, int]:
 @pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
 def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
     for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
-        assert plan == winner
+        assert plan == winner, notes
         assert any(
             "in a race over" in note and "filter=2 1,000.0 ms" in note.replace("2,000", "1,000") for note in notes
         )

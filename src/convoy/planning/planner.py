@@ -1,5 +1,6 @@
 """From a workload and devices to the plan that is predicted to be fastest."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +55,7 @@ class Planned:
         devices: number of ranks.
         candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
         serial: one device.
-        search: what the search says of its way; None where a plan was only scored.
+        search: what the search says of its way, on the rank that searched; None where plans were only scored.
         costs: that the candidates were predicted with.
         notes: sentences about what was assumed.
     """
@@ -151,22 +152,25 @@ def make_plan(
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
     knowledge, notes = know(workload, shapes, ranks, links=links, store=store, progress=progress)
     costs = knowledge.together if devices > 1 else knowledge.alone
-    found = None
-    if plans:
-        scored = [score(workload, plan, costs) for plan in plans]
-    else:
+    results: list[SearchResult] = []  # of rank 0; the others hear of the plans
+    if not plans:
         progress("searching", 0, 1)
-        found = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit))
-        scored = [score(workload, candidate.plan, costs) for candidate in found.candidates]
-    scored.sort(key=lambda one: one.seconds)
+        plans = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
+    scored = sorted((score(workload, plan, costs) for plan in plans), key=lambda one: one.seconds)
     serial = score(workload, Plan(Mesh((), ())), knowledge.alone)
-    return Planned(workload, devices, tuple(scored), serial, found, costs, notes)
+    return Planned(workload, devices, tuple(scored), serial, next(iter(results), None), costs, notes)
 
 
 def _search(
-    workload: Workload, devices: int, costs: Costs, fixes: Sequence[str], memory_limit: float | None
-) -> SearchResult:
-    return search(
+    workload: Workload,
+    devices: int,
+    costs: Costs,
+    fixes: Sequence[str],
+    memory_limit: float | None,
+    results: list[SearchResult],
+) -> list[Plan]:
+    """The plans that the search finds, and in `results` all that it says of them."""
+    found = search(
         workload.graph,
         devices,
         Additive(costs, workload.graph, workload.passes),
@@ -175,3 +179,11 @@ def _search(
         fixes=fixes,
         memory_limit=memory_limit,
     )
+    results.append(found)
+    plans = [candidate.plan for candidate in found.candidates]
+    plain = Plan.parse(f"sample={devices}" if devices > 1 else "serial")
+    if plain not in plans and not fixes and memory_limit is None:
+        with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+            workload.place(plain)
+            plans.append(plain)
+    return plans

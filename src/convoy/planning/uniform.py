@@ -8,10 +8,10 @@ from convoy.planning.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
+from convoy.plans.rules import RULES, Batch, Situation
 from convoy.search.patterns import compact
 from convoy.search.prices import is_choosing
-from convoy.search.space import Strategy, allowed
+from convoy.search.space import Strategy
 
 ALONE = ("sample", "filter", "channel", "height", "width")
 """What all layers that can have on a mesh of one axis."""
@@ -54,8 +54,9 @@ def _possible(workload: Workload, mesh: Mesh, calls: list[Call], strategy: Strat
     for candidate in (strategy, by_samples):
         axes = tuple(axis for axis, each in enumerate(candidate) if each == "sample")
         try:
-            parts = workload.parts(mesh.size(axes)) if axes else (range(workload.samples),)
-            allowed(workload.graph, mesh, Batch(mesh, axes, parts), calls, [candidate], narrow=False)
+            batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
+            for call in calls:
+                RULES[call.op](Situation(workload.graph, mesh, batch, call, candidate, {}))
         except ConvoyError:
             continue
         return candidate
