@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.graph.capture import capture
-from convoy.graph.graph import Value
+from convoy.graph.graph import Call, Value
 from convoy.models import create
 from convoy.plans.layout import Layout
 from convoy.plans.memory import predict_memory
@@ -42,6 +42,9 @@ class Synthetic:
     overhead: float = 5e-6
     latency: float = 2e-5
     rate: float = 2e10
+
+    def context(self, call: Call) -> None:
+        """All is in the call."""
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
         """A roofline."""

@@ -4,8 +4,10 @@ The timeline knows more (what hides behind what, who waits for whom); the sum is
 overlaps, with an estimate of how much of the exchange of gradients shows. It serves `convoy.search` as its `Costs`.
 """
 
+from collections.abc import Hashable
 from math import prod
 
+from convoy.cost.about import about
 from convoy.cost.copies import copied, moved
 from convoy.cost.costs import Costs
 from convoy.cost.inside import inside
@@ -14,7 +16,7 @@ from convoy.cost.local import local_piece, piece
 from convoy.cost.memory import most, rank_memory
 from convoy.cost.piece import Piece
 from convoy.cost.times import Times
-from convoy.graph.graph import Graph, Value
+from convoy.graph.graph import Call, Graph, Value
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -43,6 +45,11 @@ class Additive:
         self._known: dict[Piece, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
+
+    def context(self, call: Call) -> Hashable:
+        """Which inputs of a call it may overwrite, and to whose gradients it adds."""
+        known = about(self.graph)
+        return tuple((name in known.adding[call.name], name in known.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds of a call in all passes, with what ranks exchange inside it.

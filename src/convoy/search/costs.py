@@ -1,8 +1,9 @@
 """What the search needs to know of costs: seconds that add up over calls, transfers and parameters."""
 
+from collections.abc import Hashable
 from typing import Protocol
 
-from convoy.graph.graph import Value
+from convoy.graph.graph import Call, Value
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -17,11 +18,15 @@ class Costs(Protocol):
     alike, and adds up what it is told.
     """
 
+    def context(self, call: Call) -> Hashable:
+        """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere, and the like."""
+
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds of a call, forward and backward.
 
         Args:
-            placed: the call with the layouts of its inputs and outputs; its `transfers` are empty.
+            placed: the call with the layouts of its inputs and outputs. Its `transfers` name the inputs that come from
+                another layout, without the steps, and nothing for calls whose layer has a strategy.
             placement: of its graph, mesh and batch, which are all that is filled in.
         """
 

@@ -80,7 +80,7 @@ class Prices:
         """A number for all calls that are alike but for their names."""
         found = self._of_call.get(call.name)
         if found is None:
-            key = structure(call, self.graph, self.differentiable)
+            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
             found = self._of_call[call.name] = self._structures.setdefault(key, len(self._structures))
         return found
 
@@ -123,11 +123,15 @@ class Prices:
             return error
         wants = tuple(self.number(placed.inputs[name]) if name in placed.inputs else NOWHERE for name in call.inputs)
         gives = tuple(self.number(placed.outputs[name]) for name in call.outputs)
-        key = (self.kind(call), wants, gives)
+        moved: tuple[str, ...] = ()
+        if call.op not in CHOOSING:
+            pairs = zip(call.inputs, given, wants, strict=True)
+            moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
+        key = (self.kind(call), wants, gives, tuple(map(call.inputs.index, moved)))
         found = self._computed.get(key)
         if found is None:
             blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
-            given_call = PlacedCall(call, strategy, placed, {})
+            given_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
             seconds = self.costs.compute(given_call, blank)
             found = self._computed[key] = (seconds, *self._kept(given_call, blank))
         return Answer(wants, gives, *found)

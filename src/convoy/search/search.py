@@ -1,5 +1,6 @@
 """The search: the fastest plans of a network for a number of devices, by costs that add up."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -189,7 +190,9 @@ class _Search:
             chosen = self._fit(chosen)
         candidates: list[Candidate] = []
         for one in chosen:
-            if len(candidates) < top:
+            # the same plan with the axes exchanged costs the same, where links are alike
+            same = any(math.isclose(one.solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
+            if len(candidates) < top and not same:
                 candidates.append(self._candidate(one.mesh, one.solution.layers, one.solution.seconds))
         plain = self._plain()
         if plain is not None and all(plain.plan != other.plan for other in candidates):
