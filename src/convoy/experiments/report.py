@@ -1,8 +1,6 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
-import base64
 import gzip
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -11,12 +9,11 @@ from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import convoy
 from convoy.errors import ConvoyError
-from convoy.experiments import confusion, formats
+from convoy.experiments import confusion, formats, pages
 from convoy.experiments.metrics import column
 from convoy.experiments.pictures import Picture, data_uri, read_picture
 from convoy.experiments.plots import Panel, draw_panels
@@ -77,26 +74,7 @@ def write_report(run: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as HTML."""
-    environment = Environment(
-        loader=PackageLoader("convoy.experiments", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for name in ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten"):
-        environment.filters[name] = getattr(formats, name)
-    loader = environment.loader
-    assert loader is not None
-    style, script = (loader.get_source(environment, name)[0] for name in ("report.css", "report.js"))
-    return environment.get_template("report.html.jinja").render(
-        _content(run), style=Markup(style), script=Markup(script), script_hash=_hash(script)
-    )
-
-
-def _hash(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"sha256-{digest}"
+    return pages.render("report.html.jinja", ("report.css",), "report.js", **_content(run))
 
 
 def _content(run: Run) -> dict[str, Any]:

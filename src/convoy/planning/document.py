@@ -45,7 +45,7 @@ def document(found: Explained) -> dict[str, Any]:
         ],
         "layers": [_layer(layer) for layer in found.layers],
         "exact": search.exact if search is not None else None,
-        "notes": [*planned.notes, *(search.notes if search is not None else ())],
+        "notes": list(found.notes),
     }
 
 

@@ -9,6 +9,11 @@ from convoy.planning.words import extra, per_second, percent, seconds, shape
 from convoy.plans.explain import size, table
 from convoy.plans.place import COMPUTE
 
+_LONGEST = 90
+"""Characters of a plan in the table of candidates."""
+_WORTH_A_ROW = 0.02
+"""Part of an update from which on a layer without a strategy has a row."""
+
 
 def explanation_text(found: Explained) -> str:
     """Verdict, figures, time, candidates and layers, as aligned tables."""
@@ -41,10 +46,9 @@ def _lines(found: Explained) -> Iterator[str]:
     if planned.devices > 1:
         yield ""
         yield from _layers(found)
-    notes = [*planned.notes, *(planned.search.notes if planned.search is not None else ())]
-    if notes:
+    if found.notes:
         yield ""
-        yield from notes
+        yield from found.notes
 
 
 def _figures(found: Explained) -> Iterator[str]:
@@ -87,13 +91,15 @@ def _candidates(found: Explained) -> Iterator[str]:
     rows = [_candidate(one, planned.serial.seconds, one is found.scored) for one in shown]
     if not any(one.placement.mesh.num_devices == 1 for one in shown):
         rows.append(_candidate(planned.serial, planned.serial.seconds, False))
-    headers = ("", "plan", "update", "speed-up", "memory")
-    yield from table(headers, rows, ("update", "speed-up", "memory"))
+    headers = ("", "update", "speed-up", "memory", "plan")
+    yield from table(headers, rows, headers[1:4])
 
 
 def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
     gain = f"{serial / one.seconds:.2f} ×" if one.seconds else "-"
-    return ("→" if chosen else " ", str(one.plan), seconds(one.seconds), gain, size(one.memory.total))
+    plan = str(one.plan)
+    short = plan if len(plan) <= _LONGEST else f"{plan[: _LONGEST - 1]}…"
+    return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
 
 
 def _layers(found: Explained) -> Iterator[str]:
@@ -112,13 +118,15 @@ def _layers(found: Explained) -> Iterator[str]:
     right = ("computes", "waits", "sends", "would cost")
     rows, others = [], []
     for layer in found.layers:
-        if layer.strategy or layer.sent or layer.exposed > 0 or layer.parameters:
+        if layer.strategy or layer.seconds >= _WORTH_A_ROW * found.scored.seconds:
             rows.append(_row(layer))
         else:
             others.append(layer)
     if others:
-        rest = sum(layer.forward + layer.backward for layer in others)
-        rows.append((f"{len(others)} others", "", "", "", seconds(rest), "", "", "", ""))
+        rest = sum(layer.forward + layer.backward + layer.copies for layer in others)
+        waits = seconds(sum(layer.exposed for layer in others))
+        name = "1 other" if len(others) == 1 else f"{len(others)} others"
+        rows.append((name, "", "", "", seconds(rest), waits, size(sum(layer.sent for layer in others)), "", ""))
     yield from table(headers, rows, right)
 
 

@@ -13,6 +13,9 @@ Kind = Literal["compute", "communication", "batch", "repeated", "optimiser", "in
 _SPENT_WELL = 0.9
 """Efficiency from which on computing itself is what takes the time."""
 
+_TOO_GOOD = 1.5
+"""Efficiency beyond what caches explain."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -79,6 +82,17 @@ class Explained:
     def efficiency(self) -> float:
         """Of the devices: the speed-up by their number."""
         return self.speedup / self.planned.devices
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was assumed, left out, or is to be doubted."""
+        found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
+        if self.efficiency > _TOO_GOOD:
+            found.append(
+                f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy while "
+                "times were measured; measure again when it is quiet (convoy profile --clear)"
+            )
+        return tuple(found)
 
     @property
     def samples_per_second(self) -> float:

@@ -1,0 +1,39 @@
+"""What all pages share: templates that escape what they are given, and scripts that the page vouches for."""
+
+import base64
+import hashlib
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from convoy.experiments import formats
+
+_FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
+
+
+def render(template: str, styles: tuple[str, ...], script: str, **content: object) -> str:
+    """A page as HTML.
+
+    Args:
+        template: its name under `templates/`.
+        styles: names of the style sheets, which are put into the page one after the other.
+        script: name of the script.
+        content: what the template asks for.
+    """
+    environment = Environment(
+        loader=PackageLoader("convoy.experiments", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in _FILTERS:
+        environment.filters[name] = getattr(formats, name)
+    loader = environment.loader
+    assert loader is not None
+    style = "\n".join(loader.get_source(environment, name)[0] for name in styles)
+    code = loader.get_source(environment, script)[0]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
+    )

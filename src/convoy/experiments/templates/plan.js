@@ -1,0 +1,40 @@
+// Shows the copy buttons, which need a script, and lets them copy the text that they name.
+for (const button of document.querySelectorAll("[data-copy]")) {
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    const source = document.getElementById(button.dataset.copy);
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+    } catch {
+      getSelection().selectAllChildren(source);
+      document.execCommand("copy");
+    }
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+}
+
+// Says beside the network what the title of a box says, also where nothing hovers.
+const detail = document.querySelector(".detail");
+let shown = null;
+function show(box) {
+  if (box === shown) return;
+  if (shown) shown.classList.remove("shown");
+  shown = box;
+  box.classList.add("shown");
+  const [name, ...lines] = box.querySelector("title").textContent.split("\n");
+  const head = document.createElement("h3");
+  head.textContent = name;
+  const list = document.createElement("dl");
+  for (const line of lines) {
+    const at = line.indexOf(": ");
+    const term = document.createElement("dt"), text = document.createElement("dd");
+    term.textContent = line.slice(0, at);
+    text.textContent = line.slice(at + 2);
+    list.append(term, text);
+  }
+  detail.replaceChildren(head, list);
+}
+for (const box of document.querySelectorAll(".box")) {
+  for (const kind of ["pointerenter", "focus", "click"]) box.addEventListener(kind, () => show(box));
+}

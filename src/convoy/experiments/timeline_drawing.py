@@ -1,0 +1,120 @@
+"""The predicted timeline of an update, as wide as the page: a band for each stream of each rank."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from convoy.cost.timeline import Span, Timeline
+from convoy.experiments.strategies import KINDS
+from convoy.planning.words import seconds
+from convoy.plans.explain import size
+
+MOST_RANKS = 4
+_BAND, _AXIS = 24, 22
+_THIN = 0.0008
+"""Part of the whole below which neighbours of a kind are drawn as one."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What stands next to each other and is drawn together."""
+
+    kind: str
+    start: float
+    end: float
+    titles: tuple[str, ...]
+
+
+def draw_timeline(timeline: Timeline) -> Markup:
+    """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`."""
+    total = timeline.total or 1.0
+    parts: list[Markup] = []
+    for rank in _ranks(timeline):
+        own = [span for span in timeline.spans if span.task.rank == rank]
+        parts.append(Markup("<h3>rank {}</h3>").format(rank))
+        for stream in ("compute", "transfers", "gradients"):
+            spans = [span for span in own if span.task.stream == stream]
+            if not spans:
+                continue
+            drawn = Markup("").join(_rect(one, total) for one in _merged(spans, total))
+            parts.append(
+                Markup(
+                    '<span class="stream">{0}</span><svg role="img" width="100%" height="{1}" '
+                    'aria-label="rank {2}, {0}"><rect class="band" width="100%" height="{1}"/>{3}</svg>'
+                ).format(stream, _BAND, rank, drawn)
+            )
+    marks = Markup("").join(_tick(number, value, total) for number, value in enumerate(ticks(total)))
+    axis = Markup('<svg class="axis" width="100%" height="{}" aria-hidden="true">{}</svg>').format(_AXIS, marks)
+    return Markup('<div class="timeline">{}{}</div>').format(Markup("").join(parts), axis)
+
+
+def kinds_in(timeline: Timeline) -> list[tuple[str, str]]:
+    """Key and word of every kind of work in it."""
+    present = {span.task.kind for span in timeline.spans}
+    return [(look.key, look.word) for kind, look in KINDS.items() if kind in present]
+
+
+def num_left_out(timeline: Timeline) -> int:
+    """Ranks for which there is no room."""
+    return max(0, len(timeline.ranks) - MOST_RANKS)
+
+
+def ticks(total: float) -> list[float]:
+    """Round times from 0 to `total`, four to eight of them."""
+    step = 10.0 ** math.floor(math.log10(total / 4)) if total > 0 else 1.0
+    step *= next((factor for factor in (1, 2, 5, 10) if total / (step * factor) <= 8), 10)
+    return [number * step for number in range(int(total / step + 1e-9) + 1)]
+
+
+def _ranks(timeline: Timeline) -> Sequence[int]:
+    """The busiest rank, and as many others as there is room for, in their order."""
+    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
+    return sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else []
+
+
+def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
+    found: list[_Drawn] = []
+    for span in spans:
+        start, end, kind = span.start, span.end, span.task.kind
+        if end <= start:
+            continue
+        last = found[-1] if found else None
+        thin = end - start < _THIN * total
+        if last is not None and last.kind == kind and start - last.end < 1e-4 * total and thin:
+            found[-1] = _Drawn(kind, last.start, end, (*last.titles, _title(span)))
+        else:
+            found.append(_Drawn(kind, start, end, (_title(span),)))
+    return found
+
+
+def _title(span: Span) -> str:
+    task = span.task
+    about = f", {size(task.num_bytes)}" if task.num_bytes else ""
+    name = task.name or task.layer or KINDS[task.kind].word
+    where = f" for {task.layer}" if task.layer and task.stream != "compute" and task.layer != name else ""
+    return f"{name}{where}: {KINDS[task.kind].word}, {seconds(span.end - span.start)}{about}"
+
+
+def _rect(drawn: _Drawn, total: float) -> Markup:
+    title = "\n".join(drawn.titles[:12]) + (f"\nand {len(drawn.titles) - 12} more" if len(drawn.titles) > 12 else "")
+    return Markup('<rect class="span {}" x="{:.3f}%" width="{:.3f}%" height="{}"><title>{}</title></rect>').format(
+        KINDS[drawn.kind].key, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
+    )
+
+
+def _tick(number: int, value: float, total: float) -> Markup:
+    """A mark on the axis; every second one steps back where there is little room."""
+    place = 100 * value / total
+    anchor = "start" if place < 2 else "end" if place > 95 else "middle"
+    return Markup(
+        '<g class="{0}"><line class="tick" x1="{1:.2f}%" x2="{1:.2f}%" y1="0" y2="5"/>'
+        '<text class="time" x="{1:.2f}%" y="18" text-anchor="{2}">{3}</text></g>'
+    ).format("odd" if number % 2 else "even", place, anchor, short(value) if value else "0")
+
+
+def short(number: float) -> str:
+    """A time without needless zeros: `2 ms`."""
+    figure, _, unit = seconds(number).partition(" ")
+    return f"{figure.rstrip('0').rstrip('.') if '.' in figure else figure} {unit}"
