@@ -29,6 +29,8 @@ class Network(Protocol):
     """Whether passes exchange between sample ranks, so that those without samples must run them too."""
     local_mean: bool
     """Whether the loss is to be the mean over this rank's own samples: approximate methods alone."""
+    version: int
+    """Which of the optimiser's states is this rank's, where a method lets them drift apart, else 0."""
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a training pass, with the samples of all ranks."""
@@ -73,6 +75,9 @@ class Network(Protocol):
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
 
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of such a whole."""
 
@@ -83,6 +88,7 @@ class OneDevice:
     sample_axes: Axes = ()
     joint = False
     local_mean = False
+    version = 0
 
     def __init__(
         self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
@@ -138,6 +144,10 @@ class OneDevice:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself."""
         return tensor
+
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The tensor alone."""
+        return [tensor]
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself."""

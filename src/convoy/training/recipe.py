@@ -118,6 +118,11 @@ class Recipe(Section):
                 f"reproducible gives the same weights on any number of devices, but {self.parallel.approximate}: leave "
                 "one of them out"
             )
+        if self.ema is not None and self.parallel.local_sgd is not None:
+            raise ValueError(
+                "ema averages the weights of every update, but local_sgd lets each device have other ones: leave one "
+                "of them out"
+            )
         if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             raise ValueError(
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "

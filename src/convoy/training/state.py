@@ -19,7 +19,8 @@ from convoy.training.parallel import Network
 class RunState:
     """What changes while a run goes on.
 
-    A checkpoint holds whole tensors under serial names, whatever parts of them this rank has.
+    A checkpoint holds whole tensors under serial names, whatever parts of them this rank has. Where a method lets the
+    optimiser's state drift apart (local SGD), it has that of the second and later sample ranks as `optimizer-1.…`.
 
     Attributes:
         averaged: averages of the weights (EMA), if there are any.
@@ -57,8 +58,8 @@ class RunState:
             for key, value in entry.items():
                 if isinstance(value, Tensor):
                     like_weight = value.shape == parameters[name].shape and value.dim() > 0
-                    whole = self.network.whole(name, value) if like_weight else value
-                    tensors[f"optimizer.{key}.{name}"] = whole
+                    versions = self.network.versions(name, value) if like_weight else [value]
+                    tensors |= {f"{_optimizer(i)}.{key}.{name}": version for i, version in enumerate(versions)}
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
         groups = [
@@ -88,8 +89,8 @@ class RunState:
         state: dict[int, dict[str, Any]] = {}
         for index, (name, parameter) in enumerate(self._named_parameters()):
             entry: dict[str, Any] = {
-                key.split(".")[1]: self._part_like(name, parameter, value)
-                for key, value in tensors.items()
+                key.split(".")[1]: self._part_like(name, parameter, self._own_version(key, tensors))
+                for key in tensors
                 if _is_state_of(key, name)
             }
             entry |= values["optimizer"]["scalars"].get(name, {})
@@ -131,6 +132,11 @@ class RunState:
             )
         return parts
 
+    def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's version of an optimiser's state; the first one where there are fewer than ranks."""
+        own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
+        return tensors.get(own, tensors[key])
+
     def _part_like(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's part of a parameter's state, with the parameter's memory format; what has no part as it is."""
         if value.dim() == 0:
@@ -139,6 +145,10 @@ class RunState:
         if part.shape != parameter.shape:
             return value
         return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
+
+
+def _optimizer(version: int) -> str:
+    return f"optimizer-{version}" if version else "optimizer"
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

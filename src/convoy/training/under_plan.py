@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.engine.collectives import all_gather
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, TreeReducer, sharding_pays
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import clip_grad_norm
@@ -70,12 +71,14 @@ class UnderPlan:
         self.engine = network_of(self.model)
         self.sample_axes: Axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
+        self.version = self.engine.sample_rank if self.local_mean else 0
         self._method = method
         self._device = example.device
         self._places = {id(p): self.engine.layouts[name] for name, p in self.model.named_parameters()}
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
         self._left_over = False
+        self._update = 0
         if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
             self.engine.reducer.remove()
             self.engine.reducer = None
@@ -84,6 +87,7 @@ class UnderPlan:
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a pass with the samples of all ranks."""
+        self._update = update
         self.engine.samples = tuple(map(len, piece.parts))
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
 
@@ -163,7 +167,7 @@ class UnderPlan:
     def updated(self) -> None:
         """Average the weights, where it is their time."""
         if self._local is not None:
-            self._local.step()
+            self._local.step(self._update)
 
     def synchronise(self) -> None:
         """Average the weights now."""
@@ -173,6 +177,12 @@ class UnderPlan:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Collect a tensor from all ranks."""
         return self.engine.whole(name, tensor)
+
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Collect what local SGD leaves to each sample rank."""
+        whole = self.whole(name, tensor)
+        axes = self.sample_axes if self.local_mean else ()
+        return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Cut this rank's part out of a whole tensor."""

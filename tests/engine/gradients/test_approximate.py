@@ -40,12 +40,12 @@ def train(kind: str) -> tuple[float, Tensor]:
         GradientReducer([(p, (0,)) for p in net.parameters()], groups, sizes=SMALL, compress=compress)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     averaged = 0
-    for _ in range(UPDATES):
+    for update in range(UPDATES):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(x[own]), y[own])
         (loss if local else loss * ((own.stop - own.start) / 64)).backward()
         optimizer.step()
-        averaged += local.step() if local else 0
+        averaged += local.step(update) if local else 0
     if local:
         assert averaged == 2 + (UPDATES - 2) // 4
         local.average()

@@ -43,12 +43,10 @@ class LocalSgd:
         self._every = every
         self._start = start
         self._weight = weight
-        self._updates = 0
 
-    def step(self) -> bool:
-        """Call it after each update; whether weights were averaged."""
-        self._updates += 1
-        local = self._updates - self._start
+    def step(self, update: int) -> bool:
+        """Call it after each update, counted from 0; whether weights were averaged."""
+        local = update + 1 - self._start
         if local > 0 and local % self._every:
             return False
         self.average()
