@@ -39,7 +39,8 @@ def allowed(
     for strategy in given:
         if drawing:  # by samples or not at all
             strategy = tuple("sample" if each == "sample" else "replicate" for each in strategy)
-        if narrow and vectors and _instead(strategy, batch) <= candidates:
+        rows = {"height", "width"} & set(strategy)
+        if narrow and vectors and rows and _instead(strategy, batch) <= candidates:
             continue
         answers = []
         for call in calls:
@@ -57,20 +58,14 @@ def allowed(
 
 
 def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
-    """Strategies of which a linear layer on vectors does one, as its input lies, where it is to divide rows or columns;
-    for a strategy without them, what is no strategy."""
-    choices = [
-        (
-            (each,)
-            if each not in ("height", "width")
-            else ("sample", "replicate")
-            if axis in batch.axes
-            else ("replicate",)
-        )
-        for axis, each in enumerate(strategy)
-    ]
-    found = set(itertools.product(*choices))
-    return found if found != {strategy} else {()}
+    """What a linear layer on vectors does where it would divide rows or columns: one of these, as its input lies."""
+    choices: list[tuple[str, ...]] = []
+    for axis, each in enumerate(strategy):
+        if each in ("height", "width"):
+            choices.append(("sample", "replicate") if axis in batch.axes else ("replicate",))
+        else:
+            choices.append((each,))
+    return set(itertools.product(*choices))
 
 
 def _is_on_vectors(call: Call, prices: Prices, batch: Batch) -> bool:

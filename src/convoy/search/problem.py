@@ -28,6 +28,8 @@ Sent = Literal["exactly", "at least", "nothing"]
 GRID = 1_500_000
 """The most states that a call's inputs may have together."""
 
+_LARGE = 50_000
+
 
 @dataclass(frozen=True)
 class Known:
@@ -92,10 +94,14 @@ class Shared:
         self.prices = prices
         self.placed: dict[tuple[object, ...], _Placed] = {}
         self.tables: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._large = 0
         self._arrays: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def key(self, ids: Ids) -> int:
-        """The same number for equal arrays."""
+        """The same number for equal arrays; large ones are taken to be all different."""
+        if ids.size > _LARGE:
+            self._large += 1
+            return -self._large
         return self._arrays.setdefault((ids.shape, ids.tobytes()), len(self._arrays))
 
 
@@ -287,9 +293,22 @@ class _Builder:
             raise TooWideError(known.scope)
         variable = len(self.problem.sizes)
         self.problem.sizes[variable] = len(distinct)
-        agrees = np.where(known.ids[..., None] == distinct, 0.0, np.inf)
-        self.problem.seconds.append(Table((*known.scope, variable), agrees))
+        if self.sent == "exactly" or known.ids.size < _LARGE:
+            agrees = np.where(known.ids[..., None] == distinct, 0.0, np.inf)
+            self.problem.seconds.append(Table((*known.scope, variable), agrees))
+        else:
+            self._agree_in_pairs(known, distinct, variable)
         self.known[name] = Known((variable,), distinct, self.shared.key(distinct))
+
+    def _agree_in_pairs(self, known: Known, distinct: Ids, variable: int) -> None:
+        """A lower bound for a large table: which states of each variable go with a layout at all."""
+        valid = known.ids != NOWHERE
+        at = np.searchsorted(distinct, known.ids)[valid]
+        for v in known.scope:
+            numbers = np.full((self.problem.sizes[v], len(distinct)), np.inf)
+            states = aligned(np.arange(self.problem.sizes[v]), (v,), known.scope)
+            numbers[np.broadcast_to(states, known.ids.shape)[valid], at] = 0.0
+            self.problem.seconds.append(Table((v, variable), numbers))
 
     def _parameter(self, value: Value, home: Known) -> None:
         if value.origin != "parameter":
@@ -379,10 +398,10 @@ def _narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
 def _that_share(uses: Sequence[Known], here: Known) -> list[list[Known]]:
     """Uses that may want a value in the same layout, other than where it is, together; the same use but once."""
     groups: list[tuple[set[int], list[Known]]] = []
-    alone = set(here.ids.ravel().tolist()) if not here.scope else set()
+    alone = {int(here.ids)} if not here.scope else set()
     for use in dict.fromkeys((use.scope, use.key) for use in uses):
         known = next(other for other in uses if (other.scope, other.key) == use)
-        wanted = set(known.ids.ravel().tolist()) - alone - {NOWHERE}
+        wanted = set(relabelled(known.ids)[0].tolist()) - alone - {NOWHERE}
         if not wanted:
             continue
         joined = [group for group in groups if group[0] & wanted]
