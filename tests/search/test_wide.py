@@ -37,7 +37,7 @@ def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
     monkeypatch.setattr(solving, "TIED_TIMES", float("inf"))
     found = search(graph, 2, COSTS, on=[ONE])
     assert not found.exact
-    assert "3 layers were given 1 strategies between them" in found.notes[0]
+    assert "3 layers were given one strategy between them" in found.notes[0]
     every = [(strategy,) for strategy in AXIS_STRATEGIES]
     layers = ["stem", "convs.0", "convs.1", "convs.2", "head"]
     least = min(

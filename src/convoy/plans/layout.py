@@ -108,6 +108,13 @@ class Layout:
     partial: frozenset[int] = field(default_factory=frozenset)
     copied: frozenset[int] = field(default_factory=frozenset)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.splits, self.partial, self.copied))
+
     @staticmethod
     def of(
         splits: Mapping[int, Split] | None = None, partial: Iterable[int] = (), copied: Iterable[int] = ()
@@ -117,7 +124,10 @@ class Layout:
 
     def split(self, dim: int) -> Split | None:
         """How a dimension is divided, or None where every rank has all of it."""
-        return dict(self.splits).get(dim)
+        for other, split in self.splits:
+            if other == dim:
+                return split
+        return None
 
     def parts(self, dim: int, mesh: Mesh, coordinates: Sequence[int], size: int) -> Indices:
         """The global indices of a dimension of `size` that the rank at `coordinates` holds."""
@@ -132,7 +142,7 @@ class Layout:
         """The dimension that an axis divides."""
         return next((dim for dim, split in self.splits if axis in split.axes), None)
 
-    @property
+    @cached_property
     def split_axes(self) -> frozenset[int]:
         """All axes that divide some dimension."""
         return frozenset(axis for _, split in self.splits for axis in split.axes)

@@ -179,15 +179,17 @@ class _Search:
         self.refused: ConvoyError | None = None
         self.known = float("inf")
         self.plain: Solver | None = None
+        self.solvers: list[Solver] = []
+        self.with_memory = False
 
     def run(self, top: int) -> SearchResult:
-        found = [one for mesh in self.meshes for one in self._on(mesh)]
-        if not found:
-            raise self.refused or ConvoyError("no plan divides this network over these devices")
-        found.sort(key=lambda one: one.solution.seconds)
-        chosen = [one for one in found if not self._is_flat(one)] or found
-        if self.memory_limit is not None:
-            chosen = self._fit(chosen)
+        chosen = self._all()
+        if self.memory_limit is not None and self._needs(chosen[0]) <= self.memory_limit:
+            # what is fastest of all fits; of the others, those that do too
+            chosen = [chosen[0], *(one for one in chosen[1 : 2 * top] if self._needs(one) <= self.memory_limit)]
+        elif self.memory_limit is not None:
+            self.with_memory = True
+            chosen = self._fit(self._all())
         candidates: list[Candidate] = []
         for one in chosen:
             # the same plan with the axes exchanged costs the same, where links are alike
@@ -198,13 +200,29 @@ class _Search:
         if plain is not None and all(plain.plan != other.plan for other in candidates):
             candidates.append(plain)
             candidates.sort(key=lambda candidate: candidate.seconds)
-        groups = chosen[0].solution.groups
-        ties = [group for group in groups if len(group) > 1]
+        ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
         return SearchResult(
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), chosen[0].solution
         )
+
+    def _all(self) -> list[_Found]:
+        """The best plans of all meshes and ways to divide the samples, the fastest first.
+
+        Raises:
+            ConvoyError: there is none.
+        """
+        self.solvers, self.known = [], float("inf")
+        found = [one for mesh in self.meshes for one in self._on(mesh)]
+        if not found:
+            raise self.refused or ConvoyError("no plan divides this network over these devices")
+        # of plans that cost the same, the one with fewer axes
+        found.sort(key=lambda one: (float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)))
+        return [one for place, one in enumerate(found) if place == 0 or not self._is_flat(one)]
+
+    def _needs(self, one: _Found) -> float:
+        return self._memory_of(one.mesh, one.solution.layers)
 
     def _on(self, mesh: Mesh) -> list[_Found]:
         """The best plans on a mesh, one for each set of sample axes for which there is one."""
@@ -248,8 +266,10 @@ class _Search:
         except ConvoyError as error:
             self.refused = error
             return None
-        with_memory = self.memory_limit is not None
-        return Solver(shared, batch, choices, self.outputs, groups, with_memory, self.known * _INTERESTING)
+        enough = self.known * _INTERESTING
+        solver = Solver(shared, batch, choices, self.outputs, groups, self.with_memory, enough)
+        self.solvers.append(solver)
+        return solver
 
     def _allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
         """What each layer may have.
@@ -340,7 +360,8 @@ class _Search:
 
 def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:
     layers = sum(map(len, ties))
+    many = f"{len(ties)} strategies" if len(ties) > 1 else "one strategy"
     return (
-        f"{layers} layers were given {len(ties)} strategies between them, one for all layers of a role (as "
-        f"{ties[0][0]} and {ties[0][-1]}), because too many features meet there to choose for each by itself"
+        f"{layers} layers were given {many} between them, one for all layers of a role (as {ties[0][0]} and "
+        f"{ties[0][-1]}), because too many features meet there to choose for each by itself"
     )

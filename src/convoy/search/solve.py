@@ -19,7 +19,7 @@ from convoy.search.ties import Groups, alone, tied, tied_where_wide
 LIMIT = 20_000_000
 """The most entries of a table: 64 MB."""
 
-TIED_TIMES = 3.0
+TIED_TIMES = 2.0
 """Layers that have one strategy together get none with which they compute this many times as long as with another."""
 
 _RELAXED = 50_000
