@@ -121,10 +121,11 @@ def _place(grid: Grid) -> None:
                         continue
                     passing[source.number, target] = lane
                     taken.add(lane)
-    omitted = {(source, target) for source in after for target in after[source]}
-    for source, target in sorted(omitted):
-        if (source, target) in passing or boxes[target].depth == boxes[source].depth + 1:
-            grid.edges.append(Edge(source, target, passing.get((source, target), boxes[target].lane)))
+    for box in boxes:
+        for number in sorted(after[box.number]):
+            pair = (box.number, number)
+            if pair in passing or boxes[number].depth == box.depth + 1:
+                grid.edges.append(Edge(*pair, passing.get(pair, boxes[number].lane)))
 
 
 def _place_row(row: Sequence[Box], boxes: list[Box], passing: dict[tuple[int, int], int], taken: set[int]) -> None:

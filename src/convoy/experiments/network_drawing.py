@@ -16,7 +16,7 @@ from convoy.search.prices import is_choosing
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP, _BAR = 26, 10, 20, 4
-_LETTER, _COST = 7.1, 62
+_LETTER, _COST = 8.0, 62
 """Width of a letter of a name, and of the seconds beside it."""
 
 
@@ -69,7 +69,8 @@ def _costs(found: Explained, grid: Grid) -> dict[int, _Cost]:
         if span.task.rank == timeline.busiest and span.task.kind in ("forward", "backward"):
             computes[span.task.name] += span.end - span.start
     layers = {layer.name: layer for layer in found.layers}
-    costs, named = {}, set()
+    costs: dict[int, _Cost] = {}
+    named: set[str] = set()
     for box in grid.boxes:
         own = [layers[name] for name in dict.fromkeys(call.layer for call in box.calls) if name not in named]
         named.update(layer.name for layer in own)

@@ -155,6 +155,7 @@ def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
         "packing": "packing",
         "transfer": "waiting for messages",
         "update": "optimiser",
+        "engine": "the engine itself",
         "idle": "idle",
     }
     used = {key for bar in bars for key, _, _ in bar.parts}

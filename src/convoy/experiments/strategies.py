@@ -45,6 +45,7 @@ PARTS = {
     "packing for messages": "packing",
     "exposed communication": "transfer",
     "optimiser": "update",
+    "the engine itself": "engine",
     "idle": "idle",
 }
 """The colours of the parts of an update's time."""

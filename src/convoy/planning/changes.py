@@ -55,12 +55,8 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
         seconds = total + other.seconds
         yield Change("strategy", f"{name or 'the network'} by {','.join(other.strategy)}", total / seconds, seconds)
     yield again("compute", "devices that compute the layers twice as fast", replace(costs, times=_Faster(costs.times)))
-    update = replace(
-        costs.update,
-        per_byte=costs.update.per_byte / 2,
-        per_tensor=costs.update.per_tensor / 2,
-        fixed=costs.update.fixed / 2,
-    )
+    updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
+    update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
     yield again("optimiser", "an optimiser that is twice as fast", replace(costs, update=update))
     if costs.input != Around():
         given = Around(costs.input.per_pass / 2, costs.input.per_sample / 2)

@@ -24,7 +24,7 @@ from convoy.planning.workload import MakeOptimizer, momentum, workload_of
 from convoy.plans.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FoundPlan(Plan):
     """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand.
 
@@ -57,8 +57,7 @@ class FoundPlan(Plan):
             return NotImplemented
         return (self.mesh, self.layers) == (other.mesh, other.layers)
 
-    def __hash__(self) -> int:
-        return hash(self.mesh)
+    __hash__ = Plan.__hash__
 
     def _planned(self) -> Planned:
         if self.planned is None:

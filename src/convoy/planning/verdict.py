@@ -16,6 +16,9 @@ _SPENT_WELL = 0.9
 _TOO_GOOD = 1.5
 """Efficiency beyond what caches explain."""
 
+ENGINE = "the engine itself"
+"""The part of an update that several devices have and one has not, whatever they compute."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -89,8 +92,8 @@ class Explained:
         found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
         if self.efficiency > _TOO_GOOD:
             found.append(
-                f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy while "
-                "times were measured; measure again when it is quiet (convoy profile --clear)"
+                f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "
+                "while times were measured; measure again when it is quiet (convoy profile --clear)"
             )
         return tuple(found)
 
@@ -113,6 +116,8 @@ def explained(planned: Planned, scored: Scored | None = None) -> Explained:
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     """Where the time goes, beside an even share of one device's."""
     own, serial = _seconds(scored), _seconds(planned.serial)
+    engine = max(0.0, own["optimiser"] - serial["optimiser"])  # what an update has beyond that of one device
+    own |= {"optimiser": own["optimiser"] - engine, ENGINE: engine}
     names = dict.fromkeys([*own, *serial])
     found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
     return tuple(part for part in found if part.seconds > 0 or part.ideal > 0)
@@ -161,7 +166,7 @@ def _kind(
     contention = scored.timeline.contention()
     lost = {
         "communication": contention + _lost(parts, "packing for messages", "exposed communication"),
-        "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass") - contention,
+        "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass", ENGINE) - contention,
         "optimiser": _lost(parts, "optimiser"),
         "input": _lost(parts, "input"),
     }
@@ -211,10 +216,10 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
             return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
         case "batch":
             workload = planned.workload
-            each = workload.samples / planned.devices
+            engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
             return (
-                f"Too small a batch per device: with {each:g} of {workload.samples} samples of a pass for each of "
-                f"{planned.devices} devices, computing takes {_ratio(parts)} times its even share, most in {name}."
+                f"Too small a batch per device: with {workload.samples} samples in a pass of {planned.devices} "
+                f"devices, computing takes {_ratio(parts)} times its even share (most in {name}){engine}."
             )
         case "repeated":
             return (

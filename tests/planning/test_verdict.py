@@ -1,0 +1,166 @@
+"""What holds a plan up is what was made slow, and a change is what the same plan is predicted to take with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.cost.assumed import Assumed, Rate
+from convoy.cost.costs import Around, Costs
+from convoy.cost.piece import Piece
+from convoy.cost.times import Times
+from convoy.cost.update import Update
+from convoy.models import create
+from convoy.planning import Planned, score, workload_of
+from convoy.planning.changes import faster
+from convoy.planning.document import document
+from convoy.planning.text import explanation_text
+from convoy.planning.verdict import ENGINE, Explained, explained
+from convoy.plans.plan import Plan
+
+BATCH = 32
+
+
+def by_flops(piece: Piece) -> Times:
+    """A device of 10 GFLOP/s whose other layers take no time."""
+    return Times(piece.flops.forward / 1e10, piece.flops.backward / 1e10)
+
+
+def with_delay(piece: Piece) -> Times:
+    """The same, where every call also takes 5 ms."""
+    return by_flops(piece) + Times(5e-3, 5e-3)
+
+
+def costs(
+    times: Callable[[Piece], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: Around
+) -> Costs:
+    links = Assumed(Rate(0.0, gbytes * 1e9), overlap=False).links()
+    return Costs(times=times, links=links, update=update or Update(), **around)
+
+
+def planned(plan: str, known: Costs, model: nn.Module | None = None, alone: Costs | None = None) -> Planned:
+    """A scored plan, without a search and without measuring anything."""
+    workload = workload_of(model or create("lenet"), torch.empty(1, 1, 28, 28), BATCH, name="lenet")
+    parsed = Plan.parse(plan)
+    serial = score(workload, Plan.parse("serial"), alone or known)
+    return Planned(workload, parsed.mesh.num_devices, (score(workload, parsed, known),), serial, None, known)
+
+
+def explain(plan: str, known: Costs, alone: Costs | None = None) -> Explained:
+    return explained(planned(plan, known, alone=alone))
+
+
+def test_fast_links_leave_computing() -> None:
+    found = explain("sample=2", costs())
+    assert found.verdict.kind == "compute"
+    assert found.speedup == pytest.approx(2, rel=1e-3)
+    assert found.efficiency == pytest.approx(1, rel=1e-3)
+    assert found.verdict.change is not None and found.verdict.change.kind == "compute"
+    assert found.verdict.change.gain == pytest.approx(2, rel=1e-2)
+
+
+def test_slow_links_are_named_with_the_layer_that_waits_for_them() -> None:
+    found = explain("filter=2", costs(gbytes=1e-2))
+    assert found.verdict.kind == "communication"
+    waits = {layer.name: layer.exposed + layer.copies for layer in found.layers}
+    assert found.verdict.layer == max(waits, key=lambda name: waits[name])
+    assert found.verdict.layer in found.verdict.sentence
+    change = next(change for change in found.changes if change.kind == "links")
+    again = explain("filter=2", costs(gbytes=2e-2))
+    assert change.seconds == pytest.approx(again.scored.seconds)
+
+
+def test_calls_that_take_their_time_on_any_share_ask_for_a_larger_batch() -> None:
+    found = explain("sample=2", costs(with_delay))
+    assert found.verdict.kind == "batch"
+    assert found.verdict.change is not None and found.verdict.change.kind == "batch"
+    double = score(
+        workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 2 * BATCH), found.scored.plan, costs(with_delay)
+    )
+    assert found.verdict.change.seconds == pytest.approx(double.seconds)
+    assert found.verdict.change.gain == pytest.approx(2 * found.scored.seconds / double.seconds)
+
+
+def test_what_runs_whole_on_every_device_is_repeated_work() -> None:
+    found = explain("replicate=2", costs())
+    assert (found.verdict.kind, found.verdict.layer) == ("repeated", "features.3")
+    assert found.speedup == pytest.approx(1)
+
+
+def test_a_slow_optimiser() -> None:
+    found = explain("sample=2", costs(update=Update(per_byte=1e-6)))
+    assert found.verdict.kind == "optimiser"
+    assert found.verdict.change is not None
+
+
+def test_input_that_is_not_ready() -> None:
+    found = explain("sample=2", costs(input=Around(per_sample=1.0)))
+    assert found.verdict.kind == "input"
+    assert found.verdict.change is not None and found.verdict.change.kind == "input"
+
+
+def test_what_the_engine_adds_is_not_the_optimisers() -> None:
+    update = Update(per_byte=1e-9)
+    found = explain("sample=2", costs(update=replace(update, fixed=0.5)), alone=costs(update=update))
+    parts = {part.name: part.seconds for part in found.parts}
+    assert parts[ENGINE] == pytest.approx(0.5)
+    assert found.verdict.kind == "batch"
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "sample=2,height=2"])
+def test_parts_add_up_to_the_update(plan: str) -> None:
+    found = explain(plan, costs(with_delay, gbytes=0.1, update=Update(per_byte=1e-9)))
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.scored.seconds)
+    assert all(part.seconds >= 0 for part in found.parts)
+
+
+def test_changes_stand_in_order_and_help() -> None:
+    found = explain("filter=2", costs(with_delay, gbytes=0.1))
+    gains = [change.gain for change in found.changes]
+    assert gains == sorted(gains, reverse=True)
+    assert all(gain > 1 for gain in gains)
+
+
+def test_a_layers_other_strategy_is_predicted_with_all_else_as_it_is() -> None:
+    found = explain("sample=2", costs(gbytes=1e-2))
+    layer = next(layer for layer in found.layers if layer.name == "classifier.0")
+    assert layer.other is not None
+    text = "\n".join(["mesh: {sample: 2}", "layers:", *_lines(layer.other.strategy[0])])
+    again = explain(text, costs(gbytes=1e-2))
+    assert layer.other.seconds == pytest.approx(again.scored.seconds - found.scored.seconds)
+
+
+def _lines(strategy: str) -> list[str]:
+    return [f"  classifier.0: {{sample: {strategy}}}", "  '*': {sample: sample}"]
+
+
+def test_faster_links_keep_who_they_are_between() -> None:
+    links = costs(gbytes=1.0).links
+    mesh = Plan.parse("sample=2").mesh
+    assert faster(links, 2.0).of(mesh, (0,)).all_reduce(1 << 20) == pytest.approx(
+        links.of(mesh, (0,)).all_reduce(1 << 20) / 2
+    )
+
+
+def test_text_names_plan_figures_and_every_layer_with_weights() -> None:
+    found = explain("sample=2", costs(gbytes=0.1))
+    text = explanation_text(found)
+    for words in ("plan sample=2", found.verdict.sentence, "speed-up", "next best", "features.0", "classifier.4"):
+        assert words in text
+
+
+def test_the_document_says_the_same_in_numbers() -> None:
+    found = explain("sample=2", costs(gbytes=0.1))
+    said = document(found)
+    assert said["update_s"] == found.scored.seconds
+    assert said["verdict"]["kind"] == found.verdict.kind
+    assert Plan.parse({"mesh": said["plan"]["mesh"], "layers": said["plan"]["layers"]}) == found.scored.plan
+    assert [layer["layer"] for layer in said["layers"]] == [layer.name for layer in found.layers]
+
+
+def test_more_than_the_devices_can_do_is_doubted() -> None:
+    slow = costs(lambda piece: by_flops(piece) * 4)
+    assert any("busy" in note for note in explain("sample=2", costs(), alone=slow).notes)
+    assert not explain("sample=2", costs()).notes
