@@ -53,6 +53,46 @@ def _unfrozen():
         net(_images(2))
 
 
+def _changed(change, words):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = _net()
+
+        def forward(self, x):
+            return self.body(x)
+
+    net = convoy.parallelize(Block(), "filter=2" if change == "last" else "sample=2", _images(2))
+    net(_images(2))
+    if change == "layer":
+        net.body[0] = nn.Conv2d(3, 6, 3, padding=1).double()
+    elif change == "last":
+        net.body[5] = nn.Linear(3, 4).double()
+    elif change == "parameter":
+        net.body[0].weight = nn.Parameter(torch.zeros(6, 3, 3, 3, dtype=torch.float64))
+    elif change == "block":
+        net.body = _net()
+    elif change == "taken out":
+        del net.body[2]
+    for each in (net, net.eval()):
+        with pytest.raises(ConvoyError, match=words):
+            each(_images(2))
+
+
+def _unchanged():
+    """What leaves the parts of the network what they are."""
+    net = convoy.parallelize(_net(), "sample=2", _images(2))
+    net.load_state_dict(net.state_dict())
+    net[0].weight.data = net[0].weight.data.clone()
+    net[1].running_mean = torch.ones(6, dtype=torch.float64)
+    net(_images(2)).sum().backward()
+    assert net[1].running_mean.mean() < 1
+    twin = copy.deepcopy(net).eval()
+    twin[5] = nn.Linear(6, 2).double()
+    net.eval()
+    assert net(_images(2)).shape == (2, 4)
+
+
 def _alone():
     """On one device there is nobody to add anything up with."""
     net = nn.Sequential(*_net(), nn.Dropout())
@@ -133,6 +173,24 @@ def test_other_numbers_of_the_same_samples():
 
 def test_parameters_that_are_unfrozen_later():
     run_ranks(_unfrozen, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("layer", r"body\.0 was replaced or taken out after convoy\.parallelize"),
+        ("last", r"body\.5 was replaced"),
+        ("parameter", r"body\.0\.weight was replaced"),
+        ("block", "body was replaced"),
+        ("taken out", r"body\.2 was replaced or taken out"),
+    ],
+)
+def test_layers_and_parameters_that_are_replaced_later(change, words):
+    run_ranks(_changed, 2, change, words)
+
+
+def test_what_may_change_later():
+    run_ranks(_unchanged, 2)
 
 
 def test_one_device_may_do_all_of_it():

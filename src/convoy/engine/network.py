@@ -31,6 +31,7 @@ from convoy.plans.place import Placement, Strategies, place, sample_axes
 from convoy.plans.rules import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Held = tuple[dict[str, Any], str, str, nn.Module | nn.Parameter | None]
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 
@@ -99,6 +100,7 @@ class Network:
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self._held: list[Held] | None = held(self.model)
         self._is_copy = False
         self._frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
@@ -266,6 +268,14 @@ class Network:
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
+        if self._held is None:
+            self._held = held(self.model)
+        for where, key, name, what in self._held:
+            if where.get(key) is not what:
+                raise ConvoyError(
+                    f"{name} was replaced or taken out after convoy.parallelize, which knows nothing of what takes its "
+                    "place: build the network anew, replace it, then call convoy.parallelize"
+                )
         if self.plan.mesh.num_devices == 1:
             return
         if any(p.requires_grad for p in self._frozen):
@@ -321,6 +331,7 @@ class Network:
         twin.model = copy.deepcopy(self.model, memo)
         twin.reducer = None
         twin._owners = {}  # the model's own copy is not complete yet
+        twin._held = None
         twin._is_copy = True
         twin._programs = {}
         twin._uncompiled = None
@@ -349,6 +360,16 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
     finally:
         if own is not None:
             model.__dict__["forward"] = own
+
+
+def held(model: nn.Module) -> list[Held]:
+    """Every layer and parameter of a module: the dictionary that holds it, its key there, its name, itself."""
+    found: list[Held] = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found += [(module._modules, key, f"{prefix}{key}", each) for key, each in module._modules.items()]
+        found += [(module._parameters, key, f"{prefix}{key}", each) for key, each in module._parameters.items()]
+    return found
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
