@@ -103,7 +103,8 @@ def test_replacing_keeps_names_and_values() -> None:
     ("between", "draws", "separable"),
     [
         (nn.Identity(), False, True),
-        (FunctionalDropout(), True, False),
+        (FunctionalDropout(), True, True),
+        (nn.Sequential(FunctionalDropout(), CentreOverBatch()), True, False),
         (CentreOverBatch(), False, False),
         (OwnBatchNorm(6), False, False),
     ],
@@ -117,7 +118,7 @@ def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: b
     state = torch.get_rng_state()
     found = probe(model, context, (3, 8, 8), CPU)
     assert (found.draws, found.separable) == (draws, separable)
-    assert (found.merge((32,) * 4, CPU) == 4) == separable
+    assert (found.merge((32,) * 4, CPU) == 4) == (separable and not draws)
     assert not model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())

@@ -28,7 +28,8 @@ class Probe:
     """What two microbatches of two samples showed.
 
     Attributes:
-        separable: microbatches that run in one pass give what they give one after the other.
+        separable: microbatches that run in one pass give what they give one after the other; where the network draws
+            random numbers, in evaluation mode.
         draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
     """
@@ -81,6 +82,11 @@ def probe(
         with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _dropouts(model) as ran:
             together = list(_tensors(model(images)))
         draws = not torch.equal(before, _random_state(device)) or any(number > 1 for number in ran.values())
+        if draws:
+            model.eval()
+            context.enter(0, 0, sizes, device)
+            with torch.no_grad():
+                together = list(_tensors(model(images)))
         weights = {p.data_ptr() for p in model.parameters()}
         apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
     separable = all(

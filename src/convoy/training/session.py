@@ -16,7 +16,7 @@ from convoy import models
 from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled
+from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen
@@ -302,9 +302,13 @@ def _check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Dev
     Raises:
         ConvoyError: samples of a batch are coupled by more than batch norm.
     """
-    if found.separable or found.draws or devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+    if devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
         return
-    what = coupled(model)
+    what = None
+    if not found.separable:
+        what = coupled(model)
+    elif found.draws:
+        what = coupled_in_training(model)
     if what is not None:
         raise ConvoyError(
             f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
