@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_coupled import UNSEEN, Coupled
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy import models
@@ -89,3 +90,46 @@ def test_one_device_and_a_plain_network() -> None:
         convoy.explain(net)
     text = convoy.explain(convoy.parallelize(net, "serial", torch.zeros(2, 1, 28, 28)))
     assert "a rank sends nothing" in text
+
+
+class Checkpointed(nn.Module):
+    """Asks autograd to compute its layers again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        return made
+
+
+def _checkpointed(plan: str, reentrant: bool) -> str:
+    net = nn.Sequential(nn.Conv2d(3, 3, 3), Checkpointed(reentrant))
+    return convoy.explain(convoy.parallelize(net, plan, torch.zeros(2, 3, 8, 8)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_named(reentrant: bool) -> None:
+    words = "activation checkpointing has no effect on several devices: 1\n"
+    for text in run_ranks(_checkpointed, 2, "filter=2", reentrant):
+        assert words in text
+    assert "checkpointing" not in run_ranks(_checkpointed, 1, "serial", reentrant)[0]
+
+
+def _uneven(kind: str) -> tuple[str, str]:
+    net: nn.Module = Coupled(UNSEEN["choice"]) if kind == "layer by layer" else nn.Sequential(nn.Conv2d(3, 8, 3))
+    net = convoy.parallelize(net, "sample=3", torch.zeros(2, 3, 8, 8))
+    with pytest.raises(ConvoyError, match="samples names 2 parts of the batch, but the plan divides it into 3: give 3"):
+        convoy.explain(net, samples=(3, 3))
+    return convoy.explain(net), convoy.explain(net, samples=(6, 6, 4))
+
+
+@pytest.mark.parametrize("kind", ["layer by layer", "one program"])
+def test_uneven_shares(kind: str) -> None:
+    for even, uneven in run_ranks(_uneven, 3, kind):
+        assert "6 samples (2 + 2 + 2), 3 ranks" in even
+        assert "16 samples (6 + 6 + 4), 3 ranks" in uneven
+        assert even.splitlines()[-1] != uneven.splitlines()[-1]

@@ -1,6 +1,7 @@
 """What a plan does with a parallelized network, as text for people."""
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -12,39 +13,41 @@ from convoy.plans.explanation import explanation, together
 from convoy.plans.plan import Plan
 
 
-def explain(net: nn.Module) -> str:
+def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     """What the plan of a parallelized network does, as text: `print(convoy.explain(net))`.
 
     For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
     rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
-    mode that the network is in and for as many samples on each rank as the example had. No rank waits for another.
+    mode that the network is in, and for as many samples on each rank as the example had, unless `samples` says
+    otherwise. No rank waits for another.
 
     Args:
         net: what `convoy.parallelize` returned.
+        samples: of every place on the sample axes, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
 
     Raises:
-        ConvoyError: the network is not parallelized, or cannot run in this mode.
+        ConvoyError: the network is not parallelized, or cannot run in this mode, or the batch is not divided into as
+            many parts as `samples` says.
     """
     network = network_of(net)
     plan = network.plan if isinstance(network.plan, Plan) else None
     if isinstance(network, Layerwise):
-        return _layer_by_layer(network, plan, net.training)
-    return text_of_placement(network.example_placement(net.training), plan, network.captured)
+        return _layer_by_layer(network, plan, net.training, samples)
+    return text_of_placement(network.example_placement(net.training, samples), plan, network.captured)
 
 
-def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool) -> str:
+def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:
     parts = network.parts
     inside = {f"{name}.{key}" for name, part in parts.items() for key in part.shapes}
     outside = [name for name, _ in network.model.named_parameters() if name not in inside]
     rest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(network.shapes.__getitem__, outside))
     found = together(
-        [(name, explanation(part.example_placement(training), plan)) for name, part in parts.items()],
+        [(name, explanation(part.example_placement(training, samples), plan)) for name, part in parts.items()],
         rest,
     )
     notes = ["between these layers every rank computes the whole batch: what is gathered for that is not counted"]
     for reason in dict.fromkeys(network.alone.values()):
         layers = [name for name, why in network.alone.items() if why == reason]
         notes.append(f"whole on every rank, as {reason}: {listed(layers)}")
-    samples = (network.example[0][0][0],) * network.num_sample_ranks
-    setting = Setting(training, samples, network.plan.mesh.num_devices, network.captured)
+    setting = Setting(training, network.example_samples(samples), network.plan.mesh.num_devices, network.captured)
     return text_of(found, setting, f"plan {network.plan}", notes)

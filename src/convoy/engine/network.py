@@ -227,10 +227,25 @@ class Network:
         """How the network is placed for a batch of which every sample rank has `samples`."""
         return self._placement(Signature(training, samples, _rest(examples)))
 
-    def example_placement(self, training: bool) -> Placement:
-        """How the network is placed where every rank has as many samples as its example."""
-        samples = (self.example[0][0][0],) * self.num_sample_ranks
-        return self._placement(Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example)))
+    def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
+        """How the network is placed where every sample rank has as many samples as its example, or as is said."""
+        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
+        return self._placement(Signature(training, self.example_samples(samples), inputs))
+
+    def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The samples of every sample rank: those of the example, unless others are said.
+
+        Raises:
+            ConvoyError: they are said of another number of sample ranks.
+        """
+        if samples is None:
+            return (self.example[0][0][0],) * self.num_sample_ranks
+        if len(samples) != self.num_sample_ranks:
+            raise ConvoyError(
+                f"samples names {len(samples)} parts of the batch, but the plan divides it into "
+                f"{self.num_sample_ranks}: give {self.num_sample_ranks} numbers"
+            )
+        return tuple(samples)
 
     def exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
         """How many samples every sample rank has in this pass.

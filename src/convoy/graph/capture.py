@@ -78,7 +78,8 @@ def _run(
     try:
         with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
-            with _without_autocast(), fakes, layers.follow(), custom_functions(recorder.custom), recorder:
+            custom = custom_functions(recorder.custom, recorder.recompute)
+            with _without_autocast(), fakes, layers.follow(), custom, recorder:
                 output = forward(*given)
         output = recorder.reference(output)
     except CaptureError:
@@ -112,7 +113,8 @@ def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) 
             needed.update(filter(None, [call.attributes.get("num_batches_tracked")]))
     values = {name: value for name, value in recorder.values.items() if name in needed or name in inputs}
     constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
-    return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
+    recomputed = tuple(dict.fromkeys(recorder.recomputed))
+    return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training, recomputed)
 
 
 def _fake_input(value: Any, device: torch.device) -> Any:

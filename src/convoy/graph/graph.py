@@ -71,6 +71,8 @@ class Graph:
         output: what the network returns, with a `Ref` for every tensor.
         constants: tensors that are neither parameters nor buffers, by name.
         training: the mode in which it was captured.
+        recomputed: layers that ask autograd to keep something else than usual, as activation checkpointing does: the
+            graph does not say what.
     """
 
     calls: tuple[Call, ...]
@@ -79,6 +81,7 @@ class Graph:
     output: Any
     constants: dict[str, torch.Tensor]
     training: bool
+    recomputed: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a value."""
@@ -102,7 +105,7 @@ class Graph:
             replace(call, name=f"{prefix}#{number}" if number else prefix, layer=_join(prefix, call.layer))
             for number, call in enumerate(self.calls)
         )
-        return replace(self, calls=tuple(calls))
+        return replace(self, calls=tuple(calls), recomputed=tuple(_join(prefix, name) for name in self.recomputed))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -33,6 +33,7 @@ class Recorder(TorchFunctionMode):
         values: every tensor that a call takes or gives, and the network's inputs.
         constants: the numbers of those that are neither parameters nor buffers.
         updates: buffers that count batches and wait for their batch norm.
+        recomputed: layers in which autograd was asked not to keep what it needs.
     """
 
     def __init__(self, fakes: Fakes, layers: LayerStack, num_samples: int | None) -> None:
@@ -41,6 +42,7 @@ class Recorder(TorchFunctionMode):
         self.values: dict[str, Value] = {}
         self.constants = Constants(fakes)
         self.updates: list[str] = []
+        self.recomputed: list[str] = []
         self._fakes = fakes
         self._layers = layers
         self._num_samples = num_samples
@@ -94,6 +96,10 @@ class Recorder(TorchFunctionMode):
             return self._execute(function, args, kwargs, run)
         finally:
             self._inside = False
+
+    def recompute(self) -> None:
+        """Note that activation checkpointing or the like begins here."""
+        self.recomputed.append(self._layers.name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -37,9 +37,12 @@ def explain(placement: Placement, plan: Plan | None = None, capture: str = "") -
     """
     parts = tuple(map(len, placement.batch.parts))
     setting = Setting(placement.graph.training, parts, placement.mesh.num_devices, capture)
-    return text_of(
-        explanation(placement, plan), setting, f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
-    )
+    notes = []
+    if placement.graph.recomputed and setting.num_devices > 1:
+        layers = listed(placement.graph.recomputed)
+        notes.append(f"activation checkpointing has no effect on several devices: {layers}")
+    name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
+    return text_of(explanation(placement, plan), setting, name, notes)
 
 
 def text_of(found: Explanation, setting: Setting, name: str, notes: Iterable[str] = ()) -> str:
