@@ -78,6 +78,11 @@ def test_devices_follow_from_the_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(said(capsys, *line))["devices"] == 2
 
 
+def test_a_batch_of_one_microbatch_says_why_samples_stay_together(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", "lenet", "--devices", "2", "--batch", "32", "--link", "pcie4")
+    assert "1 microbatch, which stay whole" in text and "--microbatches 2" in text
+
+
 def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     text = said(capsys, "plan", "lenet", "--batch", "16", "--html", str(page))

@@ -83,6 +83,12 @@ def test_calls_that_take_their_time_on_any_share_ask_for_a_larger_batch() -> Non
     assert found.verdict.change.gain == pytest.approx(2 * found.scored.seconds / double.seconds)
 
 
+def test_parts_of_a_layer_that_are_slow_whatever_the_batch() -> None:
+    found = explain("sample=2", costs(lambda piece: by_flops(piece) * 1.5), alone=costs())
+    assert (found.verdict.kind, found.verdict.layer) == ("division", "features.3")
+    assert found.verdict.change is not None and found.verdict.change.kind == "compute"
+
+
 def test_what_runs_whole_on_every_device_is_repeated_work() -> None:
     found = explain("replicate=2", costs())
     assert (found.verdict.kind, found.verdict.layer) == ("repeated", "features.3")

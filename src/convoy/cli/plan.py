@@ -29,6 +29,7 @@ from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Recipe, choose_device, load_recipe
+from convoy.training.derived import num_microbatches
 from convoy.training.precision import check_precision
 from convoy.training.session import set_numerics
 from convoy.training.workloads import workload_of_recipe
@@ -220,6 +221,12 @@ def _run(request: _Request, ranks: Ranks, device: torch.device) -> None:
     if request.link is not None:
         links, note = links_named(request.link, device.type == "cpu")
         notes.append(note)
+    pieces = num_microbatches(recipe)
+    if recipe.batch_norm == "microbatch" and pieces < devices:
+        notes.append(
+            f"the batch is {pieces} microbatch{'' if pieces == 1 else 'es'}, which stay whole, so no plan divides the "
+            f"samples over {devices} devices: --microbatches {devices} would let it"
+        )
     if devices > ranks.num:
         notes.append(f"each device is taken to be as this one: {_describe(device)}")
     with Progress(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as progress:

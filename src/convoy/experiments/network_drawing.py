@@ -16,7 +16,7 @@ from convoy.search.prices import is_choosing
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP, _BAR = 26, 10, 20, 4
-_LETTER, _COST = 8.0, 62
+_BOLD, _LIGHT, _COST = 8.0, 7.2, 62
 """Width of a letter of a name, and of the seconds beside it."""
 
 
@@ -168,7 +168,7 @@ def _box(
         )
         left = at + _CHIP + 8
     spent = cost.computes + cost.waits
-    room = int((_WIDTH - left - (8 if tall else _COST)) / _LETTER)
+    room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
     parts.append(
         Markup('<text class="name" x="{}" y="{}">{}</text>').format(
             left, 20 if tall else 18, name_in(name, "" if strategy else _verb(main), room)

@@ -21,6 +21,7 @@ _VERDICTS = {
     "compute": "compute-bound",
     "communication": "communication-bound",
     "batch": "too small a batch",
+    "division": "computing divides badly",
     "repeated": "work is repeated",
     "optimiser": "bound by the optimiser",
     "input": "input-bound",

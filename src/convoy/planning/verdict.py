@@ -8,11 +8,16 @@ from convoy.planning.layers import Layer, layers_of
 from convoy.planning.planner import Planned, Scored
 from convoy.planning.words import percent, times_as_fast
 
-Kind = Literal["compute", "communication", "batch", "repeated", "optimiser", "input"]
-"""`batch` is too small a batch for each device, `repeated` work that runs whole on every device."""
+Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimiser", "input"]
+"""`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
+`division` is computing that takes longer in parts, `repeated` what runs whole on every device."""
 _SPENT_WELL = 0.9
 """Efficiency from which on computing itself is what takes the time."""
 
+_FASTER_BATCH = 1.05
+"""Gain of twice the batch from which on the batch is too small."""
+_WORTH_SAYING = 1.02
+"""Gain from which on a change is advised."""
 _TOO_GOOD = 1.5
 """Efficiency beyond what caches explain."""
 
@@ -145,14 +150,16 @@ def _verdict(
 ) -> Verdict:
     total = scored.seconds
     by_name = {part.name: part for part in parts}
-    kind, layer = _kind(planned, scored, by_name, layers)
-    change = next((change for change in possible if kind == "compute" or change.kind != "compute"), None)
+    kind, layer = _kind(planned, scored, by_name, layers, possible)
+    by_computing = kind in ("compute", "division", "repeated")
+    worth = (change for change in possible if change.gain >= _WORTH_SAYING)
+    change = next((change for change in worth if by_computing or change.kind != "compute"), None)
     advice = f"Most would be gained by {change.text}: {times_as_fast(change.gain)}." if change is not None else ""
     return Verdict(kind, layer.name if layer else None, _sentence(kind, layer, planned, total, by_name), change, advice)
 
 
 def _kind(
-    planned: Planned, scored: Scored, parts: dict[str, Part], layers: tuple[Layer, ...]
+    planned: Planned, scored: Scored, parts: dict[str, Part], layers: tuple[Layer, ...], possible: tuple[Change, ...]
 ) -> tuple[Kind, Layer | None]:
     """What takes most of the time that a perfect division would not take."""
     total, ideal = scored.seconds, planned.serial.seconds / planned.devices
@@ -178,7 +185,10 @@ def _kind(
     if most == "input":
         return "input", None
     slower = _slower(planned, layers)
-    return ("repeated" if slower is not None and set(slower.strategy) == {"replicate"} else "batch"), slower
+    if slower is not None and set(slower.strategy) == {"replicate"}:
+        return "repeated", slower
+    larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in possible)
+    return ("batch" if larger or _lost(parts, ENGINE) > lost["compute"] / 2 else "division"), slower
 
 
 def _lost(parts: dict[str, Part], *names: str) -> float:
@@ -220,6 +230,11 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
             return (
                 f"Too small a batch per device: with {workload.samples} samples in a pass of {planned.devices} "
                 f"devices, computing takes {_ratio(parts)} times its even share (most in {name}){engine}."
+            )
+        case "division":
+            return (
+                f"Computing divides badly: it takes {_ratio(parts)} times its even share, most in {name}. Parts of a "
+                "layer may be too small to be fast, or the devices share a memory."
             )
         case "repeated":
             return (
