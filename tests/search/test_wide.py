@@ -34,7 +34,6 @@ def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
     assert ("convs.0", "convs.1", "convs.2") in groups
     original = solving.tied_where_wide
     monkeypatch.setattr(solving, "tied_where_wide", lambda groups, graph, most: original(groups, graph, 2))
-    monkeypatch.setattr(solving, "TIED_TIMES", float("inf"))
     found = search(graph, 2, COSTS, on=[ONE])
     assert not found.exact
     assert "3 layers were given one strategy between them" in found.notes[0]

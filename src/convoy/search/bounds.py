@@ -60,7 +60,6 @@ def possible(
     allowed: Mapping[str, Sequence[Strategy]],
     groups: Groups,
     enough: float,
-    times: float = float("inf"),
 ) -> dict[str, Sequence[Strategy]]:
     """What each layer may have in a plan that costs at most so many seconds.
 
@@ -69,8 +68,6 @@ def possible(
         allowed: what each layer may have.
         groups: layers that have one strategy together.
         enough: seconds of some plan.
-        times: how much longer than with its best strategy a group of several layers may take by itself; this one is no
-            proof, but groups are none either.
     """
     sums: list[dict[Strategy, float]] = []
     for group in groups:
@@ -79,9 +76,8 @@ def possible(
     total = sum(min(each.values(), default=0.0) for each in sums)
     found: dict[str, Sequence[Strategy]] = {}
     for group, each in zip(groups, sums, strict=True):
-        best = min(each.values(), default=0.0)
-        most = min(enough, total + best * (times - 1)) if len(group) > 1 else enough
-        found |= dict.fromkeys(group, kept(list(each), [total - best + seconds for seconds in each.values()], most))
+        rest = total - min(each.values(), default=0.0)
+        found |= dict.fromkeys(group, kept(list(each), [rest + seconds for seconds in each.values()], enough))
     return found
 
 

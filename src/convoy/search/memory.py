@@ -54,6 +54,7 @@ def fitting(
     if least > limit:
         return Fitting(smallest, least, False, fastest.seconds)
     best, of_best, bound = smallest, least, fastest.seconds
+    known = {_key(fastest): needed, _key(smallest): least}
     # what is counted on rank 0 and what the busiest rank needs differ: the price is for bytes as they are counted
     counted_limit = limit * fastest.bytes / needed
     low, high = 0.0, max(smallest.seconds - fastest.seconds, 1e-9) / max(fastest.bytes - smallest.bytes, 1.0) * 1e3
@@ -61,16 +62,22 @@ def fitting(
         price = (low * high) ** 0.5 if low else high / 8
         found = solver.solve(byte_price=price)
         bound = max(bound, found.seconds + price * (found.bytes - counted_limit))
-        needed = memory(found.layers)
+        if _key(found) not in known:
+            known[_key(found)] = memory(found.layers)
+        needed = known[_key(found)]
         if needed <= limit:
             high = price
             if found.seconds < best.seconds:
                 best, of_best = found, needed
         else:
             low = price
-        if low and high / low < 1.001:
+        if low and high / low < 1.01:
             break
     return Fitting(best, of_best, True, min(bound, best.seconds))
+
+
+def _key(solution: Solution) -> tuple[Strategy, ...]:
+    return tuple(solution.layers.values())
 
 
 def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float) -> ConvoyError:
@@ -101,6 +108,6 @@ def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float
     name = f"layer {largest}" if largest else "what the network itself computes"
     return ConvoyError(
         f"no plan fits: the smallest needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are, and most of it for {name} ({size(int(layers[largest]))}): use more devices, "
-        "smaller microbatches or smaller images"
+        f"{size(int(limit))} there are; the most of all layers takes {name}, {size(int(layers[largest]))}: use more "
+        "devices, smaller microbatches or smaller images"
     )

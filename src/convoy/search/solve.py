@@ -19,9 +19,6 @@ from convoy.search.ties import Groups, alone, tied, tied_where_wide
 LIMIT = 20_000_000
 """The most entries of a table: 64 MB."""
 
-TIED_TIMES = 2.0
-"""Layers that have one strategy together get none with which they compute this many times as long as with another."""
-
 _RELAXED = 50_000
 _BRANCHES = 400
 
@@ -163,7 +160,7 @@ class Solver:
         if not np.isfinite(enough):
             enough, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
         least = least_of_layers(self.shared.prices, self.batch, self.allowed)
-        found = possible(least, self.allowed, self.groups, enough, TIED_TIMES)
+        found = possible(least, self.allowed, self.groups, enough)
         choices = [Choice(group, _common(group, found)) for group in self.groups]
         # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
         tied = any(len(group) > 1 for group in self.groups)
