@@ -2,6 +2,7 @@
 
 from convoy.search.costs import Costs, additive_seconds
 from convoy.search.fixes import Fix
-from convoy.search.search import Candidate, NextBest, SearchResult, search
+from convoy.search.result import Candidate, NextBest, SearchResult
+from convoy.search.search import search
 
 __all__ = ["Candidate", "Costs", "Fix", "NextBest", "SearchResult", "additive_seconds", "search"]

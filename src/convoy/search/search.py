@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
@@ -20,88 +20,18 @@ from convoy.search.memory import Fitting, fitting, nothing_fits
 from convoy.search.patterns import compact
 from convoy.search.prices import Prices, is_choosing
 from convoy.search.problem import Shared
-from convoy.search.solve import Solution, Solver, UninterestingError, next_best, used_axes, using_all_axes
+from convoy.search.result import Candidate, SearchResult
+from convoy.search.solve import Solution, Solver, UninterestingError, used_axes, using_all_axes
 from convoy.search.space import AXIS_STRATEGIES, Strategy, meshes, sample_axes_of, strategies
 from convoy.search.ties import Groups
+
+__all__ = ["Parts", "SearchResult", "search"]
 
 Parts = Callable[[int], tuple[range, ...]]
 """The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
 
 _INTERESTING = 1.1
 """Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan and what it is predicted to cost.
-
-    Attributes:
-        seconds: the sum of its costs.
-        measure: what says how much memory it takes.
-    """
-
-    plan: Plan
-    seconds: float
-    measure: Callable[[Plan], float] = field(repr=False, compare=False)
-
-    @cached_property
-    def memory(self) -> float:
-        """Bytes on the rank that needs most; counted when first asked for."""
-        return self.measure(self.plan)
-
-
-@dataclass(frozen=True)
-class NextBest:
-    """What a layer would cost with its second best strategy, all other layers chosen anew for that, on the same mesh.
-
-    Attributes:
-        layers: mostly one; those that have one strategy together where they are tied.
-        strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
-        other: the second best, None where they can have no other.
-        seconds: of the whole plan with `other`; infinite where there is none.
-    """
-
-    layers: tuple[str, ...]
-    strategy: Strategy
-    other: Strategy | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search has found.
-
-    Attributes:
-        candidates: different plans, the best first: the best of a mesh and of a way to divide the samples each, and
-            plain `sample` where it can be.
-        exact: whether no plan on the meshes that were searched costs less than the first candidate.
-        notes: sentences about what was left out or tied, empty where `exact`.
-        searched: the meshes.
-        solution: the tables of the search that gave the best plan.
-    """
-
-    candidates: tuple[Candidate, ...]
-    exact: bool
-    notes: tuple[str, ...]
-    searched: tuple[Mesh, ...]
-    solution: Solution = field(repr=False, compare=False)
-
-    @property
-    def best(self) -> Candidate:
-        """The first candidate."""
-        return self.candidates[0]
-
-    @cached_property
-    def next_best(self) -> tuple[NextBest, ...]:
-        """For the best plan, layer by layer in the network's order; worked out when first asked for."""
-        found = []
-        for v, numbers in next_best(self.solution).items():
-            choice = self.solution.problem.choices[v]
-            own = self.solution.layers[choice.layers[0]]
-            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
-            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
-            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
-        return tuple(found)
 
 
 def search(
@@ -323,8 +253,7 @@ class _Search:
         first = fits[0][0].solution.seconds
         if bound < first * (1 - 1e-9):
             self.notes.append(
-                f"the memory limit leaves a gap: a plan that fits could take {bound / first:.1%} of the seconds of "
-                "this one, but no less"
+                f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"
             )
         return [one for one, _ in fits]
 

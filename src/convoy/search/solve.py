@@ -74,7 +74,8 @@ class Solver:
         self.allowed = allowed
         self.outputs = list(outputs)
         graph = shared.prices.graph
-        self.groups = groups or tied_where_wide(alone(graph), graph, 9 if len(batch.mesh.sizes) < 2 else 4)
+        most = 9 if len(batch.mesh.sizes) < 2 else 3 if with_memory else 4
+        self.groups = groups or tied_where_wide(alone(graph), graph, most)
         self.with_memory = with_memory
         self.enough = enough
         self._problem: Problem | None = None
