@@ -52,7 +52,7 @@ def measure(case: Case, plan: Plan, rank_count: int) -> dict[str, int]:
         F.cross_entropy(trained.network(images), labels).backward()
         trained.optimizer.step()
     network = network_of(model)
-    placement = network.placement((images,), network.exchange_samples((images,)), True)
+    placement = network.placement((images,), network.samples_of_pass((images,)), True)
     predicted = predict_memory(placement)[rank]
     return asdict(
         MemoryUse(

@@ -44,5 +44,8 @@ def __getattr__(name: str) -> Any:
 
         return interface.plan
     from convoy import engine, plans
+    from convoy.engine.parallelize import gradients
 
+    if name == "gradients":  # `convoy.engine.gradients` is a package
+        return gradients
     return getattr(plans if name in ("Mesh", "Plan") else engine, name)

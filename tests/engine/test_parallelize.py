@@ -1,6 +1,7 @@
 """What `parallelize` takes, and the state of a parallelized network in whole tensors."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -101,3 +102,11 @@ def test_a_network_is_parallelized_once() -> None:
         convoy.load_state_dict(net, {**net.state_dict(), "other": torch.zeros(1)})
     with pytest.raises(ConvoyError, match=r"is \[2\] in the state, but"):
         convoy.load_state_dict(net, dict.fromkeys(net.state_dict(), torch.zeros(2)))
+
+
+def test_packages_and_functions_have_names_of_their_own() -> None:
+    import convoy.engine.gradients.reducer as module
+
+    assert inspect.ismodule(convoy.engine.gradients)
+    assert inspect.isclass(module.GradientReducer)
+    assert inspect.isfunction(convoy.gradients)

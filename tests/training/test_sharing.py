@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
-from convoy.engine.gradients.pieces import cut
+from convoy.engine.gradients.pieces import pieces_of
 from convoy.plans.plan import Plan
 from convoy.training.checkpoint import Checkpoint
 from convoy.training.division import divide
@@ -76,7 +76,7 @@ def _take_first_pieces(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: ShardedOptimizer, state: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(sharded, "own_piece", lambda elements, group: cut(elements, group)[0])
+            inner.setattr(sharded, "own_piece", lambda elements, group: pieces_of(elements, group)[0])
             load(self, state)
 
     patch.setattr(ShardedOptimizer, "load_state_dict", wrong)

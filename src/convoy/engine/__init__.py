@@ -11,7 +11,6 @@ from convoy.engine.microbatches import microbatch_sizes, passes
 from convoy.engine.parallelize import (
     accumulate,
     clip_grad_norm_,
-    gradients,
     load_state_dict,
     local_samples,
     parallelize,
@@ -29,7 +28,6 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "explain",
-    "gradients",
     "load_state_dict",
     "local_samples",
     "microbatch_sizes",

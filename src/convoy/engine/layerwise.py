@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from convoy.engine.network import Network, plain_forward
+from convoy.engine.contents import plain_forward
+from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
@@ -84,7 +85,7 @@ class Layerwise(Network):
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
         self._check(inputs)
-        samples = self.exchange_samples(inputs)
+        samples = self.samples_of_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
         own = own_samples((sum(samples),), batch)

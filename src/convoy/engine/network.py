@@ -3,22 +3,22 @@
 import contextlib
 import copy
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from convoy.engine.collectives import gather_ints
+from convoy.engine.contents import Contents, named_tensors, owners, plain_forward
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
 from convoy.engine.output import scale_gradient, writable
 from convoy.engine.program import Program
+from convoy.engine.samples import exchange_samples
 from convoy.engine.shards import collect, cut
+from convoy.engine.signature import Kind, Signature, kinds
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
 from convoy.graph.errors import CaptureError
@@ -31,26 +31,8 @@ from convoy.plans.place import Placement, Strategies, place, sample_axes
 from convoy.plans.rules import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Held = tuple[dict[str, Any], str, str, nn.Module | nn.Parameter | None]
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a program is made for.
-
-    Attributes:
-        training: the mode.
-        samples: of every sample rank.
-        inputs: the inputs' sizes but for the samples, and their types.
-        as_given: whether the outputs stay as the last layers give them.
-    """
-
-    training: bool
-    samples: tuple[int, ...]
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    as_given: bool = False
 
 
 @dataclass
@@ -92,7 +74,7 @@ class Network:
     channels_last: bool = False
     compile: bool = False
     captured: str = "as one program"
-    example: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    example: tuple[Kind, ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
     undivided: bool = False
@@ -100,7 +82,7 @@ class Network:
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
-        self._held: list[Held] | None = held(self.model)
+        self._contents: Contents | None = Contents(self.model)
         self._is_copy = False
         self._frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
@@ -120,16 +102,16 @@ class Network:
         """
         self.example = tuple((tuple(x.shape), x.dtype) for x in examples)
         total = len(examples[0]) * self.plan.mesh.num_devices
-        self._graphs = [self._capture(Signature(training, (total,), _rest(examples)))]
+        self._graphs = [self._capture(Signature(training, (total,), kinds(examples)))]
         used = {value.name for value in self._graphs[0].parameters()}
         if any(name not in used for name, _ in self.model.named_parameters()):
             with contextlib.suppress(CaptureError):
-                self._graphs.append(self._capture(Signature(not training, (total,), _rest(examples))))
+                self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples))))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in _borrowed(graph)}
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), _rest(examples)))
+                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples)))
                 self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -160,23 +142,23 @@ class Network:
 
     def _forward(self, *inputs: Tensor) -> Any:
         self._check(inputs)
-        samples = self.exchange_samples(inputs)
-        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
+        samples = self.samples_of_pass(inputs)
+        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
 
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
-        samples = self.exchange_samples(inputs)
-        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs), as_given=True))
+        samples = self.samples_of_pass(inputs)
+        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs), as_given=True))
         self.begin_pass(samples, inputs[0].device)
         return self._run(placement, program, inputs), placement
 
     def inner_forward(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
         samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
-        placement, program = self._program(Signature(self.model.training, samples, _rest(inputs)))
+        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
@@ -225,7 +207,7 @@ class Network:
 
     def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
         """How the network is placed for a batch of which every sample rank has `samples`."""
-        return self._placement(Signature(training, samples, _rest(examples)))
+        return self._placement(Signature(training, samples, kinds(examples)))
 
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
@@ -247,50 +229,20 @@ class Network:
             )
         return tuple(samples)
 
-    def exchange_samples(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """How many samples every sample rank has in this pass.
-
-        Raises:
-            ConvoyError: ranks pass images of different sizes or types, or run in different modes, or those that work
-                on the same samples have different numbers of them.
-        """
+    def samples_of_pass(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        mesh, device = self.groups.mesh, inputs[0].device
-        if self.groups.of(self.sample_axes) is None and not inputs[0].is_cpu:
-            return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
-        shapes = [f"{list(size)} of {dtype}" for size, dtype in _rest(inputs)]
-        what = f"{', '.join(shapes)}{' in training' if self.model.training else ' in evaluation'}"
-        own = [len(inputs[0]), zlib.crc32(what.encode())]
-        rows = gather_ints(own, self.groups.of(tuple(mesh.axes)), device)
-        found: dict[int, int] = {}
-        for rank, (number, kind) in enumerate(rows):
-            place = mesh.index(mesh.coordinates(rank), self.sample_axes)
-            if kind != own[1]:
-                raise ConvoyError(
-                    f"rank {self.groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must "
-                    "pass images of the same size and type, in the same mode"
-                )
-            if found.setdefault(place, number) != number:
-                raise ConvoyError(
-                    f"rank {rank} passes {number} samples, and a rank that works on the same ones {found[place]}: "
-                    "pass the samples that convoy.local_samples says"
-                )
-        return tuple(found[place] for place in range(self.num_sample_ranks))
+        return exchange_samples(inputs, self.model.training, self.groups, self.sample_axes)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         """Refuse what has changed in a way that ranks would not notice."""
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
-        if self._held is None:
-            self._held = held(self.model)
-        for where, key, name, what in self._held:
-            if where.get(key) is not what:
-                raise ConvoyError(
-                    f"{name} was replaced or taken out after convoy.parallelize, which knows nothing of what takes its "
-                    "place: build the network anew, replace it, then call convoy.parallelize"
-                )
+        if self._contents is None:
+            self._contents = Contents(self.model)
+        self._contents.check()
         if self.plan.mesh.num_devices == 1:
             return
         if any(p.requires_grad for p in self._frozen):
@@ -307,9 +259,9 @@ class Network:
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
         if not self._owners:
-            self._owners = _owners(self.model)
-        owners = self._owners
-        tensors = [given[n] if n in given else owners[n][0][owners[n][1]] for n in program.sources]
+            self._owners = owners(self.model)
+        held = self._owners
+        tensors = [given[n] if n in given else held[n][0][held[n][1]] for n in program.sources]
         return dict(zip(program.outputs, program(tensors), strict=True))
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
@@ -346,7 +298,7 @@ class Network:
         twin.model = copy.deepcopy(self.model, memo)
         twin.reducer = None
         twin._owners = {}  # the model's own copy is not complete yet
-        twin._held = None
+        twin._contents = None
         twin._is_copy = True
         twin._programs = {}
         twin._uncompiled = None
@@ -361,42 +313,6 @@ def network_of(net: nn.Module) -> Network:
     return network
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-@contextmanager
-def plain_forward(model: nn.Module) -> Iterator[None]:
-    """The model with the forward pass of its class."""
-    own = model.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        if own is not None:
-            model.__dict__["forward"] = own
-
-
-def held(model: nn.Module) -> list[Held]:
-    """Every layer and parameter of a module: the dictionary that holds it, its key there, its name, itself."""
-    found: list[Held] = []
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        found += [(module._modules, key, f"{prefix}{key}", each) for key, each in module._modules.items()]
-        found += [(module._parameters, key, f"{prefix}{key}", each) for key, each in module._parameters.items()]
-    return found
-
-
-def _owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """For every parameter and buffer the dictionary that holds it, and its key there."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
-    for name in named_tensors(model):
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        found[name] = (module._parameters if key in module._parameters else module._buffers), key
-    return found
-
-
 def _borrowed(graph: Graph) -> Iterator[tuple[str, str]]:
     """Modules of whose parameters a call of another module makes use, with the name of that one."""
     for call in graph.calls:
@@ -404,7 +320,3 @@ def _borrowed(graph: Graph) -> Iterator[tuple[str, str]]:
             owner = name.rpartition(".")[0]
             if graph.values[name].origin == "parameter" and owner != call.layer:
                 yield owner, call.layer
-
-
-def _rest(inputs: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(x.shape[1:]), x.dtype) for x in inputs)

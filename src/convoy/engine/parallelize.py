@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.collectives import broadcast, gather_ints
+from convoy.engine.contents import named_tensors
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.groups import Groups, join, num_ranks
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.network import Loss, Network, named_tensors, network_of
+from convoy.engine.network import Loss, Network, network_of
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
 from convoy.plans.check import check_devices

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from convoy.graph import tree
 from convoy.graph.aliases import Aliases
+from convoy.graph.blanks import Blanks, probability
 from convoy.graph.constants import Constants
 from convoy.graph.errors import CaptureError
 from convoy.graph.expansions import EXPANSIONS
@@ -50,7 +51,7 @@ class Recorder(TorchFunctionMode):
         self._aliases = Aliases()
         self._given: dict[str, Value] = {}
         self._data: set[str] = set()
-        self._blank: set[int] = set()
+        self._blanks = Blanks(self.constants)
         self._inside = False
 
     def give(self, name: str, tensor: Tensor, origin: Origin) -> None:
@@ -73,7 +74,7 @@ class Recorder(TorchFunctionMode):
 
     def name(self, tensor: Tensor) -> str:
         """The name of a tensor that a call takes or the network returns."""
-        if id(tensor) in self._blank:
+        if tensor in self._blanks:
             raise CaptureError("it reads a tensor that nothing was written to", self._layers.name)
         self._aliases.check(tensor, self._layers.name)
         name = self._names.get(id(tensor))
@@ -127,13 +128,15 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
         if name in EMPTY:
-            return self._make_blank(func, args, kwargs)
+            return self._blanks.make(func, args, kwargs)
         if name in UNIFORM:
             return self._draw("uniform", None, func(*args, **kwargs))
         if name == "bernoulli" and len(tensors) == 1 and self.constants.known(tensors[0]):
-            return self._draw("bernoulli", self._probability(tensors[0]), func(*args, **kwargs))
-        if tensors and id(tensors[0]) in self._blank:
-            return self._fill(name, tensors[0], args[1:], kwargs)
+            p = probability(self.constants, tensors[0], self._layers.name)
+            return self._draw("bernoulli", p, func(*args, **kwargs))
+        if tensors and tensors[0] in self._blanks:
+            filled = self._blanks.fill(name, tensors[0], args[1:], kwargs, self._layers.name)
+            return filled if isinstance(filled, Tensor) else self._draw(*filled, tensors[0])
         if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
             return self._fold(func, name, args, kwargs)
         if replacement := out_of_place(func, name, args, kwargs):
@@ -221,7 +224,7 @@ class Recorder(TorchFunctionMode):
     def _bind(self, tensor: Tensor, name: str) -> None:
         self._names[id(tensor)] = name
         self.constants.forget(tensor)
-        self._blank.discard(id(tensor))
+        self._blanks.forget(tensor)
         self._aliases.add(tensor)
 
     def _replace(self, name: str, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -276,33 +279,6 @@ class Recorder(TorchFunctionMode):
                 self.updates.append(given.name)
             return tensor
         return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
-
-    def _make_blank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        made: Tensor = func(*args, **kwargs)
-        self.constants.keep(made)
-        self._blank.add(id(made))
-        return made
-
-    def _fill(self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The first thing that is written to an empty tensor."""
-        if name == "bernoulli_":
-            p = args[0] if args else kwargs.get("p", 0.5)
-            if isinstance(p, Tensor):
-                p = self._probability(p)
-            return self._draw("bernoulli", float(p), tensor)
-        if name == "uniform_" and (*args, *kwargs.values()) in ((), (0, 1)):
-            return self._draw("uniform", None, tensor)
-        if name in ("zero_", "fill_") and not tree.leaves((args, kwargs), Tensor):
-            self._blank.discard(id(tensor))
-            value = 0 if name == "zero_" else (*args, *kwargs.values())[0]
-            return self.constants.full(tensor, value)
-        raise CaptureError(f"it calls {name} on an empty tensor", self._layers.name)
-
-    def _probability(self, tensor: Tensor) -> float:
-        p = self.constants.everywhere(tensor)
-        if p is None:
-            raise CaptureError("it draws random numbers with several probabilities", self._layers.name)
-        return p
 
     def _draw(self, kind: str, p: float | None, made: Tensor) -> Tensor:
         shape = tuple(made.shape)

@@ -10,19 +10,19 @@ from convoy.engine.collectives import Group, Pending, place, size, start_exchang
 from convoy.plans.layout import balanced
 
 
-def cut(elements: Tensor, group: Group) -> list[Tensor]:
+def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
     """Views of flat elements, the piece of each rank, as even as can be."""
     return list(elements.split([len(part) for part in balanced(len(elements), size(group))]))
 
 
 def own_piece(elements: Tensor, group: Group) -> Tensor:
     """The view of flat elements that this rank owns."""
-    return cut(elements, group)[place(group)]
+    return pieces_of(elements, group)[place(group)]
 
 
 def start_gather(elements: Tensor, group: Group) -> Pending:
     """Begin to fill in the pieces that other ranks own, in place."""
-    pieces = cut(elements, group)
+    pieces = pieces_of(elements, group)
     return start_exchange_into([pieces[place(group)]] * size(group), pieces, group)
 
 
@@ -30,7 +30,7 @@ class ReduceScatter:
     """Begins to add flat elements over a group, in order of the ranks, into each rank's own piece, in place."""
 
     def __init__(self, elements: Tensor, group: Group) -> None:
-        pieces = cut(elements, group)
+        pieces = pieces_of(elements, group)
         self._mine = pieces[place(group)]
         self._terms = [piece if piece is self._mine else self._mine.new_empty(len(self._mine)) for piece in pieces]
         self._work = start_exchange_into(pieces, self._terms, group)

@@ -15,7 +15,7 @@ from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
 from convoy.engine.gradients.buckets import Bucket, Item, Sizes, copy_all, flat, laid_out, plan_buckets, shaped
 from convoy.engine.gradients.compression import CompressedSum
 from convoy.engine.gradients.order import largest, of_first_rank
-from convoy.engine.gradients.pieces import ReduceScatter, cut, own_piece, start_gather
+from convoy.engine.gradients.pieces import ReduceScatter, own_piece, pieces_of, start_gather
 from convoy.engine.gradients.queue import MessageQueue
 from convoy.engine.groups import Groups
 from convoy.plans.mesh import Axes
@@ -143,7 +143,7 @@ class GradientReducer:
             return
         gradient = self.parameters[i].grad = laid_out(gradient, self.parameters[i])
         group = self.group(i)
-        for owner, elements in enumerate(cut(flat(gradient.detach()), group)):
+        for owner, elements in enumerate(pieces_of(flat(gradient.detach()), group)):
             if owner != place(group):
                 elements.zero_()
 

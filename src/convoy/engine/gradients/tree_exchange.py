@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from convoy.engine.collectives import Group, Pending, place, size, start_exchange_into
-from convoy.engine.gradients.pieces import ReduceScatter, cut, own_piece, start_gather
+from convoy.engine.gradients.pieces import ReduceScatter, own_piece, pieces_of, start_gather
 from convoy.engine.gradients.tree import Span, TreeSum
 
 
@@ -34,7 +34,7 @@ class TreeExchange:
         self._then = then
         self._out = out
         self._piece = own_piece(out, group)
-        mine = [cut(part, group) for part in parts]
+        mine = [pieces_of(part, group) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
         received: dict[Span, Tensor] = {span: views[here] for span, views in zip(spans[here], mine, strict=True)}
