@@ -133,6 +133,8 @@ class _Search:
         ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
+        if any(solver.gave_up for solver in self.solvers):
+            self.notes.append("not all plans that divide the samples over a part of the axes were looked at")
         return SearchResult(
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), chosen[0].solution
         )

@@ -57,6 +57,9 @@ class Solver:
         groups: layers to be given one strategy together.
         with_memory: whether bytes are counted too.
         enough: seconds beyond which a plan is of no interest.
+
+    Attributes:
+        gave_up: whether `using_all_axes` stopped before it knew.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Solver:
         self.groups = groups or tied_where_wide(alone(graph), graph, most)
         self.with_memory = with_memory
         self.enough = enough
+        self.gave_up = False
         self._problem: Problem | None = None
         joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
         self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
@@ -269,4 +273,5 @@ def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], e
             except ConvoyError:
                 continue
             heapq.heappush(heap, (other.seconds, count, other, narrower))
+    solver.gave_up = bool(heap) and heap[0][0] < enough
     return None
