@@ -17,6 +17,7 @@ from convoy.cli import options
 from convoy.cli.planning import Progress, bytes_of, check_writable, written
 from convoy.cost.store import ProfileStore
 from convoy.cost.trace import events, trace
+from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
 from convoy.experiments.plan_page import plan_page
 from convoy.launch import cores
@@ -30,8 +31,8 @@ from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Recipe, choose_device, load_recipe
 from convoy.training.derived import num_microbatches
+from convoy.training.numerics import set_numerics
 from convoy.training.precision import check_precision
-from convoy.training.session import set_numerics
 from convoy.training.workloads import workload_of_recipe
 
 KEYS = {
@@ -124,7 +125,7 @@ def command(
     )
     request.check()
     place = launch.find_place()
-    if place is not None and place.num_ranks > 1:
+    if place is not None:
         place.check(number if devices is not None or scores else None)
         request = replace(request, devices=place.num_ranks)
         with launch.as_rank(place):
@@ -210,6 +211,8 @@ class _Request:
 def _run(request: _Request, ranks: Ranks, device: torch.device) -> None:
     """Plan on this rank, and on the first one print and write what came of it."""
     recipe, devices = request.recipe, request.devices
+    if devices > 1:
+        keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
     check_precision(recipe.precision, device)
     model, shape = _model(request, device)

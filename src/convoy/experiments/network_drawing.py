@@ -146,14 +146,16 @@ def _box(
     gives = box.calls[-1].outputs
     rank = found.scored.timeline.busiest
     shown = shape(local_shape(found.scored.placement, gives[0], rank)) if gives else ""
+    spent = cost.computes + cost.waits
     title = "\n".join(_title(found, box, layers, cost, strategy, name, shown))
     tall = bool(strategy) or _is_tall(box, strategies)
     height = _TALL if tall else _LOW
     key = STRATEGIES[strategy[0]].key if strategy else "follows"
     parts = [
-        Markup('<g class="box {}" tabindex="0" transform="translate({:g} {:g})"><title>{}</title>').format(
-            key, x, y, title
+        Markup('<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">').format(
+            key, spent, x, y
         ),
+        Markup("<title>{}</title>").format(title),
         Markup('<rect class="body" width="{}" height="{}" rx="5"/>').format(_WIDTH, height),
     ]
     left = 10
@@ -167,7 +169,6 @@ def _box(
             ).format(look.key, at, _CHIP, at + _CHIP / 2, look.letter)
         )
         left = at + _CHIP + 8
-    spent = cost.computes + cost.waits
     room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
     parts.append(
         Markup('<text class="name" x="{}" y="{}">{}</text>').format(
@@ -203,6 +204,8 @@ def _title(
     lines.append(f"work: {box.calls[0].op}")
     if follows:
         lines.append(f"with it: {', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}")
+    if layers:
+        lines.append(f"takes on this rank: {shape(layers[0].takes)}")
     lines.append(f"gives on this rank: {shown}")
     lines.append(f"computes: {seconds(cost.computes)}")
     if found.planned.devices > 1:

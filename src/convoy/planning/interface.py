@@ -59,6 +59,9 @@ class FoundPlan(Plan):
 
     __hash__ = Plan.__hash__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.mesh, self.layers)  # copies go to other processes and files, without the reasons
+
     def _planned(self) -> Planned:
         if self.planned is None:
             raise ConvoyError("this plan was not found by the planner, so there is nothing to explain: use convoy.plan")

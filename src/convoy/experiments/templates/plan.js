@@ -14,7 +14,7 @@ for (const button of document.querySelectorAll("[data-copy]")) {
   });
 }
 
-// Says beside the network what the title of a box says, also where nothing hovers.
+// Says beside the network what the title of a box says, also where nothing hovers; at first of the box that takes longest.
 const detail = document.querySelector(".detail");
 let shown = null;
 function show(box) {
@@ -35,6 +35,8 @@ function show(box) {
   }
   detail.replaceChildren(head, list);
 }
-for (const box of document.querySelectorAll(".box")) {
+const boxes = [...document.querySelectorAll(".box")];
+if (boxes.length) show(boxes.reduce((most, box) => (Number(box.dataset.spent) > Number(most.dataset.spent) ? box : most)));
+for (const box of boxes) {
   for (const kind of ["pointerenter", "focus", "click"]) box.addEventListener(kind, () => show(box));
 }
