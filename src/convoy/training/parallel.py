@@ -14,7 +14,7 @@ from convoy.plans.mesh import Axes
 from convoy.training.division import Division, Pass
 
 
-class Network(Protocol):
+class TrainedNetwork(Protocol):
     """A network whose updates are those of the global batch, wherever its parts are computed.
 
     Its parameters are `model.parameters()`; where a plan divides them, each rank holds its own part under the serial

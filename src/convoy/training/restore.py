@@ -12,10 +12,11 @@ from torch import nn
 
 from convoy.data import DataConfig, DataSet, evaluation_batches, open_data
 from convoy.errors import ConvoyError
+from convoy.training.build import build_model
 from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.numerics import autocast_of, set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
-from convoy.training.session import autocast_of, build_model, set_numerics
 from convoy.training.step import InputPipeline
 
 EVALUATION_BATCH = 256

@@ -1,38 +1,36 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
-import contextlib
-import copy
-import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
 from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
-from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training
-from convoy.errors import ConvoyError
+from convoy.engine import Probe, prepare
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen
-from convoy.training.derived import Derived, Quantities, derive, num_threads, resolve
+from convoy.training.build import build_model
+from convoy.training.derived import Derived, Quantities, derive, resolve
 from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
 from convoy.training.ema import AveragedWeights
-from convoy.training.evaluate import Evaluation, evaluate, evaluating
-from convoy.training.loss import ClassificationLoss, heads
+from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.loss import ClassificationLoss
+from convoy.training.numerics import autocast_of, set_numerics
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Network, OneDevice
+from convoy.training.parallel import OneDevice, TrainedNetwork
 from convoy.training.planning import describe, method_of, plan_of
-from convoy.training.precision import DTYPES, Scaler, check_precision
+from convoy.training.precision import Scaler, check_precision
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.trial import check_coupling, merged, try_out
 from convoy.training.under_plan import UnderPlan
 
 
@@ -59,7 +57,7 @@ class Session:
     quantities: Quantities
     device: torch.device
     model: nn.Module
-    network: Network
+    network: TrainedNetwork
     counts: models.Counts
     pipeline: InputPipeline
     state: RunState
@@ -170,7 +168,7 @@ def set_up(
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = _probe(model, recipe, data, quantities.sizes, device)
+    found = try_out(model, recipe, data, quantities.sizes, device)
     ready = _Ready(recipe, data, quantities, model, found, device, devices)
     if plan is None:
         chosen = _choose_plan(ready, progress)
@@ -201,7 +199,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
     recipe, data, device, devices, model = ready.recipe, ready.data, ready.device, ready.devices, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
-    network: Network
+    network: TrainedNetwork
     if plan.mesh.num_devices > 1 or ready.probe.draws:
         network = _under_plan(recipe, model, plan, data, sizes, device)
     else:
@@ -210,8 +208,8 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
         network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
     sharing = devices.num // devices.num_sample_ranks
-    merge, reason = devices.broadcast(_merge(recipe, ready.probe, sizes, device, sharing))
-    _check_coupling(recipe, ready.probe, model, devices)
+    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing))
+    check_coupling(recipe, ready.probe, model, devices)
     division = _division(recipe, sizes, devices, notes)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
@@ -250,7 +248,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
 def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
     """The plan for `--plan auto`. All ranks call it."""
     devices, sizes = ready.devices, ready.quantities.sizes
-    merge, _ = devices.broadcast(_merge(ready.recipe, ready.probe, sizes, ready.device))
+    merge, _ = devices.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
 
     def make_step(model: nn.Module, plan: Plan) -> TrainingStep:
         return _assemble(replace(ready, model=model), plan, []).step()
@@ -296,113 +294,9 @@ def _under_plan(
     )
 
 
-def _check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Devices) -> None:
-    """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
-
-    Raises:
-        ConvoyError: samples of a batch are coupled by more than batch norm.
-    """
-    if devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
-        return
-    what = None
-    if not found.separable:
-        what = coupled(model)
-    elif found.draws:
-        what = coupled_in_training(model)
-    if what is not None:
-        raise ConvoyError(
-            f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
-            f"devices: choose a plan that does not divide samples, e.g. filter={devices.num}, or batch_norm=sync"
-        )
-
-
 def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
     shares = recipe.parallel.shares
     if shares is not None and devices.num_sample_ranks == 1:
         notes.append("--shares has no effect: the plan does not divide the batch")
         shares = None
     return divide(sizes, devices.num_sample_ranks, shares if isinstance(shares, tuple) else None)
-
-
-def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass in the recipe's precision."""
-    if recipe.precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, DTYPES[recipe.precision])
-
-
-def set_numerics(recipe: Recipe) -> None:
-    """Set the process's threads and torch's switches as the recipe asks."""
-    torch.set_num_threads(num_threads(recipe))
-    if recipe.reproducible:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
-    torch.use_deterministic_algorithms(recipe.reproducible)
-    torch.backends.cudnn.benchmark = not recipe.reproducible
-
-
-def build_model(recipe: Recipe, data: DataSet) -> tuple[nn.Module, list[str]]:
-    """The recipe's network for the data's classes and channels, initialised from the seed, with its weights loaded.
-
-    Returns:
-        The network and notes on what was done to it.
-    """
-    section, notes = recipe.model, []
-    options = dict(section.options)
-    if models.accepts(section.name, "image_size"):
-        options.setdefault("image_size", data.image_size)
-    if section.zero_init_residual:
-        if models.accepts(section.name, "zero_init_residual"):
-            options["zero_init_residual"] = True
-        else:
-            notes.append(
-                f"{section.name} has no residual blocks to start at zero: model.zero_init_residual does nothing"
-            )
-    torch.manual_seed(recipe.seed)
-    model = models.create(section.name, num_classes=len(data.classes), in_channels=data.channels, **options)
-    if section.weights is not None:
-        notes += models.load_weights(model, section.weights)
-    return model, notes
-
-
-def _probe(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device) -> Probe:
-    model = copy.deepcopy(plain)
-    context = prepare(model, recipe.seed, recipe.batch_norm)
-    shape = (data.channels, data.image_size, data.image_size)
-    try:
-        _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, len(data.classes))
-        return probe(model, context, shape, device, samples=min(2, *sizes))
-    except ConvoyError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConvoyError(
-            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
-            f" ({reason}): change data.image_size, data.channels, the microbatch or the model"
-        ) from error
-
-
-def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: int) -> None:
-    with evaluating(model), torch.no_grad():
-        logits = heads(model(image))[0]
-    if logits.shape != (1, num_classes):
-        raise ConvoyError(
-            f"{name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} classes: "
-            "build the network for as many classes, or choose another model"
-        )
-
-
-def _merge(
-    recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device, sharing: int = 1
-) -> tuple[int, str]:
-    """How many microbatches of each part of the batch run in one pass, and why; `sharing` devices work on a part."""
-    num = len(sizes)
-    if recipe.reproducible:
-        return 1, "reproducible: one by one"
-    if recipe.batch_norm != "microbatch":
-        return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
-    merge = found.merge(sizes, device, sharing)
-    if found.draws:
-        return 1, "one by one: the network draws random numbers outside of dropout layers"
-    if not found.separable:
-        return 1, "one by one: the network couples the samples of a batch"
-    return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"

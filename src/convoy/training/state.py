@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from convoy.training.checkpoint import Checkpoint, DamagedCheckpointError
 from convoy.training.ema import AveragedWeights
-from convoy.training.parallel import Network
+from convoy.training.parallel import TrainedNetwork
 
 
 @dataclass
@@ -26,7 +26,7 @@ class RunState:
         averaged: averages of the weights (EMA), if there are any.
     """
 
-    network: Network
+    network: TrainedNetwork
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     averaged: AveragedWeights | None = None

@@ -16,7 +16,7 @@ from convoy.engine.random import fold
 from convoy.errors import ConvoyError
 from convoy.training.division import Pass
 from convoy.training.loss import ClassificationLoss, heads, num_correct
-from convoy.training.parallel import Network
+from convoy.training.parallel import TrainedNetwork
 
 
 class InputPipeline:
@@ -61,7 +61,7 @@ class TrainingStep:
     """
 
     seed: int
-    network: Network
+    network: TrainedNetwork
     pipeline: InputPipeline
     loss: ClassificationLoss
     mixing: MixConfig

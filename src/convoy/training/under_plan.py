@@ -38,7 +38,7 @@ class Method:
 
 
 class UnderPlan:
-    """A model that runs under a plan; see `convoy.training.parallel.Network`."""
+    """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
 
     joint = True
 

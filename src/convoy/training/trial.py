@@ -1,0 +1,88 @@
+"""A network is tried before it is trained: whether it fits the data, and which microbatches may run together."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from convoy.data import DataSet
+from convoy.engine import Probe, prepare, probe
+from convoy.engine.coupling import coupled, coupled_in_training
+from convoy.errors import ConvoyError
+from convoy.training.devices import Devices
+from convoy.training.evaluate import evaluating
+from convoy.training.loss import heads
+from convoy.training.recipe import Recipe
+
+
+def try_out(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device) -> Probe:
+    """Run a copy of the network on two microbatches of random images, in training and in evaluation.
+
+    Args:
+        plain: the network, on its device.
+        sizes: samples of every microbatch.
+
+    Raises:
+        ConvoyError: it cannot train on the data's images, or gives logits for another number of classes.
+    """
+    model = copy.deepcopy(plain)
+    context = prepare(model, recipe.seed, recipe.batch_norm)
+    shape = (data.channels, data.image_size, data.image_size)
+    try:
+        _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, len(data.classes))
+        return probe(model, context, shape, device, samples=min(2, *sizes))
+    except ConvoyError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConvoyError(
+            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
+            f" ({reason}): change data.image_size, data.channels, the microbatch or the model"
+        ) from error
+
+
+def merged(
+    recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device, sharing: int = 1
+) -> tuple[int, str]:
+    """How many microbatches of each part of the batch run in one pass, and why; `sharing` devices work on a part."""
+    num = len(sizes)
+    if recipe.reproducible:
+        return 1, "reproducible: one by one"
+    if recipe.batch_norm != "microbatch":
+        return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
+    merge = found.merge(sizes, device, sharing)
+    if found.draws:
+        return 1, "one by one: the network draws random numbers outside of dropout layers"
+    if not found.separable:
+        return 1, "one by one: the network couples the samples of a batch"
+    return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
+
+
+def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Devices) -> None:
+    """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
+
+    Raises:
+        ConvoyError: samples of a batch are coupled by more than batch norm.
+    """
+    if devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+        return
+    what = None
+    if not found.separable:
+        what = coupled(model)
+    elif found.draws:
+        what = coupled_in_training(model)
+    if what is not None:
+        raise ConvoyError(
+            f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
+            f"devices: choose a plan that does not divide samples, e.g. filter={devices.num}, or batch_norm=sync"
+        )
+
+
+def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: int) -> None:
+    with evaluating(model), torch.no_grad():
+        logits = heads(model(image))[0]
+    if logits.shape != (1, num_classes):
+        raise ConvoyError(
+            f"{name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} classes: "
+            "build the network for as many classes, or choose another model"
+        )
