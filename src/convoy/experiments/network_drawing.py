@@ -199,7 +199,8 @@ def _title(
     mesh = found.scored.placement.mesh
     lines = [name]
     if strategy:
-        lines.append("strategy: " + ", ".join(f"{s} on {axis}" for s, axis in zip(strategy, mesh.names, strict=True)))
+        on = [s if s == axis else f"{s} on {axis}" for s, axis in zip(strategy, mesh.names, strict=True)]
+        lines.append(f"strategy: {', '.join(on)}")
     follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
     lines.append(f"work: {box.calls[0].op}")
     if follows:

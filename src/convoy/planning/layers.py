@@ -15,7 +15,7 @@ from convoy.search.patterns import compact
 from convoy.search.prices import is_choosing
 from convoy.search.space import AXIS_STRATEGIES, Strategy
 
-_PREDICTIONS = 60
+_PREDICTIONS = 30
 """Strategies that are tried one by one, where no search says what they would cost."""
 
 

@@ -18,6 +18,7 @@ _FASTER_BATCH = 1.05
 """Gain of twice the batch from which on the batch is too small."""
 _WORTH_SAYING = 1.02
 """Gain from which on a change is advised."""
+_ROUNDING = 1e-9
 _TOO_GOOD = 1.5
 """Efficiency beyond what caches explain."""
 
@@ -125,7 +126,8 @@ def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     own |= {"optimiser": own["optimiser"] - engine, ENGINE: engine}
     names = dict.fromkeys([*own, *serial])
     found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
-    return tuple(part for part in found if part.seconds > 0 or part.ideal > 0)
+    least = _ROUNDING * scored.seconds
+    return tuple(part for part in found if part.seconds > least or part.ideal > least)
 
 
 def _seconds(scored: Scored) -> dict[str, float]:
@@ -223,6 +225,11 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
             assert layer is not None
             own = percent((layer.exposed + layer.copies) / total)
             waits = share("exposed communication", "packing for messages")
+            if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
+                return (
+                    f"Communication-bound: {waits} of an update is sending and waiting, spread over many layers, most "
+                    f"in {name} ({own})."
+                )
             return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
         case "batch":
             workload = planned.workload
