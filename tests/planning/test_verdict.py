@@ -95,6 +95,11 @@ def test_what_runs_whole_on_every_device_is_repeated_work() -> None:
     assert found.speedup == pytest.approx(1)
 
 
+def test_devices_that_only_cost_are_said_to() -> None:
+    assert "One device alone" in explain("filter=2", costs(gbytes=1e-3)).verdict.advice
+    assert "One device alone" not in explain("sample=2", costs()).verdict.advice
+
+
 def test_a_slow_optimiser() -> None:
     found = explain("sample=2", costs(update=Update(per_byte=1e-6)))
     assert found.verdict.kind == "optimiser"

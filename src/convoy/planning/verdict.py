@@ -6,7 +6,7 @@ from typing import Literal
 from convoy.planning.changes import Change, changes
 from convoy.planning.layers import Layer, layers_of
 from convoy.planning.planner import Planned, Scored
-from convoy.planning.words import percent, times_as_fast
+from convoy.planning.words import percent, seconds, times_as_fast
 
 Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimiser", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
@@ -157,6 +157,9 @@ def _verdict(
     worth = (change for change in possible if change.gain >= _WORTH_SAYING)
     change = next((change for change in worth if by_computing or change.kind != "compute"), None)
     advice = f"Most would be gained by {change.text}: {times_as_fast(change.gain)}." if change is not None else ""
+    if total > planned.serial.seconds:
+        alone = f"One device alone is predicted to be faster, {seconds(planned.serial.seconds)} an update."
+        advice = f"{alone} {advice}".rstrip()
     return Verdict(kind, layer.name if layer else None, _sentence(kind, layer, planned, total, by_name), change, advice)
 
 
