@@ -1,7 +1,7 @@
 """What the planner knows of the devices at hand: measured here, or in the profile store from before."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,7 +73,7 @@ def measure(
     outside: dict[bool, list[Times]] = {True: [], False: []}
     for number, (name, placement, alone) in enumerate(jobs):
         progress(f"rehearsing {name}", number, len(jobs))
-        wanted = _pieces(workload, placement)
+        wanted = _pieces(workload, placement, {0} if alone else ranks.places(placement.mesh))
         if all(one in known[alone] for one in wanted):
             continue
         found, rest = rehearse(workload, placement, ranks, alone, passes)
@@ -100,10 +100,9 @@ def measure(
     return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks))
 
 
-def _pieces(workload: Workload, placement: Placement) -> set[Piece]:
-    """What all ranks compute in a placement, but for what takes no time."""
-    ranks = range(placement.mesh.num_devices)
-    found = (piece_of(workload, placement, placed, rank) for placed in placement.calls for rank in ranks)
+def _pieces(workload: Workload, placement: Placement, places: Iterable[int]) -> set[Piece]:
+    """What is computed at some places of a placement, but for what takes no time."""
+    found = (piece_of(workload, placement, placed, place) for place in places for placed in placement.calls)
     return {one for one in found if not one.is_empty and one.op not in VIEWS}
 
 

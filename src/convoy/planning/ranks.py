@@ -8,6 +8,7 @@ from convoy.engine import messages
 from convoy.engine.collectives import Group, gather_ints, place, size
 from convoy.engine.groups import everyone
 from convoy.errors import ConvoyError
+from convoy.plans.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -32,6 +33,10 @@ class Ranks:
         """Those that have joined; all of them call it."""
         group = everyone()
         return Ranks(place(group), size(group), on_host or size(group), group)
+
+    def places(self, mesh: Mesh) -> list[int]:
+        """The place on a mesh that each of them takes while it rehearses: spread out, where the mesh has more."""
+        return [rank * mesh.num_devices // self.num for rank in range(self.num)]
 
     def barrier(self) -> None:
         """Wait for all."""

@@ -21,7 +21,7 @@ def rehearse(
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
     """
-    place = 0 if alone else ranks.rank * placement.mesh.num_devices // ranks.num
+    place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
     around = (0.0, 0.0)
     if not alone or ranks.rank == 0:

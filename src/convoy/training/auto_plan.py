@@ -1,26 +1,22 @@
 """`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept."""
 
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
-from convoy.planning import Planned, Ranks, make_plan, workload_of
+from convoy.planning import Planned, Ranks, make_plan
 from convoy.plans.plan import Plan
 from convoy.training.devices import Devices
-from convoy.training.optimizers import create_optimizer
-from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
 from convoy.training.step import TrainingStep
+from convoy.training.workloads import workload_in_passes
 
 CLEAR = 2 / 3
 """A plan that is predicted to need no more than this part of every other's time need not race."""
@@ -61,7 +57,6 @@ class Choice:
     data: DataSet
     sizes: tuple[int, ...]
     merge: int
-    learning_rate: float
     device: torch.device
     devices: Devices
     make_step: MakeStep
@@ -88,20 +83,9 @@ class Choice:
         return Chosen(racers[winner], planned, (said, f"in a race over {_MEASURED} updates: {result}"))
 
     def _planned(self) -> Planned:
-        recipe, batch = self.recipe, sum(self.sizes)
-        per_pass = min(len(self.sizes), self.merge * self.devices.num)
-        example = torch.empty(1, self.data.channels, self.data.image_size, self.data.image_size, device=self.device)
-        workload = workload_of(
-            self.model,
-            example,
-            batch,
-            name=recipe.model.name,
-            passes=math.ceil(len(self.sizes) / per_pass),
-            channels_last=recipe.channels_last,
-            batch_norm=recipe.batch_norm,
-            microbatch=self.sizes[0] if recipe.batch_norm == "microbatch" else 0,
-            precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
-            optimizer=partial(_optimizer, recipe=recipe, learning_rate=self.learning_rate),
+        shape = self.data.channels, self.data.image_size, self.data.image_size
+        workload = workload_in_passes(
+            self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
         )
         return make_plan(workload, self.devices.num, Ranks.here(), store=ProfileStore(), progress=self.progress)
 
@@ -131,10 +115,6 @@ class Choice:
             seconds.append(time.perf_counter() - began)
         own = sorted(seconds[_WARM_UP:])[_MEASURED // 2]
         return max(self.devices.gather(own))
-
-
-def _optimizer(parameters: list[nn.Parameter], recipe: Recipe, learning_rate: float) -> Optimizer:
-    return create_optimizer(nn.ParameterList(parameters), recipe.optimizer, learning_rate)
 
 
 def _each(seconds: float) -> str:

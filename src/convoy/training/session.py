@@ -259,7 +259,6 @@ def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
         data=ready.data,
         sizes=sizes,
         merge=merge,
-        learning_rate=ready.quantities.lr,
         device=ready.device,
         devices=devices,
         make_step=make_step,

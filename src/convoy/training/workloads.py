@@ -33,7 +33,26 @@ def workload_of_recipe(
         ConvoyError: the network does not take such images, or cannot be seen as one graph.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    per_pass = min(len(sizes), _merged(recipe, model, image_shape, sizes, device) * devices)
+    merge = _merged(recipe, model, image_shape, sizes, device)
+    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
+
+
+def workload_in_passes(
+    recipe: Recipe,
+    model: nn.Module,
+    image_shape: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    merge: int,
+    devices: int,
+    device: torch.device,
+) -> Workload:
+    """The same where it is known how many microbatches a device takes in a pass.
+
+    Args:
+        sizes: samples of each microbatch of an update.
+        merge: microbatches of one device in a pass.
+    """
+    per_pass = min(len(sizes), merge * devices)
     return workload_of(
         model,
         torch.empty(1, *image_shape, device=device),
