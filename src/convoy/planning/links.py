@@ -5,12 +5,18 @@ from collections.abc import Sequence
 
 from convoy.cost.link import Curve, Link, Links, first_group
 from convoy.engine.groups import Groups
-from convoy.engine.link_probe import measure_links
+from convoy.engine.link_probe import SIZES, measure_links
 from convoy.plans.mesh import Axes, Mesh
 
 
-def measured_links(meshes: Sequence[Mesh]) -> Links:
-    """Measure the groups of all meshes on the ranks that have joined; all ranks call it."""
+def measured_links(meshes: Sequence[Mesh], largest: int) -> Links:
+    """Measure the groups of all meshes on the ranks that have joined; all ranks call it.
+
+    Args:
+        meshes: whose groups exchange.
+        largest: bytes of the largest tensor that will be sent; much larger ones are not tried.
+    """
+    sizes = [size for size in SIZES if size <= 4 * largest]
     found: dict[tuple[int, ...], Link] = {}
     for mesh in meshes:
         missing: dict[Axes, tuple[int, ...]] = {}
@@ -20,7 +26,7 @@ def measured_links(meshes: Sequence[Mesh]) -> Links:
                 missing[axes] = ranks
         if not missing:
             continue
-        for axes, times in measure_links(Groups(mesh), missing).items():
+        for axes, times in measure_links(Groups(mesh), missing, sizes).items():
             all_reduce = Curve.through(times.all_reduce)
             exchange = Curve.through((size, seconds + times.overhead) for size, seconds in times.exchange)
             found[missing[axes]] = Link(all_reduce, exchange, times.overlap, times.cpu_share)

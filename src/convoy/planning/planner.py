@@ -109,7 +109,7 @@ def know(
     if links is None and devices > 1:
         if ranks.num == devices:
             progress("measuring the links", 0, 1)
-            links = measured_links(shapes)
+            links = measured_links(shapes, workload.largest)
         else:
             links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
             notes.append(

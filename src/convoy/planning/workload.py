@@ -63,6 +63,11 @@ class Workload:
         return self.graph.shape(self.graph.inputs[0])[0]
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor of a pass."""
+        return max(math.prod(value.shape) * value.dtype.itemsize for value in self.graph.values.values())
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch of a pass."""
         size = self.microbatch or self.samples
