@@ -25,6 +25,8 @@ from convoy.plans.transfer import Step
 
 OUTSIDE = ""
 """The name of the time that belongs to no call."""
+_MADE_UP = "made up"
+"""That of what stands in for transfers, and of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Rehearsal:
             times = self._pass()
             if number >= warm_up:
                 found.append(times)
-        names = dict.fromkeys(name for both in found for times in both for name in times)
+        names = dict.fromkeys(name for both in found for times in both for name in times if name != _MADE_UP)
         return {
             name: CallTimes(*(statistics.median(both[way].get(name, 0.0) for both in found) for way in (0, 1)))
             for name in names
@@ -192,7 +194,7 @@ class _Marks:
         self._seen: set[Any] = set()
 
     def before(self, name: str) -> None:
-        self._forward.mark(name)
+        self._forward.mark(name or _MADE_UP)
 
     def after(self, name: str, results: Sequence[Any]) -> None:
         self._forward.mark(OUTSIDE)
@@ -200,4 +202,4 @@ class _Marks:
             node = tensor.grad_fn if isinstance(tensor, Tensor) else None
             if node is not None and node not in self._seen:
                 self._seen.add(node)
-                node.register_prehook(lambda _: self._backward.mark(name))
+                node.register_prehook(lambda _: self._backward.mark(name or _MADE_UP))
