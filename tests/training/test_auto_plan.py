@@ -91,6 +91,25 @@ def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
         assert distance < 1e-5
 
 
+def last_of_four(data: Path, cache: Path) -> list[str]:
+    """The notes of a race in which plain `sample` is predicted to be slowest of four."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, **options)  # type: ignore[arg-type]
+        plans = ("filter=2", "height=2", "width=2", "sample=2")
+        return replace(planned, candidates=tuple(replace(planned.best, plan=Plan.parse(plan)) for plan in plans))
+
+    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan.Choice, "_time", lambda self, step: 1.0):
+        return session(data, cache, "auto").notes
+
+
+def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(last_of_four, 2, data, tmp_path):
+        (race,) = [note for note in notes if "in a race over" in note]
+        assert "filter=2" in race and "height=2" in race and "sample=2" in race
+        assert "width=2" not in race
+
+
 def reproducible(data: Path, cache: Path) -> tuple[str, list[str]]:
     found = session(data, cache, "auto", "reproducible=true")
     return str(found.plan), found.notes

@@ -20,7 +20,6 @@ from convoy.training.workloads import workload_in_passes
 
 CLEAR = 2 / 3
 """A plan that is predicted to need no more than this part of every other's time need not race."""
-_RACERS = 3
 _WARM_UP, _MEASURED = 2, 3
 
 MakeStep = Callable[[nn.Module, Plan], TrainingStep]
@@ -71,7 +70,8 @@ class Choice:
             planned = self._planned()
         except ConvoyError as error:
             return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
-        racers = [scored.plan for scored in planned.candidates[:_RACERS]]
+        plans = [scored.plan for scored in planned.candidates]
+        racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
         best = planned.best
         said = f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)}"
         others = [scored.seconds for scored in planned.candidates[1:]]
