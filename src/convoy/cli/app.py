@@ -15,6 +15,7 @@ from convoy.errors import ConvoyError
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
     "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
+    "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
     "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
     "export": ("convoy.cli.export", "Write a trained network as ONNX."),

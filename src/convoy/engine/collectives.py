@@ -21,6 +21,7 @@ from torch import Tensor
 
 from convoy.engine import shared_memory
 from convoy.engine.shared_memory import Channel, operations
+from convoy.engine.waits import waits
 
 Group = dist.ProcessGroup | None
 
@@ -44,6 +45,7 @@ class Pending:
         """Whether it runs while this rank computes, not only when it is waited for."""
         return self._work is not None
 
+    @waits
     def wait(self) -> Tensor:
         """Wait for the other ranks; the result."""
         if self._work is not None:
@@ -128,6 +130,7 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     return Pending(work, lambda: received.to(x.device))
 
 
+@waits
 def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
     """A tensor of any shape to every rank, one from every rank.
 
@@ -196,6 +199,7 @@ def _arrived(running: Sequence[tuple[dist.Work | None, Tensor, Tensor]], result:
     return result
 
 
+@waits
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     if group is None:
@@ -209,6 +213,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return found
 
 
+@waits
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """Overwrite a contiguous `x` by that of the rank numbered `source` in the group."""
     if group is None or x.numel() == 0:

@@ -13,6 +13,7 @@ from convoy import models
 from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
+from convoy.planning import Scored
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen
 from convoy.training.build import build_model
@@ -46,6 +47,7 @@ class Session:
         counts: parameters and FLOPs of the whole model.
         merge: microbatches that run in one pass; 1 where the network needs them one by one.
         notes: sentences about what was decided, for the log and the report.
+        scored: what was predicted of the plan; None where nothing was.
     """
 
     recipe: Recipe
@@ -65,6 +67,7 @@ class Session:
     merge: int
     derived: list[Derived]
     notes: list[str]
+    scored: Scored | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -143,7 +146,11 @@ class Session:
 
 
 def set_up(
-    recipe: Recipe, device: torch.device, progress: Progress | None = None, devices: Devices | None = None
+    recipe: Recipe,
+    device: torch.device,
+    progress: Progress | None = None,
+    devices: Devices | None = None,
+    data: DataSet | None = None,
 ) -> Session:
     """Open the data, build the network and everything around it. All ranks call it.
 
@@ -152,6 +159,7 @@ def set_up(
         device: where.
         progress: is told of long work on the data: what, done, total.
         devices: the ranks; None for one device.
+        data: in place of what the recipe names, where only the speed counts.
 
     Raises:
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
@@ -160,7 +168,8 @@ def set_up(
     set_numerics(recipe)
     plan, notes = plan_of(recipe.parallel, devices.num)
     check_precision(recipe.precision, device)
-    data = open_data(recipe.data, progress if devices.rank == 0 else None)
+    if data is None:
+        data = open_data(recipe.data, progress if devices.rank == 0 else None)
     quantities = resolve(recipe, len(data.train))
     model, found_notes = build_model(recipe, data)
     notes += found_notes
@@ -170,11 +179,14 @@ def set_up(
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = try_out(model, recipe, data, quantities.sizes, device)
     ready = _Ready(recipe, data, quantities, model, found, device, devices)
+    scored = None
     if plan is None:
         chosen = _choose_plan(ready, progress)
-        plan = chosen.plan
+        plan, scored = chosen.plan, chosen.scored
         notes += chosen.notes
-    return _assemble(ready, plan, notes)
+    session = _assemble(ready, plan, notes)
+    session.scored = scored
+    return session
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""`convoy bench`: how training scales over the devices at hand, as a table and a report."""
+
+import json
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from convoy.cli import options
+from convoy.cli.planning import Progress
+from convoy.experiments.scaling.command import Ask, measure
+from convoy.experiments.scaling.files import write_files
+from convoy.experiments.scaling.table import NUMBERS, lines, records
+from convoy.plans.explain import table
+
+
+@click.command(
+    "bench",
+    epilog="""\b
+Examples:
+  convoy bench resnet18 --devices 1,2 --batch 64 --image-size 64
+  convoy bench alexnet --devices 1,2,4 --plans "sample;filter;sample=2,filter=2;auto" --batch 256
+  convoy bench mine.nets:make_net --devices 1,2 --batch-per-device 32 --peers ddp,fabric,accelerate
+  convoy bench lenet --data mnist-mini --devices 1,2 --batch 256 --rounds 9 --out studies/lenet
+""",
+)
+@click.argument("model")
+@click.option("--devices", metavar="N,N,…", help="Numbers of devices. [default: 1 and all that there are]")
+@click.option("--plans", metavar="P;P;…", default="sample;auto", show_default=True, help="Plans; without size: on all.")
+@click.option("--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [default: 256]")
+@click.option("--batch-per-device", type=int, metavar="N", help="Weak scaling: the batch grows with the devices.")
+@click.option("--peers", metavar="P,P,…", default="", help="Other tools on the same work: ddp, fabric, accelerate.")
+@click.option("--data", metavar="PATH", help="Train on these pictures. [default: made-up ones in memory]")
+@click.option("--image-size", metavar="N", type=int, help="Height and width of made-up pictures. [the network's]")
+@click.option("--classes", metavar="N", type=int, help="Classes of made-up pictures. [default: the network's]")
+@click.option("--recipe", metavar="NAME|FILE", help="How to train. [default: default]")
+@click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any key of the recipe; repeatable.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Turns of every configuration.")
+@click.option("--updates", type=int, help="Timed updates of a turn. [default: about two seconds on one device]")
+@click.option("--warm-up", type=int, default=2, show_default=True, help="Updates before them, in every turn.")
+@click.option("--epochs", type=float, default=90.0, show_default=True, help="For the days that training would take.")
+@click.option("--dataset-size", type=int, help="Images of an epoch, for the same. [default: ImageNet's, or --data's]")
+@click.option("--cores-per-device", type=int, metavar="N", help="CPU cores of each. [all / largest number of devices]")
+@click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/scaling.md.")
+@click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the study. [default: runs/bench-MODEL]")
+@options.device
+@options.as_json
+@options.verbose
+@click.pass_obj
+def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
+    """Measure how training MODEL scales over devices, by plan, and write a table and a report.
+
+    All configurations do the same work in turns, each in fresh processes. What is measured is kept after every turn:
+    stopped, the same command goes on. No data is needed.
+    """
+    ask = Ask(command=shlex.join(["convoy", *arguments]), **values)
+    console = Console(stderr=True, highlight=False)
+    try:
+        with _terminated(), Progress(console) as progress:
+            measure(ask, progress, lambda sentence: console.print(sentence, markup=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
+        return 1
+    written = write_files(ask.folder)
+    if as_json:
+        document = {"configurations": records(written.results), "remarks": written.remarks}
+        click.echo(json.dumps(document, indent=2, allow_nan=False))
+        return 0
+    rows = lines(written.results)
+    for line in table(list(rows[0]), [list(row.values()) for row in rows], NUMBERS) if rows else ():
+        click.echo(line)
+    for sentence in written.remarks:
+        click.echo(sentence)
+    for path in written.files:
+        click.echo(f"{path.stem}: {path}")
+    return 0
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C, so that what was made is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,219 @@
+"""From what is asked for to a study that has been measured, and to its files."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from convoy.data import open_data
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import Configuration, check_peers, configurations
+from convoy.experiments.scaling.machine import machine_of
+from convoy.experiments.scaling.peer_visit import check_recipe
+from convoy.experiments.scaling.peers import check_installed
+from convoy.experiments.scaling.processes import Place, Say
+from convoy.experiments.scaling.schedule import Schedule
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.study import IMAGENET, Study, check_gpus, cores_per_device, made_for
+from convoy.launch.cores import own_cores
+from convoy.training import Recipe, choose_device, load_recipe
+
+DEFAULT_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line says; None where it says nothing."""
+
+    command: str
+    model: str
+    devices: str | None = None
+    plans: str = "sample;auto"
+    batch: int | None = None
+    batch_per_device: int | None = None
+    peers: str = ""
+    data: str | None = None
+    image_size: int | None = None
+    classes: int | None = None
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    rounds: int = 5
+    updates: int | None = None
+    warm_up: int = 2
+    epochs: float = 90.0
+    dataset_size: int | None = None
+    cores_per_device: int | None = None
+    emulate: str | None = None
+    predict: bool = True
+    timeout: float = 600.0
+    out: Path | None = None
+    device: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the study."""
+        name = self.model.replace(":", "-").replace("/", "-")
+        return self.out or Path("runs") / f"bench-{name}"
+
+    def check(self) -> None:
+        """Refuse numbers that cannot be.
+
+        Raises:
+            ConvoyError: some cannot.
+        """
+        if self.batch is not None and self.batch_per_device is not None:
+            raise ConvoyError(
+                "--batch is one batch for any number of devices, --batch-per-device lets it grow with them: give one"
+            )
+        if self.data is not None and (self.image_size is not None or self.classes is not None):
+            option = "--image-size" if self.image_size is not None else "--classes"
+            raise ConvoyError(f"{option} is for made-up pictures, but --data names real ones: leave one out")
+        for option, number, least in (
+            ("--batch", self.batch, 1),
+            ("--batch-per-device", self.batch_per_device, 1),
+            ("--image-size", self.image_size, 1),
+            ("--classes", self.classes, 1),
+            ("--rounds", self.rounds, 1),
+            ("--updates", self.updates, 1),
+            ("--warm-up", self.warm_up, 0),
+            ("--dataset-size", self.dataset_size, 1),
+            ("--cores-per-device", self.cores_per_device, 1),
+        ):
+            if number is not None and number < least:
+                raise ConvoyError(f"{option} is {number}: give a whole number of at least {least}")
+        for option, amount in (("--epochs", self.epochs), ("--timeout", self.timeout)):
+            if not amount > 0:
+                raise ConvoyError(f"{option} is {amount:g}: give a number above 0")
+
+    def numbers(self, available: int) -> list[int]:
+        """The numbers of devices.
+
+        Args:
+            available: that there are, for the default.
+
+        Raises:
+            ConvoyError: they are no numbers.
+        """
+        if self.devices is None:
+            return list(dict.fromkeys((1, available)))
+        found = []
+        for part in self.devices.split(","):
+            if not part.strip().isdecimal() or int(part) < 1:
+                raise ConvoyError(f"--devices {self.devices} is no list of numbers: write e.g. 1,2,4")
+            found.append(int(part))
+        return found
+
+    def recipe_of(self) -> Recipe:
+        """How the network is trained; its batch is that of a device where it grows with the devices."""
+        given = [f"model.name={self.model}"] if self.model else []
+        batch = self.batch or self.batch_per_device or DEFAULT_BATCH
+        given += [f"data.path={self.data or 'mnist-mini'}", f"batch={batch}"]
+        return load_recipe(self.recipe or "default", [*given, *self.settings])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A study that has been measured, and where."""
+
+    ask: Ask
+    store: Store
+
+
+def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
+    """Measure what is not known yet.
+
+    Args:
+        ask: what is asked for.
+        progress: is told of the work as a whole: what, done, of how many.
+        tell: is told sentences that stay.
+
+    Raises:
+        ConvoyError: something in it cannot be.
+    """
+    ask.check()
+    plans = [text.strip() for text in ask.plans.split(";") if text.strip()]
+    peers = [text.strip() for text in ask.peers.split(",") if text.strip()]
+    check_peers(peers)
+    recipe = ask.recipe_of()
+    for peer in peers:
+        check_installed(peer)
+        check_recipe(recipe)
+    device = choose_device(ask.device)
+    with _places(ask.emulate) as (places, cluster):
+        on_cpu = device.type == "cpu"
+        available = len(places) or (len(own_cores()) if on_cpu else torch.cuda.device_count())
+        numbers = ask.numbers(available)
+        rows = configurations(numbers, plans, peers)
+        if not rows:
+            raise ConvoyError("--plans names none: write e.g. sample;auto")
+        each = _share(ask, numbers, places, on_cpu)
+        made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+        study = Study(
+            recipe=recipe,
+            made=made,
+            weak=ask.batch_per_device is not None,
+            device_type=device.type,
+            cores_per_device=each,
+            cluster=cluster,
+            updates=ask.updates,
+            warm_up=ask.warm_up,
+        )
+        _check_batches(study, rows)
+        size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
+        _make_folder(ask.folder)
+        store = Store.open(ask.folder, study, machine_of(device))
+        store.document["table"] = {"epochs": ask.epochs, "dataset_size": size}
+        store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
+        Schedule(study, rows, store, ask.rounds, ask.timeout, ask.predict, places, progress, tell)()
+    return Measured(ask, store)
+
+
+def _share(ask: Ask, numbers: list[int], places: list[Place], on_cpu: bool) -> int:
+    """Cores of each device; 0 where that is settled otherwise."""
+    if places:
+        if ask.cores_per_device is not None:
+            raise ConvoyError(
+                "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
+            )
+        if max(numbers) > len(places):
+            raise ConvoyError(
+                f"--devices {max(numbers)}, but the cluster of --emulate has {len(places)}: add devices to the file"
+            )
+        return 0
+    if on_cpu:
+        return cores_per_device(numbers, ask.cores_per_device)
+    if ask.cores_per_device is not None:
+        raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
+    check_gpus(numbers)
+    return 0
+
+
+def _check_batches(study: Study, rows: list[Configuration]) -> None:
+    for row in rows:
+        if study.batch(row.devices) < row.devices:
+            raise ConvoyError(
+                f"a batch of {study.batch(row.devices)} is too small for {row.devices} devices: raise --batch"
+            )
+
+
+@contextmanager
+def _places(path: str | None) -> Iterator[tuple[list[Place], str]]:
+    """The devices of an emulated cluster, and the text of its file."""
+    if path is None:
+        yield [], ""
+        return
+    from convoy.launch.emulated import Cluster, emulate
+
+    cluster = Cluster.read(Path(path))
+    with emulate(cluster) as places:
+        yield list(places), Path(path).read_text(encoding="utf-8")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConvoyError(f"--out {folder} cannot be made ({error.strerror}): choose another place") from error

@@ -1,0 +1,131 @@
+"""What is measured beside each other: each a way to train the network on some devices."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.errors import ConvoyError
+from convoy.plans.plan import Plan
+from convoy.plans.strategies import STRATEGIES
+from convoy.training.parallel_config import plan_text
+
+PEERS = {"ddp": "DistributedDataParallel", "fabric": "Lightning Fabric", "accelerate": "accelerate"}
+"""What plain PyTorch users would take, by their names on the command line."""
+
+CONVOY, TORCH = "convoy", "torch"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A row of the table.
+
+    Attributes:
+        key: different for every row, also for one that is measured twice.
+        kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
+        plan: of Convoy, as a recipe has it; `auto` is the planner's.
+        series: rows of one series differ by their devices only.
+    """
+
+    key: str
+    kind: str
+    devices: int
+    plan: str | None
+    series: str
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        number = self.key.partition("#")[2]
+        return self.name + (f" (row {number})" if number else "")
+
+    @property
+    def name(self) -> str:
+        """The same without telling apart what is measured twice."""
+        if self.kind in PEERS:
+            return PEERS[self.kind]
+        if self.kind == TORCH:
+            return "plain PyTorch"
+        if self.devices == 1:
+            return "one device"
+        if self.plan == "auto":
+            return "auto"
+        assert self.plan is not None
+        return self.series if "\n" in self.plan else self.plan
+
+
+def configurations(devices: Sequence[int], plans: Sequence[str], peers: Sequence[str]) -> list[Configuration]:
+    """All rows: for every number of devices the plans that are for so many, and the peers.
+
+    Args:
+        devices: numbers of devices. One that comes twice is measured twice.
+        plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration.
+        peers: keys of `PEERS`; with any, plain PyTorch on one device is measured too.
+
+    Raises:
+        ConvoyError: a plan is wrong, or for a number of devices that is not asked for.
+    """
+    found: list[tuple[str, int, str | None, str]] = []
+    used: set[str] = set()
+    for number in devices:
+        if number == 1:
+            found.append((CONVOY, 1, "serial", ""))
+            found += [(TORCH, 1, None, TORCH)] if peers else []
+            used |= {text for text in plans if _fixed_size(text) in (None, 1)}
+            continue
+        for text in plans:
+            size = _fixed_size(text)
+            if size is None or size == number:
+                used.add(text)
+                found.append((CONVOY, number, _plan(text, number), text))
+        found += [(peer, number, None, peer) for peer in peers]
+    for text in plans:
+        if text not in used:
+            raise ConvoyError(
+                f"--plans {text} is for {_fixed_size(text)} devices, but --devices has no {_fixed_size(text)}: add it, "
+                "or leave the sizes out"
+            )
+    times: Counter[str] = Counter()
+    rows = []
+    for kind, number, plan, series in found:
+        name = f"{plan if kind == CONVOY else kind} on {number}"
+        times[name] += 1
+        key = name if times[name] == 1 else f"{name} #{times[name]}"
+        rows.append(Configuration(key, kind, number, plan, series))
+    return rows
+
+
+def _fixed_size(text: str) -> int | None:
+    """How many devices a plan is for; None where it says nothing of that.
+
+    Raises:
+        ConvoyError: it is no plan.
+    """
+    if text == "auto" or text in STRATEGIES:
+        return None
+    return Plan.parse(text).mesh.num_devices
+
+
+def _plan(text: str, devices: int) -> str:
+    """A plan as a recipe has it."""
+    if text == "auto":
+        return text
+    if text in STRATEGIES:
+        return f"{text}={devices}"
+    return plan_text(Plan.parse(text))
+
+
+def check_peers(peers: Sequence[str]) -> None:
+    """Refuse what is no peer.
+
+    Raises:
+        ConvoyError: it is none.
+    """
+    for peer in peers:
+        if peer not in PEERS:
+            raise ConvoyError(f"--peers {peer} is no peer: choose among {', '.join(PEERS)}")
+
+
+def short(plan: str) -> str:
+    """A plan for one line of a table: files lose their folders."""
+    return Path(plan).name if plan.endswith((".yaml", ".yml")) else plan

@@ -1,0 +1,121 @@
+"""What is predicted of the configurations, before any of them is measured; and which plan `auto` is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from convoy.cost.store import ProfileStore
+from convoy.data import open_data
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.processes import Say
+from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
+from convoy.experiments.scaling.study import data_of
+from convoy.experiments.scaling.visit import Task, join
+from convoy.planning import Ranks, make_plan, score
+from convoy.planning.planner import Scored
+from convoy.plans.plan import Plan
+from convoy.training.build import build_model
+from convoy.training.numerics import set_numerics
+from convoy.training.parallel_config import plan_text
+from convoy.training.session import set_up
+from convoy.training.workloads import workload_of_recipe
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a plan.
+
+    Attributes:
+        seconds: of an update.
+        parts: the same by what they go to.
+        memory: bytes on the rank that needs most.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of all plans on some devices.
+
+    Attributes:
+        auto: the plan that the trainer would take, where that was asked; None where not.
+        predictions: by the text of the plan; those that cannot be are left out.
+        notes: sentences on how they came to be.
+    """
+
+    auto: str | None = None
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
+    """Predict all plans on the devices of a task. All ranks call it.
+
+    Args:
+        task: its recipe has the devices; its plan does not matter.
+        plans: texts of plans for so many; `auto` is found first.
+        predict: whether predictions are wanted, beside the plan of `auto`.
+        keep: whether measured times are kept for the next time.
+        say: is told of long work.
+    """
+    devices, device = join(task)
+    data = data_of(task.made, task.recipe)
+    notes: list[str] = []
+    auto = None
+    if "auto" in plans:
+        parallel = task.recipe.parallel.model_copy(update={"plan": "auto"})
+        session = set_up(task.recipe.model_copy(update={"parallel": parallel}), device, say, devices, data)
+        auto = plan_text(session.plan)
+        notes += [note for note in session.notes if note.startswith(("plan auto", "in a race"))]
+        del session
+    if not predict:
+        return Forecast(auto, {}, tuple(notes))
+    set_numerics(task.recipe)
+    data = data or open_data(task.recipe.data)
+    model, _ = build_model(task.recipe, data)
+    memory_format = torch.channels_last if task.recipe.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    shape = data.channels, data.image_size, data.image_size
+    found: dict[str, Prediction] = {}
+    try:
+        workload = workload_of_recipe(task.recipe, model.train(), shape, devices.num, device)
+        wanted: dict[str, Plan] = {}
+        for text in dict.fromkeys(auto if text == "auto" and auto is not None else text for text in plans):
+            try:
+                workload.place(Plan.parse(text))
+                wanted[text] = Plan.parse(text)
+            except ConvoyError as error:
+                notes.append(f"{text}: {error}")
+        ranks = Ranks.here() if devices.num > 1 else Ranks()
+        store = ProfileStore() if keep else None
+        planned = make_plan(workload, devices.num, ranks, store=store, plans=list(wanted.values()), progress=say)
+        for text, plan in wanted.items():
+            scored = planned.serial if devices.num == 1 else score(workload, plan, planned.costs)
+            found[text] = _prediction(scored)
+        notes += planned.notes
+    except ConvoyError as error:
+        notes.append(f"nothing is predicted: {error}")
+    return Forecast(auto, found, tuple(notes))
+
+
+def _prediction(scored: Scored) -> Prediction:
+    kinds: dict[str, Any] = scored.timeline.by_kind()
+    timeline = scored.timeline
+    before = sum(
+        span.end - span.start
+        for span in timeline.spans
+        if span.task.rank == timeline.busiest and span.task.kind == "around" and span.task.name == "input"
+    )
+    parts = {
+        INPUT: before,
+        COMMUNICATION: kinds["exposed"] + kinds["idle"],
+        OPTIMIZER: kinds.get("update", 0.0),
+    }
+    return Prediction(scored.seconds, {COMPUTE: scored.seconds - sum(parts.values()), **parts}, scored.memory.total)

@@ -1,0 +1,95 @@
+"""A network as users of other tools train it: plain PyTorch, DistributedDataParallel, Lightning Fabric, accelerate."""
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from convoy.errors import ConvoyError
+
+EXTRAS = {"fabric": "lightning", "accelerate": "accelerate"}
+"""The package, and the extra of Convoy's, that a peer needs."""
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A network ready to be trained.
+
+    Attributes:
+        backward: of a loss.
+        unfinished: the context of a pass whose gradients are not exchanged.
+    """
+
+    network: Callable[..., Any]
+    optimizer: Optimizer
+    backward: Callable[[Tensor], None] = Tensor.backward
+    unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def missing(kind: str) -> str | None:
+    """The package that a peer needs and that is not installed."""
+    package = EXTRAS.get(kind)
+    return package if package is not None and importlib.util.find_spec(package) is None else None
+
+
+def check_installed(kind: str) -> None:
+    """Refuse a peer that is not installed.
+
+    Raises:
+        ConvoyError: it is not; the sentence names the extra.
+    """
+    package = missing(kind)
+    if package is not None:
+        raise ConvoyError(f"--peers {kind} needs {package}, which is not installed: pip install 'convoy-nn[{package}]'")
+
+
+def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
+    """A network as a peer trains it. All ranks call it; it joins them, if nobody has.
+
+    Args:
+        kind: `torch` for plain PyTorch, or a key of `PEERS`.
+        model: on its device.
+        optimizer: of its parameters.
+        num: how many ranks there are.
+        device: of this one.
+    """
+    wrappers = {"torch": _torch, "ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
+    return wrappers[kind](model, optimizer, num, device)
+
+
+def _torch(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
+    return Wrapped(model, optimizer)
+
+
+def _ddp(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    network = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Wrapped(network, optimizer, unfinished=network.no_sync)
+
+
+def _fabric(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
+    lightning = importlib.import_module("lightning.fabric")
+    strategy = importlib.import_module("lightning.fabric.strategies").DDPStrategy(gradient_as_bucket_view=True)
+    fabric = lightning.Fabric(accelerator=device.type, devices=num, strategy=strategy)
+    fabric.launch()
+    network, wrapped = fabric.setup(model, optimizer)
+    return Wrapped(network, wrapped, fabric.backward, lambda: fabric.no_backward_sync(network))
+
+
+def _accelerate(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
+    library = importlib.import_module("accelerate")
+    wishes = library.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = library.Accelerator(cpu=device.type == "cpu", kwargs_handlers=[wishes])
+    network, wrapped = accelerator.prepare(model, optimizer)
+    return Wrapped(network, wrapped, accelerator.backward, lambda: accelerator.no_sync(network))

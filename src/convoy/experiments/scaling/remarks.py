@@ -1,0 +1,83 @@
+"""What has to be said of a table: on what, how sure, what the measuring cost, and what is missing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convoy.experiments import formats
+from convoy.experiments.scaling.results import Results
+from convoy.experiments.scaling.table import plan_label
+
+
+def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
+    """Sentences, the most important first."""
+    said = [_devices(document), _work(document), _spread(found), _cost(found), _same(found), _one_device(found)]
+    said += [f"{label} was not measured: {reason}." for label, reason in found.failed]
+    if found.waiting:
+        said.append(f"Not measured yet: {', '.join(found.waiting)}; the same command goes on.")
+    return [sentence for sentence in said if sentence]
+
+
+def _devices(document: Mapping[str, Any]) -> str:
+    study, machine = document["study"], document["machine"]
+    if study["cluster"]:
+        return "The devices are emulated: a share of a core of this machine each, behind links of a given rate."
+    if study["device_type"] != "cpu":
+        return f"A device is a {machine['machine']}."
+    each = study["cores_per_device"]
+    largest = max((row["devices"] for row in document["configurations"]), default=1)
+    left = machine["cores"] - each * largest
+    rest = f"; {formats.plural(left, 'core')} stay idle" if left else ""
+    return (
+        f"A device is {formats.plural(each, 'core')} of {machine['machine']}, also where it is alone: the machine has "
+        f"{machine['cores']}, and {formats.plural(largest, 'device')} at most{rest}."
+    )
+
+
+def _work(document: Mapping[str, Any]) -> str:
+    study = document["study"]
+    batch = f"{formats.count(study['batch'])} images {'on each device' if study['weak'] else 'on all devices together'}"
+    images = study["images"]
+    source = (
+        f"made-up ones of {'×'.join(map(str, images['shape']))} in memory"
+        if images
+        else study["recipe"]["data"]["path"]
+    )
+    return f"An update is {batch}; the images are {source}."
+
+
+def _spread(found: Results) -> str:
+    rounds = sorted({row.rounds for row in found.rows})
+    if not rounds or rounds[-1] < 2:
+        return "± needs two rounds at least."
+    number = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return (
+        f"Times are medians over {number} rounds, each in fresh processes and of the slowest rank. ± is what the same "
+        "configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO 5725-6)."
+    )
+
+
+def _cost(found: Results) -> str:
+    cost = found.cost
+    if cost.wall <= 0:
+        return ""
+    overhead = max((row.overhead / row.seconds for row in found.rows), default=0.0)
+    return (
+        f"The measuring took {formats.duration(cost.wall)}: {formats.percent(cost.timed / cost.wall, 0)} were updates "
+        f"that count, {formats.percent(cost.planning / cost.wall, 0)} planning, the rest starting, building and "
+        f"warming up. Taking the time of parts makes an update at most {formats.percent(overhead, 2)} longer."
+    )
+
+
+def _same(found: Results) -> str:
+    difference = found.loss_difference
+    if difference is None:
+        return ""
+    by = f"differs by {formats.significant(difference, 2)} of itself at most" if difference else "is the same number"
+    return f"The first update's loss {by} in all rows of Convoy: they do the same work."
+
+
+def _one_device(found: Results) -> str:
+    slower = [row for row in found.rows if row.devices > 1 and row.speedup < 1]
+    if not slower or found.reference is None or found.reference.devices > 1:
+        return ""
+    return f"Slower than one device: {', '.join(f'{plan_label(row)} on {row.devices}' for row in slower)}."

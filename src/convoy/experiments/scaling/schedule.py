@@ -1,0 +1,185 @@
+"""The course of a study: predictions first, then rounds in which all configurations take turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import CONVOY, Configuration
+from convoy.experiments.scaling.forecast import Forecast, forecast
+from convoy.experiments.scaling.processes import Place, RankFailed, Say, Seat, run_ranks
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.study import Study
+from convoy.experiments.scaling.visit import RankTimes, Task, visit
+from convoy.launch.cores import own_cores
+
+TIMED_S, LEAST, MOST = 2.0, 3, 100
+"""Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""
+
+
+@dataclass
+class Schedule:
+    """Measures what a store does not have yet; it is saved after every measurement.
+
+    Every second round goes through the configurations backwards, and from round to round the devices move on by one
+    over the cores, so that neither a machine that becomes slower nor a core that is slower favours anyone.
+
+    Attributes:
+        rounds: visits of each configuration.
+        timeout: seconds after which a visit is given up.
+        predict: whether the planner predicts.
+        places: of an emulated cluster, one for each device.
+        progress: is told of the work as a whole: what, done, of how many.
+        tell: is told what was found, in sentences.
+    """
+
+    study: Study
+    configurations: Sequence[Configuration]
+    store: Store
+    rounds: int
+    timeout: float = 600.0
+    predict: bool = True
+    places: Sequence[Place] = ()
+    progress: Say = lambda what, done, total: None
+    tell: Callable[[str], None] = lambda sentence: None
+    _planning: float = field(default=0.0, init=False)
+
+    def __call__(self) -> None:
+        """Measure.
+
+        Raises:
+            ConvoyError: no configuration at all can be measured, through a mistake of the user.
+        """
+        self._began = time.perf_counter()
+        self.store.add(list(self.configurations))
+        self._done = 0
+        numbers = list(dict.fromkeys(row.devices for row in self.configurations if row.kind == CONVOY))
+        self._total = len(numbers) + self.rounds * len(self.configurations)
+        self._choose_updates()
+        for number in numbers:
+            self._forecast(number)
+            self._done += 1
+        for round_ in range(1, self.rounds + 1):
+            for row in self.configurations if round_ % 2 else reversed(self.configurations):
+                self._visit(row, round_)
+                self._done += 1
+        self.progress("measured", self._total, self._total)
+        failed = [self.store.row(row)["failed"] for row in self.configurations]
+        if all(failed):
+            raise ConvoyError(str(failed[0]))
+
+    def _choose_updates(self) -> None:
+        """Settle how many updates are timed, the same for all."""
+        kept = self.store.document["study"]
+        if self.study.updates is None and kept["updates"] is None:
+            first = self.configurations[0]
+            self.progress(f"trying {first.label}", self._done, self._total)
+            task = self._task(first, first.plan if first.plan != "auto" else None, updates=2, warm_up=2)
+            ranks: list[RankTimes] = run_ranks(visit, self._seats(first.devices, 1), task, seconds=self.timeout)
+            each = max(statistics.median(lap.seconds for lap in rank.laps) for rank in ranks)
+            kept["updates"] = max(LEAST, min(MOST, round(TIMED_S / each)))
+        elif kept["updates"] is None:
+            kept["updates"] = self.study.updates
+        self.study = self.study.with_updates(kept["updates"])
+        self._save()
+
+    def _forecast(self, devices: int) -> None:
+        """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
+        rows = [row for row in self.configurations if row.kind == CONVOY and row.devices == devices]
+        plans = list(dict.fromkeys(row.plan for row in rows if row.plan is not None))
+        known = self.store.forecast(devices)
+        if known is not None:
+            auto = known["auto"]
+            plans = [plan for plan in plans if (auto if plan == "auto" else plan) not in known["predictions"]]
+            if not self.predict:
+                plans = [plan for plan in plans if plan == "auto" and auto is None]
+        elif not self.predict:
+            plans = [plan for plan in plans if plan == "auto"]
+        if not plans:
+            return
+        began = time.perf_counter()
+        what = f"planning for {devices} device{'s' if devices > 1 else ''}"
+        self.progress(what, self._done, self._total)
+        task = self._task(rows[0], plans[0])
+        keep = not self.study.cluster  # times on a share of a core are not those of this machine
+        try:
+            ranks: list[Forecast] = run_ranks(
+                forecast,
+                self._seats(devices, 1),
+                task,
+                plans,
+                self.predict,
+                keep,
+                seconds=self.timeout,
+                say=lambda part, done, total: self.progress(f"{what}: {part}", self._done, self._total),
+            )
+            found = ranks[0]
+        except RankFailed as error:
+            found = Forecast(notes=(f"nothing is predicted for {devices}: {_first_line(error)}",))
+        except ConvoyError as error:
+            found = Forecast(notes=(f"nothing is predicted for {devices}: {error}",))
+        for note in found.notes:
+            self.tell(f"{devices} device{'s' if devices > 1 else ''}: {note}")
+        self.store.put_forecast(devices, found)
+        self._planning += time.perf_counter() - began
+        self._save()
+
+    def _visit(self, row: Configuration, round_: int) -> None:
+        kept = self.store.row(row)
+        if kept["failed"] or any(one["round"] == round_ for one in kept["visits"]):
+            return
+        devices = f"{row.devices} device{'s' if row.devices > 1 else ''}"
+        self.progress(f"round {round_} of {self.rounds}: {row.label}, {devices}", self._done, self._total)
+        began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+        plan = row.plan
+        if plan == "auto":
+            plan = (self.store.forecast(row.devices) or {}).get("auto") or f"sample={row.devices}"
+        try:
+            task = self._task(row, plan)
+            seats = self._seats(row.devices, round_)
+            quiet = row.kind != CONVOY  # some greet at every start
+            ranks: list[RankTimes] = run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
+        except ConvoyError as error:
+            kept["failed"] = str(error)
+        except RankFailed as error:
+            kept["failed"] = _first_line(error)
+        if kept["failed"]:
+            self.tell(f"{row.label} on {devices}: {kept['failed']}")
+        else:
+            self.store.put_visit(row, round_, ranks, started, time.perf_counter() - began)
+        self._save()
+
+    def _task(
+        self, row: Configuration, plan: str | None, updates: int | None = None, warm_up: int | None = None
+    ) -> Task:
+        study = self.study
+        return Task(
+            kind=row.kind,
+            recipe=study.recipe_on(row.devices, plan if plan != "auto" else None),
+            made=study.made,
+            device_type=study.device_type,
+            updates=updates or study.updates or LEAST,
+            warm_up=study.warm_up if warm_up is None else warm_up,
+        )
+
+    def _seats(self, num: int, round_: int) -> list[Seat]:
+        """Places for the ranks of a visit."""
+        if self.places:
+            return [Seat(rank, num, place=self.places[rank]) for rank in range(num)]
+        each = self.study.cores_per_device
+        if not each:
+            return [Seat(rank, num) for rank in range(num)]
+        cores = own_cores()
+        blocks = len(cores) // each
+        firsts = [(rank + round_ - 1) % blocks * each for rank in range(num)]
+        return [Seat(rank, num, tuple(cores[first : first + each])) for rank, first in enumerate(firsts)]
+
+    def _save(self) -> None:
+        self.store.spent(time.perf_counter() - self._began, self._planning)
+        self.store.save()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,170 @@
+"""bench.json: what was measured so far, whole after every measurement."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import Configuration
+from convoy.experiments.scaling.forecast import Forecast
+from convoy.experiments.scaling.study import Study
+from convoy.experiments.scaling.visit import RankTimes
+from convoy.training.files import write_text
+
+FORMAT, SCHEMA = "convoy-bench", 1
+NAME = "bench.json"
+_DIGITS = 9
+_MAY_DIFFER = ("updates",)
+
+
+class Store:
+    """The file of a study.
+
+    `document` is what it holds:
+
+        format, schema
+        study            what all rows share (`Study.to_dict`)
+        machine          on which they were measured
+        table            epochs and dataset_size, for the days that training would take
+        sessions         command, started, wall_s and planning_s of every call of the command
+        forecasts        by number of devices: auto, predictions by plan, notes
+        configurations   key, kind, devices, plan, series, failed, and visits: round, started, wall_s, loss, ranks
+
+    A rank of a visit has seconds, communication, input and optimizer, each a list over the timed updates, and memory in
+    bytes, overhead in seconds, and for peers `without`: seconds of updates without exchange.
+    """
+
+    def __init__(self, path: Path, document: dict[str, Any]) -> None:
+        self.path = path
+        self.document = document
+
+    @staticmethod
+    def open(folder: Path, study: Study, machine: dict[str, Any]) -> "Store":
+        """The store of a study in a folder: the one that is there, or a new one.
+
+        Raises:
+            ConvoyError: what is there is of another study, or no such file.
+        """
+        path = folder / NAME
+        if not path.exists():
+            empty = {"study": study.to_dict(), "machine": machine, "table": {}}
+            lists: dict[str, Any] = {"sessions": [], "forecasts": {}, "configurations": []}
+            return Store(path, {"format": FORMAT, "schema": SCHEMA, **empty, **lists})
+        document = read(folder)
+        wanted, there = _plain(study.to_dict()), document["study"]
+        for key, value in wanted.items():
+            if key in _MAY_DIFFER and value is None:
+                continue
+            if there.get(key) != value and not (key in _MAY_DIFFER and there.get(key) is None):
+                raise ConvoyError(
+                    f"{path} is of a study with {_difference(key, there.get(key), value)}: give another --out, or "
+                    "remove it"
+                )
+        return Store(path, document)
+
+    def begin(self, command: str, started: str) -> None:
+        """Another call of the command."""
+        self.document["sessions"].append({"command": command, "started": started, "wall_s": 0.0, "planning_s": 0.0})
+
+    def spent(self, wall: float, planning: float) -> None:
+        """Seconds of this call so far."""
+        self.document["sessions"][-1] |= {"wall_s": round(wall, 3), "planning_s": round(planning, 3)}
+
+    def add(self, configurations: list[Configuration]) -> None:
+        """Make room for rows; those that are there already stay, and may be tried again."""
+        there = {row["key"]: row for row in self.document["configurations"]}
+        for configuration in configurations:
+            fresh: dict[str, Any] = {**asdict(configuration), "label": configuration.label, "visits": []}
+            there.setdefault(configuration.key, fresh)["failed"] = None
+        self.document["configurations"] = list(there.values())
+
+    def row(self, configuration: Configuration) -> dict[str, Any]:
+        """What is kept of a configuration."""
+        rows: list[dict[str, Any]] = self.document["configurations"]
+        return next(row for row in rows if row["key"] == configuration.key)
+
+    def forecast(self, devices: int) -> dict[str, Any] | None:
+        """What was predicted on some devices."""
+        found: dict[str, Any] | None = self.document["forecasts"].get(str(devices))
+        return found
+
+    def put_forecast(self, devices: int, found: Forecast) -> None:
+        """Keep what was predicted, beside what was before."""
+        before = self.forecast(devices) or {"auto": None, "predictions": {}, "notes": []}
+        new = _plain(asdict(found))
+        self.document["forecasts"][str(devices)] = {
+            "auto": new["auto"] or before["auto"],
+            "predictions": {**before["predictions"], **new["predictions"]},
+            "notes": list(dict.fromkeys([*before["notes"], *new["notes"]])),
+        }
+
+    def put_visit(
+        self, configuration: Configuration, round_: int, ranks: list[RankTimes], started: str, wall: float
+    ) -> None:
+        """Keep a visit."""
+        self.row(configuration)["visits"].append(
+            {
+                "round": round_,
+                "started": started,
+                "wall_s": round(wall, 3),
+                "loss": sum(rank.loss for rank in ranks),
+                "ranks": [_rank(rank) for rank in ranks],
+            }
+        )
+
+    def save(self) -> None:
+        """Write the file, as a whole or not at all.
+
+        Raises:
+            ConvoyError: it cannot be written.
+        """
+        try:
+            write_text(self.path, json.dumps(self.document, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ConvoyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The document in a folder.
+
+    Raises:
+        ConvoyError: there is none, or it cannot be read.
+    """
+    path = folder / NAME
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConvoyError(f"{path} cannot be read ({error.strerror}): give the folder of a study") from error
+    except ValueError as error:
+        raise ConvoyError(f"{path} is corrupt ({error}): remove it and measure again") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ConvoyError(f"{path} is no study of convoy bench: give another --out")
+    if document.get("schema") != SCHEMA:
+        raise ConvoyError(
+            f"{path} has schema {document.get('schema')}, this Convoy reads {SCHEMA}: give another --out, or use the "
+            "Convoy that wrote it"
+        )
+    return document
+
+
+def _rank(rank: RankTimes) -> dict[str, Any]:
+    parts = ("seconds", "communication", "input", "optimizer")
+    found: dict[str, Any] = {name: [round(getattr(lap, name), _DIGITS) for lap in rank.laps] for name in parts}
+    found |= {"memory": rank.memory, "overhead": round(rank.overhead, _DIGITS)}
+    if rank.without:
+        found["without"] = [round(seconds, _DIGITS) for seconds in rank.without]
+    return found
+
+
+def _difference(key: str, there: Any, wanted: Any) -> str:
+    """What is other, in words."""
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        other = next(name for name in wanted if there.get(name) != wanted[name])
+        return _difference(f"{key}.{other}", there.get(other), wanted[other])
+    return f"{key}={there} and not {wanted}"
+
+
+def _plain(value: Any) -> Any:
+    """As it will be read again."""
+    return json.loads(json.dumps(value))
