@@ -161,3 +161,22 @@ def test_a_table_asks_elsewhere_for_what_was_not_measured():
     table = Table({linear(1).key: Times(1, 2)}, lambda piece: Times(7, 7))
     assert table(linear(1)) == Times(1, 2)
     assert table(linear(2)) == Times(7, 7)
+
+
+def test_what_a_run_has_measured_counts_before_what_was_rehearsed(tmp_path):
+    store = ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(2, 2)})
+    store.put(DEVICE, {linear(3): Times(5, 6)}, "run")
+    store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(3, 3)})
+    assert store.times(DEVICE) == {linear(3): Times(5, 6), linear(4): Times(3, 3)}
+    assert {row.piece: row.source for row in store.rows(DEVICE)} == {linear(3): "run", linear(4): "rehearsal"}
+
+
+def test_of_several_runs_the_median_counts_and_old_ones_are_forgotten(tmp_path):
+    store = ProfileStore(tmp_path)
+    for seconds in (1, 90, 2):
+        store.put(DEVICE, {linear(3): Times(seconds, 2 * seconds)}, "run")
+    assert store.get(DEVICE, linear(3)) == Times(2, 4)
+    for _ in range(5):
+        store.put(DEVICE, {linear(3): Times(7, 7)}, "run")
+    assert store.get(DEVICE, linear(3)) == Times(7, 7)

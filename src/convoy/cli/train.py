@@ -14,6 +14,7 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
 from convoy.launch import cores
+from convoy.planning.comparison_text import comparison_text
 from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
 from convoy.training.parallel_config import fitted, num_devices
 
@@ -162,6 +163,8 @@ def _train(
             soft_wrap=True,
         )
         return 1
+    if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
+        console.print(comparison_text(outcome.comparison), markup=False, soft_wrap=True)
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     console.print(f"report: {report}", markup=False, soft_wrap=True)
     return 0

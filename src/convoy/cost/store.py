@@ -1,8 +1,9 @@
 """The profile store: what was measured on a device, kept for the next time.
 
 A file of JSON lines for each device. Lines are only ever added, each in one write under a lock, so that several
-processes may add at once; the last line about a piece counts. A damaged line, as a full disk or a killed process leaves
-it, is skipped.
+processes may add at once. What runs have measured counts before what was rehearsed: of a piece, the median of its last
+few runs, or its last rehearsal where no run had it. A damaged line, as a full disk or a killed process leaves it, is
+skipped.
 """
 
 import fcntl
@@ -11,15 +12,21 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 from convoy.cost.device import Device
 from convoy.cost.piece import Piece
 from convoy.cost.times import Times
 
 ENVIRONMENT = "CONVOY_CACHE"
+_RUNS = 5
+"""Runs that the time of a piece is the median of."""
+
+Source = Literal["rehearsal", "run"]
+"""What measured a piece: the planner by itself, or a training that was watched."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,13 @@ class Row:
 
     Attributes:
         measured: when, in seconds since 1970.
+        source: by what.
     """
 
     piece: Piece
     times: Times
     measured: float
+    source: Source = "rehearsal"
 
 
 class ProfileStore:
@@ -55,26 +64,32 @@ class ProfileStore:
         return {row.piece: row.times for row in self.rows(device)}
 
     def rows(self, device: Device) -> list[Row]:
-        """The last measurement of every piece, the oldest first."""
+        """What is known of every piece, the one that was measured longest ago first."""
         found: dict[Piece, Row] = {}
+        runs: dict[Piece, list[Times]] = {}
         for line in self._lines(device):
             row = _row(line)
-            if row is not None:
-                found.pop(row.piece, None)
-                found[row.piece] = row
+            if row is None or (row.source == "rehearsal" and row.piece in runs):
+                continue
+            if row.source == "run":
+                last = runs[row.piece] = [*runs.get(row.piece, ()), row.times][-_RUNS:]
+                times = Times(median(one.forward for one in last), median(one.backward for one in last))
+                row = replace(row, times=times)
+            found.pop(row.piece, None)
+            found[row.piece] = row
         return list(found.values())
 
-    def put(self, device: Device, measured: Mapping[Piece, Times]) -> None:
-        """Add measurements; later ones of the same piece replace earlier ones.
+    def put(self, device: Device, measured: Mapping[Piece, Times], source: Source = "rehearsal") -> None:
+        """Add measurements of a rehearsal, or of a run.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        now = time.time()
+        about = {"measured": time.time(), **({"source": source} if source != "rehearsal" else {})}
         self._append(
             device,
             [
-                {"piece": piece.to_dict(), "forward": times.forward, "backward": times.backward, "measured": now}
+                {"piece": piece.to_dict(), "forward": times.forward, "backward": times.backward, **about}
                 for piece, times in measured.items()
             ],
         )
@@ -173,7 +188,7 @@ def _row(line: dict[str, Any]) -> Row | None:
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     sound = all(math.isfinite(seconds) and seconds >= 0 for seconds in (times.forward, times.backward, measured))
-    return Row(piece, times, measured) if sound else None
+    return Row(piece, times, measured, "run" if line.get("source") == "run" else "rehearsal") if sound else None
 
 
 def _device(line: dict[str, Any]) -> Device | None:

@@ -15,7 +15,7 @@ from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
 from convoy.engine.output import scale_gradient, writable
-from convoy.engine.program import Program
+from convoy.engine.program import Program, Watch
 from convoy.engine.samples import exchange_samples
 from convoy.engine.shards import collect, cut
 from convoy.engine.signature import Kind, Signature, kinds
@@ -57,6 +57,7 @@ class Network:
         borrowed: layers whose parameters another one computes with: its name by theirs.
         undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
             torch.compile then sees the plain network.
+        watch: makes what watches a pass of a placement; None where nobody looks.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Network:
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
     undivided: bool = False
+    watch: Callable[[Placement], Watch] | None = None
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -262,7 +264,8 @@ class Network:
             self._owners = owners(self.model)
         held = self._owners
         tensors = [given[n] if n in given else held[n][0][held[n][1]] for n in program.sources]
-        return dict(zip(program.outputs, program(tensors), strict=True))
+        watch = self.watch(placement) if self.watch is not None else None
+        return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)

@@ -57,7 +57,8 @@ def plan_page(found: Explained, command: str = "") -> str:
         found: the plan and all that is said of it.
         command: with which it was found.
     """
-    return pages.render("plan.html.jinja", ("report.css", "plan.css"), "plan.js", **_content(found, command))
+    styles = ("report.css", "bars.css", "plan.css")
+    return pages.render("plan.html.jinja", styles, "plan.js", **_content(found, command))
 
 
 def _content(found: Explained, command: str) -> dict[str, Any]:

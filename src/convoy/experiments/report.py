@@ -17,6 +17,7 @@ from convoy.experiments import confusion, formats, pages
 from convoy.experiments.metrics import column
 from convoy.experiments.pictures import Picture, data_uri, read_picture
 from convoy.experiments.plots import Panel, draw_panels
+from convoy.experiments.prediction import compared
 from convoy.experiments.remarks import remarks, status
 from convoy.experiments.run_directory import Evaluation, Mistake, Run, read_run
 from convoy.experiments.svg import inline_svg
@@ -74,7 +75,7 @@ def write_report(run: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as HTML."""
-    return pages.render("report.html.jinja", ("report.css",), "report.js", **_content(run))
+    return pages.render("report.html.jinja", ("report.css", "bars.css"), "report.js", **_content(run))
 
 
 def _content(run: Run) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def _content(run: Run) -> dict[str, Any]:
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
         "places": formats.percent_places(num_test_images(run)),
+        "compared": compared(run.prediction),
         "evaluation": evaluation,
         "matrix": confusion.matrix(evaluation) if evaluation else None,
         "pairs": confusion.confused_pairs(evaluation, 12 if many else 8) if evaluation else [],

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.experiments.metrics import Metrics, Number, Share, first_problem, read_metrics
+from convoy.experiments.prediction import Prediction
 
 
 class _Part(BaseModel):
@@ -100,7 +101,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds. `summary` and `evaluation` are None where their files are missing."""
+    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files."""
 
     path: Path
     config_text: str
@@ -109,6 +110,7 @@ class Run:
     metrics: Metrics
     summary: RunSummary | None
     evaluation: Evaluation | None
+    prediction: Prediction | None = None
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key of the configuration, or None."""
@@ -138,6 +140,7 @@ def read_run(path: Path) -> Run:
             metrics=read_metrics(path / "metrics.jsonl"),
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
+            prediction=_read_model(path / "prediction.json", Prediction),
         )
     except OSError as error:
         raise ConvoyError(

@@ -11,7 +11,7 @@ from torch import nn
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
-from convoy.planning import Planned, Ranks, make_plan
+from convoy.planning import Planned, Ranks, Scored, make_plan
 from convoy.plans.plan import Plan
 from convoy.training.devices import Devices
 from convoy.training.recipe import Recipe
@@ -38,6 +38,12 @@ class Chosen:
     plan: Plan
     planned: Planned | None
     notes: tuple[str, ...]
+
+    @property
+    def scored(self) -> Scored | None:
+        """What was predicted of this plan."""
+        candidates = self.planned.candidates if self.planned is not None else ()
+        return next((one for one in candidates if one.plan == self.plan), None)
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,26 @@
 import math
 import time
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
+from convoy.cost.store import ProfileStore
 from convoy.errors import ConvoyError
+from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
 from convoy.training.checkpoint import Checkpoint, CheckpointStore
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
+from convoy.training.files import write_json
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.metrics import MetricsWriter
+from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
 from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.speed import SpeedTest
+from convoy.training.step import TrainingStep
 from convoy.training.summary import Progress
 from convoy.training.window import Window
 
@@ -34,6 +39,7 @@ class Loop:
         progress: what is kept over a stop.
         evaluation: the latest evaluation.
         handed_on: another process hands signals on to this rank.
+        comparison: what was predicted beside what was measured, once enough has been seen.
     """
 
     def __init__(self, session: Session, run: RunDirectory, reporter: Reporter, handed_on: bool = False) -> None:
@@ -47,8 +53,10 @@ class Loop:
         self.window = Window()
         self.done = 0
         self.evaluation: Evaluation | None = None
+        self.comparison: Comparison | None = None
         auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
+        self._observation: Observation | None = Observation(session)
         self._shown = 0.0
         self._saved: int | None = None
 
@@ -105,10 +113,12 @@ class Loop:
                         for _ in updates:
                             signal = agreement.signal(interrupt.signal)
                             if signal is not None:
+                                self._conclude()
                                 self._save()
                                 return signal
             finally:
                 self.reporter.end()
+            self._conclude()
             self._evaluate()
             self._save()
         return None
@@ -122,16 +132,17 @@ class Loop:
         step.timed = self._speed is not None
         averaged = self.session.state.averaged
         self.session.model.train()
-        asked = time.perf_counter()
         left = self.session.quantities.total_updates - self.done
         with closing(self.session.batches(self.done, left)) as batches:
+            asked = self._ask()
             for batch in batches:
                 self.window.waited(time.perf_counter() - asked)
                 for sample, reason in batch.bad:
                     self.window.add_bad(self.done, sample, reason)
-                result = step(batch, self.done)
-                if averaged is not None:
-                    averaged.update(self.session.model)
+                with self._observed(step):
+                    result = step(batch, self.done)
+                    if averaged is not None:
+                        averaged.update(self.session.model)
                 self.done += 1
                 self.window.add(result, step.num_samples)
                 self._after_update()
@@ -142,7 +153,30 @@ class Loop:
                     if self._speed.done:
                         self._divide_anew(self._speed)
                         return
-                asked = time.perf_counter()
+                asked = self._ask()
+
+    def _ask(self) -> float:
+        """The next batch is asked for: when that is."""
+        if self._observation is not None and self._speed is None:
+            self._observation.begin()
+        return time.perf_counter()
+
+    def _observed(self, step: TrainingStep) -> AbstractContextManager[None]:
+        """Around an update, which is looked at if it is its turn."""
+        if self._observation is None or self._speed is not None:
+            return nullcontext()
+        return self._observation.update(step)
+
+    def _conclude(self) -> None:
+        """Say what was seen of the first updates, and keep it. All ranks call it."""
+        if self._observation is None:
+            return
+        observation, self._observation = self._observation, None
+        session = self.session
+        self.comparison = observation.conclude(session.scored, ProfileStore())
+        session.scored = None
+        if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
+            write_json(self.run.prediction, self.comparison.to_document())
 
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
@@ -154,6 +188,8 @@ class Loop:
             self._shown = time.perf_counter()
             self.reporter.advance(self.done)
         self.window.pause()
+        if self._observation is not None and self._observation.done:
+            self._conclude()
         if self.done % quantities.evaluate_every == 0 and self.done < total:
             self._evaluate()
         if self.done % quantities.checkpoint_every == 0 and self.done < total:

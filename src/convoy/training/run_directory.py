@@ -30,6 +30,11 @@ class RunDirectory:
         return self.path / "plan.yaml"
 
     @property
+    def prediction(self) -> Path:
+        """What was predicted of an update, beside what was measured."""
+        return self.path / "prediction.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a line."""
         return self.path / "metrics.jsonl"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
 from convoy.engine.random import fold
+from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.training.division import Pass
 from convoy.training.loss import ClassificationLoss, heads, num_correct
@@ -46,6 +47,17 @@ class StepResult:
     seconds: float
 
 
+class Mark(Protocol):
+    """Is told what begins now."""
+
+    def __call__(self, kind: Kind, /) -> None:
+        """Something of a kind begins."""
+
+
+def unmarked(kind: Kind, /) -> None:
+    """Nobody looks."""
+
+
 @dataclass
 class TrainingStep:
     """Computes the gradient of the mean loss over the global batch and updates the weights.
@@ -58,6 +70,7 @@ class TrainingStep:
         reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
         timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
         last_waits: the last pass waits for other ranks all the same, so its time says nothing.
+        mark: is told of the parts of an update as they begin.
     """
 
     seed: int
@@ -76,19 +89,25 @@ class TrainingStep:
     clip_norm: float | None
     timed: bool = False
     last_waits: bool = False
+    mark: Mark = unmarked
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
+        self.mark("rest")
         self.optimizer.zero_grad(set_to_none=True)
         result = self._gradient(batch, update)
+        self.mark("gradient")
         self.network.finish_update()
+        self.mark("rest")
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(update)
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.network.clip(self.clip_norm)
+        self.mark("update")
         with self.network.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
+        self.mark("rest")
         self.scaler.update()
         self.network.updated()
         return result
@@ -103,17 +122,24 @@ class TrainingStep:
             began = time.perf_counter()
             last = number == len(self.passes)
             end = start + len(piece.parts[self.rank])
+            self.mark("input")
             images, targets = self._input(batch, labels, start, end, update, piece)
+            self.mark("rest")
             self.network.enter(update, piece)
             if self.reseed:
                 torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
             with contextlib.nullcontext() if last and not self.timed else self.network.paused():
                 with self.autocast():
+                    self.mark("forward")
                     outputs = self.network.forward(images)
+                    self.mark("rest")
                     loss = self._part_of_mean(outputs, targets)
+                self.mark("backward")
                 with _deterministic():
                     self.scaler.scale(loss).backward()
+                self.mark("gradient")
             self.network.passed()
+            self.mark("rest")
             if end > start:
                 losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
                 correct.append(num_correct(outputs, targets))

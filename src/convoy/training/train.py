@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from convoy.planning.comparison import Comparison
 from convoy.training import environment
 from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
@@ -30,6 +31,7 @@ class Outcome:
     Attributes:
         top1: share of right answers on the test split, if it was evaluated.
         signal: name of the signal that stopped the run, or None where it finished.
+        comparison: what was predicted of an update beside what was measured; None where it ended too early.
     """
 
     run: Path
@@ -37,6 +39,7 @@ class Outcome:
     total_steps: int
     top1: float | None
     signal: str | None
+    comparison: Comparison | None = None
 
 
 def train(
@@ -98,7 +101,7 @@ def train(
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
         devices.barrier()  # nobody goes on, or away, before all is written
     top1 = loop.evaluation.top1 if loop.evaluation else None
-    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal)
+    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
 
 
 def _check(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:

@@ -1,0 +1,166 @@
+"""A weight update under a watch: when every call of the network, every message and all else of it began.
+
+Watching changes no number: marks are taken between the calls, and hooks on the backward pass only look at the clock.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from convoy.engine.gradients.backward import at_end_of_backward
+from convoy.plans.place import Placement
+
+Kind = Literal["input", "forward", "backward", "copy", "transfer", "gradient", "update", "rest"]
+"""What began: as in `convoy.cost.task`, with `input`, and `rest` for all that has no name of its own."""
+
+
+class DeviceClock:
+    """The time on a device: of the host for a CPU, of the stream that computes for a GPU, which is not waited for.
+
+    Args:
+        device: whose.
+        host: seconds on the host.
+    """
+
+    def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
+        self._is_cuda, self._host = device.type == "cuda", host
+
+    def now(self) -> Any:
+        """This moment."""
+        if not self._is_cuda:
+            return self._host()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another; a GPU must have come that far."""
+        if not self._is_cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Time between two marks.
+
+    Attributes:
+        kind: of what ran.
+        call: whose it was; for a transfer, that which asked for it; empty for none.
+        seconds: that it took.
+        run: which pass through the network it belongs to, from 0; -1 outside of all.
+    """
+
+    kind: Kind
+    call: str
+    seconds: float
+    run: int = -1
+
+
+class WatchedUpdate:
+    """The marks of one update on this rank.
+
+    Args:
+        clock: of the device that computes.
+
+    Attributes:
+        placements: of the passes through the network, in order.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._marks: list[tuple[Kind, str, int, Any]] = []
+        self._now: tuple[Kind, str, int] = ("rest", "", -1)
+        self._before_adding: tuple[Kind, str, int] = self._now
+        self.placements: list[Placement] = []
+
+    def mark(self, kind: Kind, call: str = "", run: int = -1) -> None:
+        """Something of a kind begins."""
+        self._now = (kind, call, run)
+        self._marks.append((kind, call, run, self._clock.now()))
+
+    def of_pass(self, placement: Placement) -> "_WatchedPass":
+        """What watches the next pass through the network."""
+        self.placements.append(placement)
+        return _WatchedPass(self, len(self.placements) - 1)
+
+    @contextmanager
+    def parameters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """While entered, what is done when a gradient is there counts as `copy`, and what an optimiser does after its
+        own step as `gradient`: it gathers weights."""
+        nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
+        handles: list[Any] = [node.register_prehook(self._adding) for node in nodes]
+        handles += [p.register_post_accumulate_grad_hook(self._added) for p in parameters if p.requires_grad]
+        handles.append(register_optimizer_step_post_hook(lambda *_: self.mark("gradient")))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def stretches(self) -> list[Stretch]:
+        """The update from its first mark to its last; transfers are those of the call that asked for them."""
+        found = []
+        for number, (mark, after) in enumerate(itertools.pairwise(self._marks)):
+            kind, call, run, start = mark
+            if kind == "transfer":
+                call = self._asked(number, run, call == "backward")
+            found.append(Stretch(kind, call, self._clock.between(start, after[3]), run))
+        return found
+
+    def _asked(self, number: int, run: int, backward: bool) -> str:
+        """The call that a transfer is for: forward the one after it, backward the one before."""
+        places = range(number, -1, -1) if backward else range(number, len(self._marks))
+        wanted = "backward" if backward else "forward"
+        for place in places:
+            kind, call, of_run, _ = self._marks[place]
+            if of_run == run and kind == wanted and call:
+                return call
+        return ""
+
+    def _adding(self, gradients: Any) -> None:
+        self._before_adding = self._now
+        self.mark("copy", self._now[1] if self._now[0] == "backward" else "", self._now[2])
+
+    def _added(self, parameter: Tensor) -> None:
+        self.mark(*self._before_adding)
+
+
+class _WatchedPass:
+    """Sees the instructions of a program, and their backward passes."""
+
+    def __init__(self, update: WatchedUpdate, run: int) -> None:
+        self._update, self._run = update, run
+        self._seen: set[Any] = set()
+        self._ends = False
+
+    def before(self, name: str) -> None:
+        """An instruction begins."""
+        self._update.mark("forward" if name else "transfer", name, self._run)
+
+    def after(self, name: str, results: Sequence[Any]) -> None:
+        """It has given its results."""
+        self._update.mark("rest", "", self._run)
+        for result in results:
+            node = result.grad_fn if isinstance(result, Tensor) else None
+            if node is not None and node not in self._seen:
+                self._seen.add(node)
+                node.register_prehook(lambda _: self._backward(name))
+
+    def _backward(self, name: str) -> None:
+        if not self._ends:
+            self._ends = True
+            at_end_of_backward(lambda: self._update.mark("gradient"))
+        if name:
+            self._update.mark("backward", name, self._run)
+        else:
+            self._update.mark("transfer", "backward", self._run)

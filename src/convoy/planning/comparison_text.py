@@ -1,0 +1,70 @@
+"""What was predicted of a run beside what was measured, for a terminal."""
+
+from collections.abc import Iterator
+
+from convoy.planning.comparison import Both, Comparison
+from convoy.planning.words import seconds
+from convoy.plans.explain import table
+
+WORDS = {
+    "input": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "rest": "loss and all else",
+    "packing": "packing for messages",
+    "waiting": "exposed communication",
+    "optimiser": "optimiser",
+}
+"""The parts of an update for people."""
+
+
+def comparison_text(found: Comparison) -> str:
+    """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
+    return "\n".join(_lines(found))
+
+
+def headline(found: Comparison) -> str:
+    """The whole update in a sentence; empty where it was not measured."""
+    predicted, measured = found.update.predicted_s, found.update.measured_s
+    if measured is None:
+        return ""
+    said = f"an update took {seconds(measured)}, the median of {found.timed}"
+    if found.error is None or predicted is None:
+        return said
+    return f"{said}; {seconds(predicted)} were predicted ({difference(found.error)})"
+
+
+def difference(error: float) -> str:
+    """By how much a prediction is off: `+3.2 %`."""
+    return f"{100 * error:+.1f} %" if abs(error) < 0.0995 else f"{100 * error:+.0f} %"
+
+
+def shown(number: float | None) -> str:
+    """Seconds, empty where there are none."""
+    return "" if number is None else seconds(number)
+
+
+def _lines(found: Comparison) -> Iterator[str]:
+    said = headline(found)
+    if said:
+        yield said
+    if found.watched:
+        has_both = found.update.predicted_s is not None
+        names = ("predicted", "measured") if has_both else ("measured",)
+        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if _counts(both)]
+        yield from table(("time", *names), rows, names)
+        if found.groups:
+            yield ""
+            waits = ("waits: predicted", "measured") if has_both else ("waits",)
+            computes = ("computes: predicted", "measured") if has_both else ("computes",)
+            groups = [(one.name, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups]
+            yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
+    yield from found.notes
+
+
+def _cells(both: Both, has_both: bool) -> tuple[str, ...]:
+    return (shown(both.predicted_s), shown(both.measured_s)) if has_both else (shown(both.measured_s),)
+
+
+def _counts(both: Both) -> bool:
+    return bool(both.predicted_s or both.measured_s)

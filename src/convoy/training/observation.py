@@ -1,0 +1,220 @@
+"""Looks at some of a run's first updates: how long they take, and where the time goes, beside what was predicted.
+
+Updates are timed from when their data is asked for to their end. A few of them are watched call by call, and a few
+others are watched while their gradients wait until the backward pass is done, so that the time of each call is its own:
+these teach the profile store. Nothing that is computed changes, and after the last of them nobody looks any more.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from convoy.cost.device import Device, this_device
+from convoy.cost.piece import Piece
+from convoy.cost.store import ProfileStore
+from convoy.cost.times import Times
+from convoy.engine.layerwise import Layerwise
+from convoy.engine.watched import DeviceClock, WatchedUpdate
+from convoy.planning import Scored
+from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
+from convoy.planning.observed import Observed, mean, middle, observed, observed_pieces
+from convoy.plans.place import Placement
+from convoy.training.precision import DTYPES
+from convoy.training.recipe import Recipe
+from convoy.training.session import Session
+from convoy.training.step import TrainingStep, unmarked
+from convoy.training.under_plan import UnderPlan
+
+WARM_UP = 3
+"""Updates that are slower than all that follow."""
+WATCHED, APART = (4, 12, 36), (8, 24, 48)
+"""Numbers of the updates that are watched as they are, and with gradients sent after the backward pass."""
+LAST = 64
+"""The update after which nobody looks any more."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank has seen: seconds of updates, of how many others the middle is, and its pieces."""
+
+    updates: list[float]
+    watched: int
+    whole: Observed | None
+    pieces: dict[Piece, Times]
+
+
+class Observation:
+    """Of one process's updates of a run; all ranks make the same calls.
+
+    Args:
+        session: of the run.
+        clock: by default that of the session's device.
+    """
+
+    def __init__(self, session: Session, clock: DeviceClock | None = None) -> None:
+        self._session = session
+        self._clock = clock or DeviceClock(session.device)
+        self._unseen = _why_unseen(session)
+        self._count = 0
+        self._timed: list[tuple[Any, Any]] = []
+        self._watched: list[WatchedUpdate] = []
+        self._apart: list[WatchedUpdate] = []
+        self._began: Any = None
+        self._now: WatchedUpdate | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether enough has been seen."""
+        return self._count > LAST
+
+    def begin(self) -> None:
+        """The data of the next update is asked for."""
+        self._count += 1
+        if self.done:
+            return
+        self._now = None
+        if self._count in WATCHED or self._count in APART:
+            self._now = WatchedUpdate(self._clock)
+            self._now.mark("input")
+        else:
+            self._began = self._clock.now()
+
+    @contextmanager
+    def update(self, step: TrainingStep) -> Iterator[None]:
+        """Around an update."""
+        if self.done:
+            yield
+        elif self._now is None:
+            yield
+            if self._count > WARM_UP:
+                self._timed.append((self._began, self._clock.now()))
+        else:
+            apart = self._count in APART
+            with self._watching(step, self._now, apart):
+                yield
+            (self._apart if apart else self._watched).append(self._now)
+
+    @contextmanager
+    def _watching(self, step: TrainingStep, update: WatchedUpdate, apart: bool) -> Iterator[None]:
+        network = step.network
+        engine = network.engine if isinstance(network, UnderPlan) and self._unseen is None else None
+        parameters = list(network.model.parameters()) if engine is not None else []
+        step.mark, step.timed = update.mark, apart and engine is not None
+        if engine is not None:
+            engine.watch = update.of_pass
+        try:
+            with update.parameters(parameters):
+                yield
+            update.mark("rest")
+        finally:
+            step.mark, step.timed = unmarked, False
+            if engine is not None:
+                engine.watch = None
+
+    def conclude(self, scored: Scored | None, store: ProfileStore | None) -> Comparison:
+        """Compare what the ranks have seen with what was predicted. All ranks call it.
+
+        Args:
+            scored: what was predicted of the plan; None where nothing was.
+            store: learns what the pieces took, on rank 0; None keeps nothing.
+        """
+        session = self._session
+        recipe, devices = session.recipe, session.devices
+        size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
+        clock = self._clock
+        seen = _Seen(
+            [clock.between(*both) for both in self._timed],
+            len(self._watched),
+            middle([observed(one) for one in self._watched]) if self._watched else None,
+            observed_pieces(self._apart, devices.rank, recipe.batch_norm, size),
+        )
+        placement = self._watched[0].placements[0] if self._watched and self._watched[0].placements else None
+        self._watched, self._apart, self._timed = [], [], []
+        self._count = LAST + 1
+        everyone = devices.gather(seen)
+        learned = devices.first(lambda: _learn(everyone, recipe, session.device, devices.num, store))
+        return _compared(session, everyone, scored, placement, learned, self._unseen)
+
+
+def _why_unseen(session: Session) -> str | None:
+    """Why the calls of the network cannot be watched; None where they can."""
+    network = session.network
+    if not isinstance(network, UnderPlan):
+        return "layers are not watched on one device, which runs the plain network"
+    if isinstance(network.engine, Layerwise):
+        return "layers are not watched in a network that is not seen as one graph"
+    if session.recipe.compile:
+        return "layers are not watched in a compiled network"
+    return None
+
+
+def _compared(
+    session: Session,
+    everyone: Sequence[_Seen],
+    scored: Scored | None,
+    placement: Placement | None,
+    learned: int,
+    unseen: str | None,
+) -> Comparison:
+    rank = scored.timeline.busiest if scored is not None else _busiest(everyone)
+    own = everyone[rank]
+    before = predicted(scored) if scored is not None else None
+    notes = []
+    if own.whole is None:
+        notes.append(f"the run was too short to be watched: that takes {WATCHED[0]} updates")
+    elif unseen is not None:
+        notes.append(unseen)
+    if scored is None and session.devices.num > 1:
+        notes.append("nothing was predicted, as the plan was given: --plan auto predicts")
+    return Comparison(
+        model=session.recipe.model.name,
+        plan=str(session.plan),
+        devices=session.devices.num,
+        batch=session.recipe.batch,
+        rank=rank,
+        timed=len(own.updates),
+        watched=own.watched,
+        learned=learned,
+        update=Both(
+            scored.seconds if scored is not None else None,
+            max(median(one.updates) for one in everyone) if own.updates else None,
+        ),
+        parts=parts_beside(before, own.whole),
+        groups=groups_beside(placement, before, own.whole) if placement is not None else (),
+        notes=tuple(notes),
+    )
+
+
+def _busiest(everyone: Sequence[_Seen]) -> int:
+    """The rank that computes longest."""
+    computing = [
+        one.whole.parts["forward"] + one.whole.parts["backward"] if one.whole is not None else 0.0 for one in everyone
+    ]
+    return max(range(len(everyone)), key=lambda rank: (computing[rank], -rank))
+
+
+def _learn(
+    everyone: Sequence[_Seen], recipe: Recipe, device: torch.device, neighbours: int, store: ProfileStore | None
+) -> int:
+    """Tell the store what the pieces took, the mean of the ranks that had them; how many there were."""
+    found: dict[Piece, list[Times]] = {}
+    for one in everyone:
+        for piece, times in one.pieces.items():
+            found.setdefault(piece, []).append(times)
+    if store is None or not found:
+        return 0
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
+        store.put(measuring(recipe, device, neighbours), {piece: mean(times) for piece, times in found.items()}, "run")
+        return len(found)
+    return 0
+
+
+def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
+    """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
+    precision = str(DTYPES[recipe.precision]).removeprefix("torch.")
+    return this_device(device, precision=precision, channels_last=recipe.channels_last, neighbours=neighbours)

@@ -1,0 +1,99 @@
+"""A watched update: every call has its marks, messages go to the calls that ask for them, and no number changes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from convoy.engine.network import network_of
+from convoy.engine.parallelize import parallelize
+from convoy.engine.watched import DeviceClock, Stretch, WatchedUpdate
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def ticking(step: float = 1.0) -> Callable[[], float]:
+    """A clock that goes on by a second whenever it is looked at."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += step
+        return now[0]
+
+    return look
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Stretch]]:
+    """Gradients, and what was seen, of a pass forward and backward."""
+    net = parallelize(network(), plan, example=torch.ones(2, 6), seed=0)
+    engine = network_of(net)
+    images = torch.arange(24.0).reshape(4, 6) / 24
+    mine = images if engine.num_sample_ranks == 1 else images[2 * engine.sample_rank :][:2]
+    watch = WatchedUpdate(DeviceClock(CPU, ticking()))
+    for number in range(2):
+        net.zero_grad()
+        if watched and number == 1:
+            engine.watch = watch.of_pass
+            with watch.parameters(list(net.parameters())):
+                net(mine).square().mean().backward()
+            watch.mark("rest")
+        else:
+            net(mine).square().mean().backward()
+    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    return found, watch.stretches()
+
+
+def seen(plan: str) -> tuple[bool, list[tuple[str, str]]]:
+    plain, _ = update(plan, False)
+    own, stretches = update(plan, True)
+    names = {}
+    for stretch in stretches:
+        names.setdefault((stretch.kind, stretch.call), None)
+    return all(torch.equal(plain[name], own[name]) for name in plain), list(names)
+
+
+def test_calls_are_seen_forward_and_backward_in_their_order() -> None:
+    for same, names in run_ranks(seen, 2, "sample=2"):
+        assert same
+        forward = [call for kind, call in names if kind == "forward"]
+        backward = [call for kind, call in names if kind == "backward"]
+        assert len(forward) == 3
+        assert backward == forward[::-1]
+        assert ("gradient", "") in names
+        assert {call for kind, call in names if kind == "copy"} == {forward[0], forward[2]}
+        assert not any(kind == "transfer" for kind, _ in names)
+
+
+def test_messages_belong_to_the_call_that_asks_for_them() -> None:
+    for same, names in run_ranks(seen, 2, "channel=2"):
+        assert same
+        calls = [call for kind, call in names if kind == "forward"]
+        transfers = [call for kind, call in names if kind == "transfer"]
+        assert transfers and set(transfers) <= {*calls, ""}
+    for same, names in run_ranks(seen, 2, "filter=2"):
+        assert same
+        calls = [call for kind, call in names if kind == "forward"]
+        assert ("transfer", calls[2]) in names  # its input is gathered
+
+
+def test_an_optimiser_that_has_stepped_gathers() -> None:
+    model = network()
+    watch = WatchedUpdate(DeviceClock(CPU, ticking()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch.parameters(list(model.parameters())):
+        model(torch.ones(1, 6)).sum().backward()
+        watch.mark("update")
+        optimizer.step()
+        watch.mark("rest")
+    assert [stretch.kind for stretch in watch.stretches()][-2:] == ["update", "gradient"]
+    assert not any(stretch.seconds != 1 for stretch in watch.stretches())
+    before = len(watch.stretches())
+    optimizer.step()
+    model(torch.ones(1, 6)).sum().backward()
+    assert len(watch.stretches()) == before  # nobody looks any more

@@ -1,0 +1,144 @@
+"""A run is observed without being changed; what was seen stands beside the prediction, and the profile store learns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.cost.calibrated import Calibrated
+from convoy.cost.costs import Costs
+from convoy.cost.link import Curve, Link, Links
+from convoy.cost.store import ProfileStore
+from convoy.engine.watched import DeviceClock
+from convoy.planning import score
+from convoy.planning.comparison import GRADIENTS, Comparison
+from convoy.planning.rehearse import piece_of
+from convoy.training import Devices, Session, load_recipe
+from convoy.training.build import build_model
+from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation, measuring
+from convoy.training.session import set_up
+from convoy.training.workloads import workload_in_passes
+from engine.test_watched import ticking
+from ranks import run_ranks
+from tiny import write_mnist
+
+PLANS = ("sample=2", "filter=2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("observed") / "data")
+
+
+def session(data: Path, plan: str, *settings: str) -> Session:
+    devices, device = Devices.join()
+    common = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", "microbatch=8", "optimizer.lr=0.1"]
+    number = f"parallel.devices={devices.num}"
+    recipe = load_recipe("default", [*common, f"parallel.plan={plan}", number, *settings], [])
+    return set_up(recipe, device, devices=devices)
+
+
+def run(found: Session, updates: int, observation: Observation | None) -> dict[str, torch.Tensor]:
+    """Whole weights after some updates."""
+    step = found.step()
+    if observation is not None:
+        observation.begin()
+    for update, batch in enumerate(found.batches(0, updates)):
+        if observation is None:
+            step(batch, update)
+            continue
+        with observation.update(step):
+            step(batch, update)
+        observation.begin()
+    return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
+
+
+def both_ways(data: Path, plan: str, settings: tuple[str, ...]) -> tuple[bool, Comparison]:
+    plain = run(session(data, plan, *settings), APART[1] + 1, None)
+    found = session(data, plan, *settings)
+    observation = Observation(found)
+    own = run(found, APART[1] + 1, observation)
+    return all(torch.equal(plain[name], own[name]) for name in plain), observation.conclude(None, None)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("settings", [(), ("parallel.gradient_compression=bf16",), ("compile=false", "clip_norm=1.0")])
+def test_nothing_that_is_computed_changes(data: Path, plan: str, settings: tuple[str, ...]) -> None:
+    for same, comparison in run_ranks(both_ways, 2, data, plan, settings):
+        assert same
+        assert comparison.groups
+        assert comparison.timed == APART[1] + 1 - WARM_UP - 4
+        assert comparison.watched == 2
+
+
+@pytest.mark.parametrize("settings", [("reproducible=true",), ("parallel.local_sgd=2",)])
+def test_other_ways_to_add_gradients(data: Path, settings: tuple[str, ...]) -> None:
+    for same, comparison in run_ranks(both_ways, 2, data, "sample=2", settings):
+        assert same
+        assert comparison.groups
+
+
+def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, bool, float, float]:
+    """An observed run in which every mark is a millisecond after the one before."""
+    found = session(data, plan)
+    store = ProfileStore(folder)
+    observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
+    run(found, LAST + 3, observation)
+    assert observation.done
+    comparison = observation.conclude(None, store if found.devices.rank == 0 else None)
+    learned = ProfileStore(folder).times(measuring(found.recipe, found.device, 2))
+    shape = (1, 28, 28)
+    plain, _ = build_model(found.recipe, found.data)
+    workload = workload_in_passes(found.recipe, plain, shape, (8, 8), found.merge, 2, found.device)
+    placement = workload.place(found.plan)
+    wanted = {piece_of(workload, placement, placed, found.devices.rank) for placed in placement.calls}
+    known = {one for one in wanted if one in learned}
+    weights = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")}
+    link = Link(Curve(((1, 0.0),)), Curve(((1, 0.0),)))
+    costs = Costs(Calibrated(learned), Links({(0, 1): link}), batch_norm="microbatch", microbatch=8)
+    forward = score(workload, found.plan, costs).timeline.by_kind()["forward"]
+    return comparison, weights <= known, all(times.forward > 0 for times in learned.values()), forward, len(learned)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_store_learns_what_the_calls_took(data: Path, tmp_path: Path, plan: str) -> None:
+    (comparison, all_known, all_timed, forward, learned), _ = run_ranks(by_a_clock, 2, data, tmp_path, plan)
+    assert comparison.learned == learned
+    assert comparison.watched == len(WATCHED)
+    assert comparison.timed == LAST - WARM_UP - len(WATCHED) - len(APART)
+    assert comparison.update.measured_s == pytest.approx(1e-3)  # from one mark to the next
+    assert [group.name for group in comparison.groups] == ["conv", "norm", "head", "aux", GRADIENTS]
+    assert all_known and all_timed
+    measured = comparison.parts["forward"].measured_s
+    assert measured is not None
+    assert forward == pytest.approx(measured, rel=0.35)  # but for views, whose time nobody counts
+    parts = sum(both.measured_s or 0.0 for both in comparison.parts.values())
+    assert parts > 20e-3
+
+
+def on_one_device(data: Path) -> Comparison:
+    found = session(data, "serial")
+    observation = Observation(found)
+    run(found, 5, observation)
+    return observation.conclude(None, None)
+
+
+def test_one_device_has_parts_but_no_layers(data: Path) -> None:
+    (comparison,) = run_ranks(on_one_device, 1, data)
+    assert comparison.groups == ()
+    assert comparison.parts["forward"].measured_s and comparison.parts["backward"].measured_s
+    assert comparison.parts["optimiser"].measured_s
+    assert "plain network" in " ".join(comparison.notes)
+
+
+def too_short(data: Path) -> Comparison:
+    found = session(data, "sample=2")
+    observation = Observation(found)
+    run(found, 2, observation)
+    return observation.conclude(None, None)
+
+
+def test_a_short_run_is_said_to_be_short(data: Path) -> None:
+    for comparison in run_ranks(too_short, 2, data):
+        assert comparison.update.measured_s is None
+        assert "too short" in " ".join(comparison.notes)
