@@ -1,7 +1,6 @@
 """`convoy plan`: find the fastest plan for a network on some devices, and explain it."""
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,9 +130,8 @@ def command(
         with launch.as_rank(place):
             joined, own = Devices.join()
             cores.take_share(joined.gather, joined.rank, cores_per_device)
-            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(joined.num)))
             chosen = own if device is None or own.type == device else choose_device(device)
-            _run(request, Ranks.here(on_host), chosen)
+            _run(request, joined.ranks, chosen)
             Devices.leave()
             return launch.ended(place, 0)
     chosen = choose_device(device)

@@ -1,6 +1,5 @@
 """`convoy.plan`: the planner for a script of one's own."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,7 +136,7 @@ def plan(
     planned = make_plan(
         workload,
         devices,
-        Ranks.here(_local_size(here)) if here > 1 else Ranks(),
+        Ranks.here() if here > 1 else Ranks(),
         links=links,
         store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
@@ -156,9 +155,3 @@ def found_plan(planned: Planned) -> FoundPlan:
 def _named(text: str, device: torch.device) -> tuple[Links, tuple[str, ...]]:
     links, note = links_named(text, device.type == "cpu")
     return links, (note,)
-
-
-def _local_size(ranks: int) -> int:
-    """How many of the ranks share this host."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and 0 < int(text) <= ranks else ranks

@@ -1,5 +1,6 @@
 """The ranks that are there while a plan is made: those that will train, or one process by itself."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -21,18 +22,19 @@ class Ranks:
         rank: this one.
         num: how many there are.
         on_host: how many of them share this host.
+        group: through which they talk.
     """
 
     rank: int = 0
     num: int = 1
     on_host: int = 1
-    _group: Group = field(default=None, repr=False)
+    group: Group = field(default=None, repr=False)
 
     @staticmethod
     def here(on_host: int | None = None) -> "Ranks":
-        """Those that have joined; all of them call it."""
+        """Those that have joined; all of them call it. Who shares a host is what the launcher says, unless given."""
         group = everyone()
-        return Ranks(place(group), size(group), on_host or size(group), group)
+        return Ranks(place(group), size(group), on_host or _on_host(size(group)), group)
 
     def places(self, mesh: Mesh) -> list[int]:
         """The place on a mesh that each of them takes while it rehearses: spread out, where the mesh has more."""
@@ -40,11 +42,19 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait for all."""
-        gather_ints([0], self._group)
+        gather_ints([0], self.group)
+
+    def agree(self, done: bool) -> bool:
+        """Whether all say so."""
+        return all(row[0] for row in gather_ints([int(done)], self.group))
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 has."""
+        return messages.broadcast_object(value, self.group)
 
     def gather(self, value: T) -> list[T]:
         """What every rank says."""
-        return messages.gather_objects(value, self._group)
+        return messages.gather_objects(value, self.group)
 
     def first(self, work: Callable[[], T]) -> T:
         """What rank 0 finds, on every rank.
@@ -52,13 +62,21 @@ class Ranks:
         Raises:
             ConvoyError: it was rank 0's mistake.
         """
+        if self.num == 1:
+            return work()
         found: T | ConvoyError | None = None
         if self.rank == 0:
             try:
                 found = work()
             except ConvoyError as error:
                 found = error
-        known = messages.broadcast_object(found, self._group)
+        known = self.broadcast(found)
         if isinstance(known, ConvoyError):
             raise known
         return cast(T, known)
+
+
+def _on_host(ranks: int) -> int:
+    """How many of the ranks share this host."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and 0 < int(text) <= ranks else ranks

@@ -11,7 +11,7 @@ from torch import nn
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
-from convoy.planning import Planned, Ranks, Scored, make_plan
+from convoy.planning import Planned, Scored, make_plan
 from convoy.plans.plan import Plan
 from convoy.training.devices import Devices
 from convoy.training.recipe import Recipe
@@ -93,7 +93,7 @@ class Choice:
         workload = workload_in_passes(
             self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
         )
-        return make_plan(workload, self.devices.num, Ranks.here(), store=ProfileStore(), progress=self.progress)
+        return make_plan(workload, self.devices.num, self.devices.ranks, store=ProfileStore(), progress=self.progress)
 
     def _race(self, plans: Sequence[Plan]) -> list[float]:
         """Seconds of an update under each plan, of the slowest rank."""

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from convoy.engine import messages
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.collectives import Group, gather_ints, place, size
-from convoy.engine.groups import everyone, join, leave
-from convoy.errors import ConvoyError
+from convoy.engine.collectives import gather_ints
+from convoy.engine.groups import join, leave
+from convoy.planning.ranks import Ranks
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
@@ -22,19 +22,16 @@ class Devices:
     """This rank among all; without a process group the only one.
 
     Attributes:
-        rank: this one, from 0.
-        num: how many there are.
+        ranks: all of them, as they are found before there is a plan.
         sample_rank: place on the plan's sample axes: which part of every batch this rank computes.
         num_sample_ranks: parts of a batch.
         leads: whether this rank speaks for its model group, whose ranks compute the same samples together.
     """
 
-    rank: int = 0
-    num: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
     sample_rank: int = 0
     num_sample_ranks: int = 1
     leads: bool = True
-    _group: Group = field(default=None, repr=False)
     _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @staticmethod
@@ -49,8 +46,17 @@ class Devices:
         """
         device = join()
         keep_freed_memory(device)
-        group = everyone()
-        return Devices(place(group), size(group), _group=group), device
+        return Devices(Ranks.here()), device
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0."""
+        return self.ranks.rank
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return self.ranks.num
 
     @staticmethod
     def leave() -> None:
@@ -71,15 +77,15 @@ class Devices:
 
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
-        return messages.broadcast_object(value, self._group)
+        return self.ranks.broadcast(value)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The named tensors of rank 0, on the CPU; others give None."""
-        return messages.broadcast_tensors(tensors, self._group)
+        return messages.broadcast_tensors(tensors, self.ranks.group)
 
     def gather(self, value: T) -> list[T]:
         """What every rank has, in the order of their numbers."""
-        return messages.gather_objects(value, self._group)
+        return self.ranks.gather(value)
 
     def gather_samples(self, value: T) -> list[T]:
         """What each part of the batch gave, in the order of the parts; model groups speak once."""
@@ -88,7 +94,7 @@ class Devices:
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         """The largest of every rank's numbers, one by one."""
-        return tuple(map(max, *gather_ints(numbers, self._group), numbers))
+        return tuple(map(max, *gather_ints(numbers, self.ranks.group), numbers))
 
     def any(self, here: bool) -> bool:
         """Whether something holds on any rank."""
@@ -100,20 +106,8 @@ class Devices:
         Raises:
             ConvoyError: rank 0 raised it.
         """
-        if self.num == 1:
-            return work()
-        answer: tuple[bool, Any] = (True, None)
-        if self.rank == 0:
-            try:
-                answer = (True, work())
-            except ConvoyError as error:
-                answer = (False, str(error))
-        done, value = self.broadcast(answer)
-        if not done:
-            raise ConvoyError(value)
-        found: T = value
-        return found
+        return self.ranks.first(work)
 
     def barrier(self) -> None:
         """Wait for all."""
-        gather_ints([0], self._group)
+        self.ranks.barrier()

@@ -137,7 +137,7 @@ class Observation:
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
         everyone = devices.gather(seen)
-        learned = devices.first(lambda: _learn(everyone, recipe, session.device, devices.num, store))
+        learned = devices.first(lambda: _learn(everyone, recipe, session.device, devices.ranks.on_host, store))
         return _compared(session, everyone, scored, placement, learned, self._unseen)
 
 

@@ -25,11 +25,36 @@ def try_out(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, .
     Raises:
         ConvoyError: it cannot train on the data's images, or gives logits for another number of classes.
     """
+    shape = (data.channels, data.image_size, data.image_size)
+    change = "data.image_size, data.channels, the microbatch or the model"
+    return probed(plain, recipe, shape, sizes, device, change, len(data.classes))
+
+
+def probed(
+    plain: nn.Module,
+    recipe: Recipe,
+    shape: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    change: str,
+    num_classes: int | None = None,
+) -> Probe:
+    """The same for images of some shape [channels, height, width].
+
+    Args:
+        plain, sizes: as above.
+        shape: of an image.
+        change: what a user could change, where it cannot be.
+        num_classes: logits that there must be; None for as many as there are.
+
+    Raises:
+        ConvoyError: it cannot train on such images, or gives other logits.
+    """
     model = copy.deepcopy(plain)
     context = prepare(model, recipe.seed, recipe.batch_norm)
-    shape = (data.channels, data.image_size, data.image_size)
     try:
-        _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, len(data.classes))
+        if num_classes is not None:
+            _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, num_classes)
         return probe(model, context, shape, device, samples=min(2, *sizes))
     except ConvoyError:
         raise
@@ -37,7 +62,7 @@ def try_out(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, .
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConvoyError(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
-            f" ({reason}): change data.image_size, data.channels, the microbatch or the model"
+            f" ({reason}): change {change}"
         ) from error
 
 

@@ -1,6 +1,5 @@
 """What a recipe's training is to the planner: passes, microbatches, precision, optimiser."""
 
-import copy
 import math
 from functools import partial
 
@@ -8,13 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from convoy.engine import microbatch_sizes, prepare, probe
-from convoy.errors import ConvoyError
+from convoy.engine import microbatch_sizes
 from convoy.planning import Workload, workload_of
 from convoy.training.derived import num_microbatches
 from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
+from convoy.training.trial import merged, probed
 
 
 def workload_of_recipe(
@@ -33,7 +32,8 @@ def workload_of_recipe(
         ConvoyError: the network does not take such images, or cannot be seen as one graph.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    merge = _merged(recipe, model, image_shape, sizes, device)
+    change = "--image-size, the microbatches or the model"
+    merge, _ = merged(recipe, probed(model, recipe, image_shape, sizes, device, change), sizes, device)
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
 
 
@@ -65,27 +65,6 @@ def workload_in_passes(
         precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
         optimizer=partial(_optimizer, recipe=recipe),
     )
-
-
-def _merged(
-    recipe: Recipe, model: nn.Module, image_shape: tuple[int, int, int], sizes: tuple[int, ...], device: torch.device
-) -> int:
-    """Microbatches that one device takes in a pass, as the trainer decides it."""
-    prepared = copy.deepcopy(model)
-    context = prepare(prepared, recipe.seed, recipe.batch_norm)
-    try:
-        found = probe(prepared, context, image_shape, device, samples=min(2, *sizes))
-    except ConvoyError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConvoyError(
-            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, image_shape))} ({reason}): change "
-            "--image-size or the model"
-        ) from error
-    if recipe.reproducible:
-        return 1
-    return len(sizes) if recipe.batch_norm != "microbatch" else found.merge(sizes, device)
 
 
 def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
