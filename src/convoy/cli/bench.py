@@ -79,8 +79,7 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
         click.echo(line)
     for sentence in written.remarks:
         click.echo(sentence)
-    for path in written.files:
-        click.echo(f"{path.stem}: {path}")
+    click.echo(f"report: {written.report}")
     return 0
 
 

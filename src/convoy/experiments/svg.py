@@ -19,6 +19,8 @@ _PROPERTIES = {
     axes.TRAIN: "var(--train)",
     axes.TEST: "var(--test)",
     axes.EMA: "var(--ema)",
+    axes.PURPLE: "var(--purple)",
+    axes.OCHRE: "var(--ochre)",
 }
 """The CSS custom property of each colour that the plots use."""
 

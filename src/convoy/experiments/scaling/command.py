@@ -149,6 +149,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         rows = configurations(numbers, plans, peers)
         if not rows:
             raise ConvoyError("--plans names none: write e.g. sample;auto")
+        recipe = _divisible(recipe, max(numbers))
         each = _share(ask, numbers, places, on_cpu)
         made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
         study = Study(
@@ -189,6 +190,14 @@ def _share(ask: Ask, numbers: list[int], places: list[Place], on_cpu: bool) -> i
         raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
     check_gpus(numbers)
     return 0
+
+
+def _divisible(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with microbatches so small that every device can have one, unless it says how large they are."""
+    said = recipe.model_fields_set & {"microbatch", "microbatches"}
+    if said or recipe.microbatch is None or recipe.batch < devices:
+        return recipe
+    return recipe.model_copy(update={"microbatch": min(recipe.microbatch, recipe.batch // devices)})
 
 
 def _check_batches(study: Study, rows: list[Configuration]) -> None:

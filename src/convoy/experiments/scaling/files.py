@@ -1,25 +1,34 @@
 """The files of a study beside bench.json: the report, the table as CSV and LaTeX, the pictures."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.remarks import remarks
+from convoy.experiments import axes
+from convoy.experiments.plots import Panel
+from convoy.experiments.scaling.plots import panels
+from convoy.experiments.scaling.remarks import missing, remarks
+from convoy.experiments.scaling.report import Drawn, page
 from convoy.experiments.scaling.results import Results, results
-from convoy.experiments.scaling.store import read
+from convoy.experiments.scaling.store import NAME, read
 from convoy.experiments.scaling.table import csv_text, latex_text
-from convoy.training.files import write_text
+from convoy.training.files import write_atomically
+
+DPI = 300
 
 
 @dataclass(frozen=True)
 class Written:
-    """A study's results and the files that were made of them."""
+    """A study's results, what is to be said of them, and the report."""
 
     results: Results
     remarks: list[str]
-    files: list[Path]
+    report: Path
 
 
 def write_files(folder: Path) -> Written:
@@ -31,16 +40,37 @@ def write_files(folder: Path) -> Written:
     document = read(folder)
     table = document["table"]
     found = results(document, table["epochs"], table["dataset_size"])
-    said = remarks(document, found)
+    pictures = [_drawn(panel) for panel in panels(found)]
+    tables = {
+        "table.csv": csv_text(found).encode(),
+        "table.tex": latex_text(found, document).encode(),
+    }
+    raw = {NAME: (folder / NAME).read_bytes(), **tables}
+    files = {**tables, "report.html": page(document, found, pictures, raw).encode("utf-8", errors="replace")}
+    for one in pictures:
+        files |= one.files
     try:
-        files = _write(folder, document, found, said)
+        _write(folder, files)
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(found, said, files)
+    return Written(found, [*remarks(document, found), *missing(found)], folder / "report.html")
 
 
-def _write(folder: Path, document: Mapping[str, Any], found: Results, said: list[str]) -> list[Path]:
-    files = {"table.csv": csv_text(found), "table.tex": latex_text(found, document)}
-    for name, text in files.items():
-        write_text(folder / name, text)
-    return [folder / name for name in files]
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+
+
+def _drawn(panel: Panel) -> Drawn:
+    if panel.figure is None:
+        return Drawn(panel, {})
+    return Drawn(panel, {f"{panel.name}.{kind}": _saved(panel.figure, kind) for kind in ("svg", "png")})
+
+
+def _saved(figure: Figure, kind: str) -> bytes:
+    """A picture as a file: on white, with the text as text."""
+    written = io.BytesIO()
+    about: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": None}
+    with axes.house_style():
+        figure.savefig(written, format=kind, dpi=DPI, metadata=about)
+    return written.getvalue()

@@ -4,17 +4,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from convoy.experiments import formats
-from convoy.experiments.scaling.results import Results
+from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.table import plan_label
 
 
 def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
-    """Sentences, the most important first."""
-    said = [_devices(document), _work(document), _spread(found), _cost(found), _same(found), _one_device(found)]
-    said += [f"{label} was not measured: {reason}." for label, reason in found.failed]
+    """Sentences on how the table came to be, the most important first."""
+    said = [
+        _devices(document),
+        _work(document),
+        _spread(found),
+        _cost(found),
+        _same(found),
+        _over(found),
+        _one_device(found),
+    ]
+    return [sentence for sentence in said if sentence]
+
+
+def missing(found: Results) -> list[str]:
+    """Sentences on rows that could not be measured, or have not been."""
+    said = [f"{label} was not measured: {reason.rstrip('.')}." for label, reason in found.failed]
     if found.waiting:
         said.append(f"Not measured yet: {', '.join(found.waiting)}; the same command goes on.")
-    return [sentence for sentence in said if sentence]
+    return said
 
 
 def _devices(document: Mapping[str, Any]) -> str:
@@ -42,7 +55,9 @@ def _work(document: Mapping[str, Any]) -> str:
         if images
         else study["recipe"]["data"]["path"]
     )
-    return f"An update is {batch}; the images are {source}."
+    recipe = study["recipe"]
+    size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
+    return f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
 
 
 def _spread(found: Results) -> str:
@@ -74,6 +89,19 @@ def _same(found: Results) -> str:
         return ""
     by = f"differs by {formats.significant(difference, 2)} of itself at most" if difference else "is the same number"
     return f"The first update's loss {by} in all rows of Convoy: they do the same work."
+
+
+def _over(found: Results) -> str:
+    if found.reference is None:
+        return ""
+    reference = found.reference
+    if reference.devices > 1:
+        return f"Nothing was measured on one device: speed-up is {reference.devices} on {_row(found.reference)}."
+    return f"Speed-up is over the fastest row on one device: {plan_label(reference)}."
+
+
+def _row(row: Row) -> str:
+    return f"{plan_label(row)} on {row.devices} devices"
 
 
 def _one_device(found: Results) -> str:
