@@ -27,6 +27,8 @@ from convoy.plans.plan import Plan
 
 SERIAL = "one device"
 CHOSEN = "auto"
+_WARM_UP = 5
+"""Updates, until memory that is freed is used again."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def run(subject: Subject, plans: Sequence[str], updates: int) -> list[Row]:
     Args:
         subject: what is trained.
         plans: for as many devices as ranks run.
-        updates: timed of each plan, after two that are not.
+        updates: timed of each plan, after those that warm up.
     """
     device = torch.device("cpu")
     keep_freed_memory(device)
@@ -144,8 +146,8 @@ def _updater(model: nn.Module, net: nn.Module, images: Tensor, labels: Tensor) -
 
 def _time(update: Callable[[], None], updates: int) -> list[float]:
     seconds = []
-    for _ in range(updates + 2):
+    for _ in range(_WARM_UP + updates):
         start = time.perf_counter()
         update()
         seconds.append(time.perf_counter() - start)
-    return seconds[2:]
+    return seconds[_WARM_UP:]

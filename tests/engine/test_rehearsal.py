@@ -6,6 +6,7 @@ import torch
 from convoy.engine.groups import Groups
 from convoy.engine.link_probe import measure_links
 from convoy.engine.rehearsal import OUTSIDE, Rehearsal
+from convoy.engine.stand_ins import tiled
 from convoy.planning import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -25,7 +26,7 @@ def workload(name: str, **options: object) -> Workload:
 def test_every_call_takes_some_time_on_every_rank(name: str, plan: str) -> None:
     placement = workload(name).place(Plan.parse(plan))
     for rank in range(placement.mesh.num_devices):
-        times = Rehearsal(placement, rank, torch.device("cpu")).run(passes=1, warm_up=0)
+        times = Rehearsal(placement, rank, torch.device("cpu")).run(enough=1)
         assert set(times) == {OUTSIDE, *(placed.call.name for placed in placement.calls)}
         convolutions = [placed.call.name for placed in placement.calls if placed.call.op in ("conv", "linear")]
         assert all(times[call].forward > 0 and times[call].backward > 0 for call in convolutions)
@@ -42,28 +43,60 @@ def test_batch_norm_in_every_mode(batch_norm: str) -> None:
         batch_norm=batch_norm,
         microbatches=found.sizes,
     )
-    first, second = (rehearsal.run(passes=1, warm_up=0) for _ in range(2))
+    first, second = (rehearsal.run(enough=1) for _ in range(2))
     assert set(first) == set(second)
 
 
 def test_images_are_arranged_as_in_training() -> None:
     placement = workload("depthwise").place(Plan.parse("filter=2"))
     rehearsal = Rehearsal(placement, 0, torch.device("cpu"), channels_last=True)
-    images = [t for t in rehearsal._tensors if t.dim() == 4]
-    assert images
+    images = [t for t in rehearsal._tensors if t.dim() == 4 and not t.requires_grad]
+    assert len(images) == 1
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in images)
 
 
-def test_it_waits_before_every_pass() -> None:
-    waited: list[int] = []
+def test_what_is_at_hand_is_used() -> None:
+    torch.manual_seed(0)
+    model = SMALL_NETS["depthwise"]()
+    found = workload_of(model, torch.randn(1, 3, 16, 16), 8)
+    placement = found.place(Plan.parse("filter=2"))
+    rehearsal = Rehearsal(placement, 1, torch.device("cpu"), contents=found.contents)
+    parts = dict(zip(rehearsal._program.sources, rehearsal._tensors, strict=True))
+    weights = {name: tensor for name, tensor in parts.items() if tensor.dim() == 4 and tensor.requires_grad}
+    assert weights
+    whole = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, whole[name][-len(tensor) :])  # the second half of the filters
+        tensor.data.zero_()  # and never the network's own
+        assert whole[name].any()
+    images = parts[found.graph.inputs[0]]
+    assert torch.equal(images[0], images[-1])
+    assert len(images) == 8
+
+
+def test_a_stand_in_resembles_what_comes_in() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert tiled(x, (2, 3)) is x
+    assert tiled(x, (4, 2)).tolist() == [[0, 1], [3, 4], [0, 1], [3, 4]]
+    assert tiled(x[:0], (2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_it_ends_when_all_agree() -> None:
+    said: list[bool] = []
+
+    def agree(done: bool) -> bool:
+        said.append(done)
+        return len(said) == 5
+
     placement = workload("depthwise").place(Plan.parse("serial"))
-    Rehearsal(placement, 0, torch.device("cpu")).run(passes=2, warm_up=1, ready=lambda: waited.append(1))
-    assert len(waited) == 3
+    Rehearsal(placement, 0, torch.device("cpu")).run(agree, enough=1)
+    assert len(said) == 5
+    assert said[0]
 
 
 def links() -> dict[tuple[int, ...], tuple[int, int, bool]]:
     groups = Groups(Mesh(("node", "gpu"), (2, 2)))
-    found = measure_links(groups, [(0,), (1,), (0, 1)], sizes=(0, 4096), repetitions=2)
+    found = measure_links(groups, [(0,), (1,), (0, 1)], torch.device("cpu"), sizes=(0, 4096))
     return {axes: (times.all_reduce[1][0], times.exchange[1][0], times.overlap) for axes, times in found.items()}
 
 

@@ -87,8 +87,8 @@ class Additive:
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
             copies = 2 * self._times(copied(size)).forward
         elif self._divides:
-            seconds = 2 * link.exchange(size - size // mesh.size(axes))
-            copies = self._times(copied(size - size // mesh.size(axes), 2)).forward
+            sent = size - size // mesh.size(axes)
+            seconds, copies = link.seconds("reduce_scatter", sent) + link.seconds("gather", sent), 0.0
         else:
             seconds, copies = link.all_reduce(size), 0.0
         if link.overlap:

@@ -24,7 +24,7 @@ class GradientMessage:
         parameters: their names; none in a message that only counts users.
         kind, bytes: for each rank, as `Link.seconds` counts them.
         copied: bytes that each rank copies into it, and out of it again; 0 where the gradient itself is sent.
-        gathered: bytes for an `exchange` after the update where ranks divide it: each has then only its own piece.
+        gathered: bytes of the pieces that are gathered after the update where ranks divide it.
     """
 
     axes: Axes
@@ -92,7 +92,9 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         if bucket.alone and divided:
             count = mesh.size(bucket.axes)
             pieces = tuple(size - size // count for size in own)
-            messages.append(GradientMessage(bucket.axes, layer, members, "exchange", pieces, (0,) * len(own), pieces))
+            messages.append(
+                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(own), pieces)
+            )
             shared[members[0]] = count
             continue
         sent = tuple(size + len(bucket.tally) * itemsize for size in own)

@@ -9,14 +9,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
 
-Kind = Literal["all_reduce", "exchange"]
-"""`all_reduce` is by bytes of the tensor that each rank has. `exchange` (a gather, an all-to-all, a reduce-scatter) is
-by the bytes that the rank sends to others that sends most."""
+Kind = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
+"""`all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
+sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
+gradient in place, the first with its additions."""
 
 Ranks = tuple[int, ...]
 
@@ -75,7 +76,8 @@ class Link:
     """What a group of ranks exchanges through.
 
     Attributes:
-        all_reduce, exchange: seconds, while the ranks do nothing else.
+        all_reduce, exchange, reduce_scatter, gather: seconds, while the ranks do nothing else; where the last two are
+            not known they are those of an exchange.
         overlap: whether messages travel beside the computation; where not, gradients are added after it.
         cpu_share: the part of the time of a message that it takes from the computation, where they overlap: 0 for
             hardware that moves data by itself, 1 where moving them takes the core that computes.
@@ -85,19 +87,29 @@ class Link:
     exchange: Curve
     overlap: bool = False
     cpu_share: float = 0.0
+    reduce_scatter: Curve | None = None
+    gather: Curve | None = None
 
     def seconds(self, kind: Kind, num_bytes: float) -> float:
         """Time of one collective."""
-        return (self.all_reduce if kind == "all_reduce" else self.exchange)(num_bytes)
+        return self._curve(kind)(num_bytes)
+
+    def _curve(self, kind: Kind) -> Curve:
+        match kind:
+            case "all_reduce":
+                return self.all_reduce
+            case "reduce_scatter":
+                return self.reduce_scatter or self.exchange
+            case "gather":
+                return self.gather or self.exchange
+            case "exchange":
+                return self.exchange
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
-            "all_reduce": [list(point) for point in self.all_reduce.points],
-            "exchange": [list(point) for point in self.exchange.points],
-            "overlap": self.overlap,
-            "cpu_share": self.cpu_share,
-        }
+        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Kind)}
+        points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
+        return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share}
 
     @staticmethod
     def from_dict(given: Mapping[str, Any]) -> "Link":
@@ -106,11 +118,12 @@ class Link:
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
-        curves = [
-            Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
-            for kind in ("all_reduce", "exchange")
-        ]
-        return Link(curves[0], curves[1], bool(given["overlap"]), float(given["cpu_share"]))
+        curves: dict[str, Curve] = {
+            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
+            for kind in get_args(Kind)
+            if kind in given or kind in ("all_reduce", "exchange")
+        }
+        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), **curves)
 
 
 class AnyLink(Protocol):

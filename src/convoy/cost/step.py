@@ -1,11 +1,12 @@
 """From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimiser."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 from convoy.cost.alike import alike
 from convoy.cost.copies import copied
-from convoy.cost.costs import Costs
+from convoy.cost.costs import Around, Costs
 from convoy.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.cost.inside import running_statistics
 from convoy.cost.link import Kind as LinkKind
@@ -35,8 +36,25 @@ def step_tasks(placement: Placement, costs: Costs, passes: int = 1, every_rank: 
 
 
 def predict(placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False) -> Timeline:
-    """The timeline of an update; arguments as for `step_tasks`."""
-    return simulate(step_tasks(placement, costs, passes, every_rank))
+    """The timeline of an update; arguments as for `step_tasks`.
+
+    What others get ready beside the computation is waited for at the beginning, if an update is too short for it.
+    """
+    ahead = costs.input
+    if not ahead.beside:
+        return simulate(step_tasks(placement, costs, passes, every_rank))
+    without = predict(placement, replace(costs, input=Around()), passes, every_rank)
+    late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
+    if late <= 0:
+        return without
+    return predict(placement, replace(costs, input=Around(per_pass=late / passes)), passes, every_rank)
+
+
+def samples_of(placement: Placement) -> list[int]:
+    """How many samples of a pass each rank is given."""
+    batch, mesh = placement.batch, placement.mesh
+    places = (mesh.index(mesh.coordinates(rank), batch.axes) for rank in range(mesh.num_devices))
+    return [len(batch.parts[place]) if batch.parts else 0 for place in places]
 
 
 class _Builder:
@@ -47,7 +65,7 @@ class _Builder:
         known = set(order)
         order += [value.name for value in placement.graph.parameters() if value.name not in known]
         self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
-        self.samples = self._samples()
+        self.samples = samples_of(placement)
         self.first = list(range(self.mesh.num_devices)) if every_rank else self._alike()
         self.ranks = sorted(set(self.first))
         self.found: list[Task] = []
@@ -71,11 +89,6 @@ class _Builder:
                 )
             self._update()
         return self.found
-
-    def _samples(self) -> list[int]:
-        batch, mesh = self.placement.batch, self.mesh
-        places = (mesh.index(mesh.coordinates(rank), batch.axes) for rank in range(mesh.num_devices))
-        return [len(batch.parts[place]) if batch.parts else 0 for place in places]
 
     def _alike(self) -> list[int]:
         items, messages = self.items, self.exchange.messages
@@ -195,7 +208,7 @@ class _Builder:
         for message in self.exchange.messages:
             if message.gathered:
                 self._collective(
-                    message.axes, "exchange", message.gathered, "gradients", "gradient", message.layer, message.name
+                    message.axes, "gather", message.gathered, "gradients", "gradient", message.layer, message.name
                 )
 
 
@@ -231,12 +244,9 @@ class _Sending:
                 builder._compute(
                     rank, "copy", message.layer, message.name, builder.costs.per_parameter * len(message.parameters)
                 )
-                seconds = 0.0
-                if message.gathered:  # what came from the others is added to the own piece
-                    seconds = builder._times(copied(message.gathered[rank], 2)).forward
-                elif message.copied[rank]:
+                if message.copied[rank]:
                     seconds = builder._times(copied(message.copied[rank])).forward
-                builder._compute(rank, "copy", message.layer, message.name, seconds)
+                    builder._compute(rank, "copy", message.layer, message.name, seconds)
 
     def _start(self) -> None:
         message = self._messages[self._next]

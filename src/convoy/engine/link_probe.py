@@ -1,5 +1,6 @@
 """How long the collectives take over the groups of a mesh, measured on the ranks at hand."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from convoy.engine import collectives
-from convoy.engine.collectives import Group, gather_ints, size
+from convoy.engine.collectives import Group, gather_ints, place, size
+from convoy.engine.gradients.pieces import ReduceScatter, start_gather
 from convoy.engine.groups import Groups
+from convoy.engine.steady import steady
 from convoy.engine.transfer import Transfer
 from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.mesh import Axes
@@ -21,6 +24,7 @@ SIZES = (0, *(2**power for power in range(8, 27, 2)))
 _SMALL = 50
 _MOST = 2**27
 """Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
+_TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class LinkTimes:
 
     Attributes:
         all_reduce: (bytes of the tensor, seconds).
-        exchange: (bytes that a rank sends to the others together, seconds).
+        exchange: (bytes that a rank sends to the others together, seconds), for what comes in new tensors.
+        reduce_scatter, gather: likewise, for pieces of a gradient: with the additions, and in place.
         overlap: whether messages run beside what computes.
         cpu_share: the part of the core that they take meanwhile.
         overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
@@ -37,81 +42,108 @@ class LinkTimes:
 
     all_reduce: tuple[tuple[int, float], ...]
     exchange: tuple[tuple[int, float], ...]
+    reduce_scatter: tuple[tuple[int, float], ...]
+    gather: tuple[tuple[int, float], ...]
     overlap: bool
     cpu_share: float
     overhead: float
 
 
 def measure_links(
-    groups: Groups, subsets: Iterable[Axes], sizes: Sequence[int] = SIZES, repetitions: int = 5
+    groups: Groups, subsets: Iterable[Axes], device: torch.device, sizes: Sequence[int] = SIZES
 ) -> dict[Axes, LinkTimes]:
     """Measure the groups over each of some sets of axes; all ranks call it.
 
     Args:
         groups: of the mesh.
         subsets: sets of axes.
+        device: where the tensors are that travel.
         sizes: of the messages, in bytes.
-        repetitions: of each; the median counts, that of the slowest rank.
     """
     world = groups.of(tuple(groups.mesh.axes))
     found = {}
     for axes in subsets:
         group = groups.of(axes)
         if group is not None:
-            found[axes] = _measure(group, world, sizes, repetitions, _overhead(groups, axes))
+            probe = _Probe(group, world, device)
+            found[axes] = probe.measure(sizes, _overhead(groups, axes, device))
     return found
 
 
-def _measure(group: Group, world: Group, sizes: Sequence[int], repetitions: int, redistributing: float) -> LinkTimes:
-    ranks = size(group)
-    sums: list[tuple[int, float]] = []
-    moves: list[tuple[int, float]] = []
-    busy = [0.0, 0.0]
-    for wanted in sizes:
-        numbers = max(1, wanted // 4)
-        seconds, cpu = _time(lambda x: collectives.all_reduce(x, group), (numbers,), world, repetitions)
-        sums.append((4 * numbers, seconds))
-        rows = -(-numbers // max(1, ranks - 1))
-        moved, _ = _time(lambda x: collectives.all_to_all(x, group), (ranks, rows), world, repetitions)
-        moves.append((4 * rows * (ranks - 1), moved))
-        if wanted >= 2**20:
-            busy = [busy[0] + cpu, busy[1] + seconds]
-    probe = collectives.start_all_reduce(torch.ones(2**20), group)
-    overlap = probe.runs_beside
-    probe.wait()
-    share = min(1.0, busy[0] / busy[1]) if busy[1] else 0.0
-    return LinkTimes(tuple(sums), tuple(moves), overlap, share, max(0.0, redistributing - moves[0][1]))
+class _Probe:
+    """Measures one group, while the others over the same axes do so too."""
+
+    def __init__(self, group: Group, world: Group, device: torch.device) -> None:
+        self._group, self._world, self._device = group, world, device
+        self._ranks, self._place = size(group), place(group)
+        self._busy, self._taken = 0.0, 0.0
+
+    def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
+        rows: list[list[tuple[int, float]]] = [[], [], [], []]
+        for wanted in sizes:
+            numbers = max(1, wanted // 4)
+            share = -(-numbers // max(1, self._ranks - 1))
+            others = 4 * share * (self._ranks - 1)
+            rows[0].append((4 * numbers, self._time(lambda x: collectives.all_reduce(x, self._group), numbers)))
+            rows[1].append((others, self._time(self._exchange, share)))
+            if wanted:
+                whole = share * self._ranks
+                rows[2].append((others, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
+                rows[3].append((others, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
+        sums, moves, pieces, gathers = map(tuple, rows)
+        pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
+        overlap = pending.runs_beside
+        pending.wait()
+        share_of_core = min(1.0, self._busy / self._taken) if self._taken else 0.0
+        own = max(0.0, redistributing - moves[0][1])
+        return LinkTimes(sums, moves, pieces or moves, gathers or moves, overlap, share_of_core, own)
+
+    def _exchange(self, x: Tensor) -> object:
+        """The same to every other rank."""
+        sends: list[Tensor | None] = [x] * self._ranks
+        sends[self._place] = x.new_empty(0)
+        shapes = [None if rank == self._place else x.shape for rank in range(self._ranks)]
+        return collectives.exchange(sends, shapes, self._group)
+
+    def _time(self, run: Callable[[Tensor], object], numbers: int) -> float:
+        """Seconds of one collective, of the slowest rank."""
+        like = torch.ones(numbers, device=self._device)
+        buffers = itertools.cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
+
+        def measure() -> tuple[float, float]:
+            buffer = next(buffers)
+            gather_ints([0], self._world)
+            start, before = time.perf_counter(), time.process_time()
+            run(buffer)
+            _wait(self._device)
+            nanoseconds = [round(1e9 * (time.perf_counter() - start)), round(1e9 * (time.process_time() - before))]
+            rows = gather_ints(nanoseconds, self._world)  # all know the same, and end together
+            return max(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9
+
+        found = steady(measure, lambda times: times[0], within=0.1, most=12)
+        if like.nbytes >= 2**20:
+            self._taken += median(seconds for seconds, _ in found)
+            self._busy += median(cpu for _, cpu in found)
+        return median(seconds for seconds, _ in found)
 
 
-def _overhead(groups: Groups, axes: Axes) -> float:
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
     """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
     mesh, ranks = groups.mesh, groups.mesh.size(axes)
     split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})
     transfer = Transfer(Step("gather", axes, split, WHOLE), mesh, groups.coordinates, groups, (ranks, 1))
     seconds = []
     for _ in range(_SMALL):
-        x = torch.ones(1, 1, requires_grad=True)
+        x = torch.ones(1, 1, requires_grad=True, device=device)
         start = time.perf_counter()
         y = transfer(x)
+        _wait(device)
         seconds.append(time.perf_counter() - start)
         y.sum().backward()
     rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
     return max(row[0] for row in rows) / 1e9
-
-
-def _time(
-    run: Callable[[Tensor], object], shape: tuple[int, ...], world: Group, repetitions: int
-) -> tuple[float, float]:
-    """Seconds, and those of the processor, of one collective: the median of the slowest rank's."""
-    like = torch.ones(shape)
-    buffers = [like.clone() for _ in range(max(1, min(repetitions, _MOST // max(1, like.nbytes))))]
-    run(like)
-    seconds, cpu = [], []
-    for number in range(repetitions):
-        gather_ints([0], world)
-        start, before = time.perf_counter(), time.process_time()
-        run(buffers[number % len(buffers)])
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - before)
-    rows = gather_ints([round(median(seconds) * 1e9), round(median(cpu) * 1e9)], world)
-    return max(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9

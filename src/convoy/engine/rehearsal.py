@@ -4,10 +4,9 @@ Nothing is sent. What would come from other ranks is made up, of the right shape
 its order, so that a call finds in the caches what it will find there in training.
 """
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch import Tensor
 from convoy.engine.context import StepContext
 from convoy.engine.groups import Groups
 from convoy.engine.program import Program
+from convoy.engine.stand_ins import NoTransfer, source
 from convoy.engine.statistics import RunningStatistics
-from convoy.graph.graph import Value
+from convoy.engine.steady import steady
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
@@ -34,7 +34,7 @@ class CallTimes:
     """Seconds of one call.
 
     Attributes:
-        forward, backward: medians over the passes.
+        forward, backward: medians over the passes that were near the fastest.
     """
 
     forward: float
@@ -61,6 +61,7 @@ class Rehearsal:
         channels_last: whether images lie with the channels innermost in memory.
         batch_norm: over which samples its statistics are taken.
         microbatches: samples of each microbatch of the pass; by default all are one.
+        contents: whole parameters and buffers by name, and images, as far as they are at hand.
     """
 
     def __init__(
@@ -72,33 +73,34 @@ class Rehearsal:
         channels_last: bool = False,
         batch_norm: str = "sync",
         microbatches: Sequence[int] = (),
+        contents: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._placement, self._device, self._channels_last = placement, device, channels_last
+        self._device = device
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
         self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
-        mesh = placement.mesh
-        self._place = mesh.coordinates(rank)
-        groups = Alone(mesh, rank)
-        self._program = Program(placement, groups, self._context, channels_last, transfer=self._stand_in)
-        self._tensors = [self._source(placement.graph.values[name]) for name in self._program.sources]
+        mesh, values = placement.mesh, placement.graph.values
+        place = mesh.coordinates(rank)
 
-    def run(self, passes: int = 3, warm_up: int = 1, ready: Callable[[], None] = lambda: None) -> dict[str, CallTimes]:
-        """Time every call.
+        def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> NoTransfer:
+            return NoTransfer(steps, shape, placement, place, channels_last)
+
+        self._program = Program(placement, Alone(mesh, rank), self._context, channels_last, transfer=stand_in)
+        self._tensors = [
+            source(values[name], placement, place, device, contents or {}, channels_last)
+            for name in self._program.sources
+        ]
+
+    def run(self, agree: Callable[[bool], bool] = lambda done: done, enough: int = 3) -> dict[str, CallTimes]:
+        """Time every call, in passes that are repeated until they are steady.
 
         Args:
-            passes: that count.
-            warm_up: passes before them.
-            ready: called before every pass, for example to wait for others that measure at the same time.
+            agree: called after every pass with whether this rank is done; whether all who measure at the same time are.
+            enough: passes that must be near the fastest.
 
         Returns:
             Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
-        found: list[tuple[dict[str, float], dict[str, float]]] = []
-        for number in range(warm_up + passes):
-            ready()
-            times = self._pass()
-            if number >= warm_up:
-                found.append(times)
+        found = steady(self._pass, _seconds, agree, enough=enough)
         names = dict.fromkeys(name for both in found for times in both for name in times if name != _MADE_UP)
         return {
             name: CallTimes(*(statistics.median(both[way].get(name, 0.0) for both in found) for way in (0, 1)))
@@ -121,43 +123,9 @@ class Rehearsal:
             backward.mark(OUTSIDE)
         return forward.spans(), backward.spans()
 
-    def _source(self, value: Value) -> Tensor:
-        layout = self._placement.layouts[value.name]
-        shape = layout.local_shape(value.shape, self._placement.mesh, self._place)
-        if not value.dtype.is_floating_point:
-            return torch.zeros(shape, dtype=value.dtype, device=self._device)
-        if value.origin == "buffer":
-            return torch.ones(shape, dtype=value.dtype, device=self._device)
-        spread = 1.0 if value.origin == "input" or len(shape) < 2 else 1.0 / math.sqrt(max(1, math.prod(shape[1:])))
-        tensor = self._arranged(torch.randn(shape, dtype=value.dtype, device=self._device) * spread)
-        return tensor.requires_grad_(value.origin == "parameter")
 
-    def _arranged(self, tensor: Tensor) -> Tensor:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        if not self._channels_last or tensor.dim() not in formats:
-            return tensor
-        return tensor.contiguous(memory_format=formats[tensor.dim()])
-
-    def _stand_in(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        """What a transfer would give, without it."""
-        mesh = self._placement.mesh
-        before, after = (layout.local_shape(shape, mesh, self._place) for layout in (steps[0].source, steps[-1].target))
-
-        def made_up(like: Tensor, sizes: tuple[int, ...]) -> Tensor:
-            return self._arranged(torch.full(sizes, 0.1, dtype=like.dtype, device=like.device))
-
-        return lambda x: _StandIn.apply(x, lambda y: made_up(y, after), lambda y: made_up(y, before))
-
-
-class _StandIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        ctx.back = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
+def _seconds(times: tuple[dict[str, float], dict[str, float]]) -> float:
+    return sum(seconds for way in times for name, seconds in way.items() if name != _MADE_UP)
 
 
 class _Stopwatch:

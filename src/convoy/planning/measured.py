@@ -47,7 +47,7 @@ def measure(
     links: Links,
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
-    passes: int = 2,
+    per_transfer: float = 0.0,
 ) -> Knowledge:
     """Rehearse the network on the devices at hand; all ranks call it.
 
@@ -60,7 +60,7 @@ def measure(
         links: between the devices of the meshes.
         store: of what was measured before; None keeps nothing.
         progress: is told of every rehearsal.
-        passes: of each rehearsal that count.
+        per_transfer: seconds of the engine for a redistribution in one direction.
     """
     serial = Mesh((), ())
     jobs = [(name, placement, True) for name, placement in placements(workload, serial)]
@@ -76,7 +76,7 @@ def measure(
         wanted = _pieces(workload, placement, {0} if alone else ranks.places(placement.mesh))
         if all(one in known[alone] for one in wanted):
             continue
-        found, rest = rehearse(workload, placement, ranks, alone, passes)
+        found, rest = rehearse(workload, placement, ranks, alone)
         known[alone] = found | known[alone]  # of several places of a piece the first counts: plain `sample`
         outside[alone].append(rest)
         if store is not None and ranks.rank == 0:
@@ -96,6 +96,7 @@ def measure(
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
+            per_transfer=Times(per_transfer, per_transfer),
         )
     return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks))
 

@@ -11,7 +11,6 @@ from torch import nn
 from convoy.cost.costs import Costs
 from convoy.cost.step import predict
 from convoy.cost.times import Table, Times
-from convoy.cost.update import Update
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.planning.ranks import Ranks
 from convoy.planning.rehearse import rehearse
@@ -19,7 +18,7 @@ from convoy.planning.workload import Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 
 _LAYERS = 4, 24
-_WIDTH, _UPDATES = 16, 15
+_WIDTH, _UPDATES, _ENOUGH = 16, 15, 6
 
 
 def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
@@ -30,14 +29,10 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
     if ranks.num == 1:
         return costs
     few, many = (_residue(costs, workload, ranks, layers) for layers in _LAYERS)
-    per_tensor = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
-    fixed = max(0.0, few - 2 * _LAYERS[0] * per_tensor)
-    update = costs.update
-    return replace(costs, update=_more(update, per_tensor, fixed))
-
-
-def _more(update: Update, per_tensor: float, fixed: float) -> Update:
-    return replace(update, per_tensor=update.per_tensor + per_tensor, fixed=update.fixed + fixed)
+    per_parameter = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
+    fixed = max(0.0, few - 2 * _LAYERS[0] * per_parameter)
+    update = replace(costs.update, fixed=costs.update.fixed + fixed)
+    return replace(costs, update=update, per_parameter=per_parameter)
 
 
 def _residue(costs: Costs, workload: Workload, ranks: Ranks, layers: int) -> float:
@@ -46,7 +41,7 @@ def _residue(costs: Costs, workload: Workload, ranks: Ranks, layers: int) -> flo
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found, around = rehearse(chain, chain.place(plan), ranks, alone=False, passes=_UPDATES)
+    found, around = rehearse(chain, chain.place(plan), ranks, alone=False, enough=_ENOUGH)
     times = Table({one.key: taken for one, taken in found.items()}, lambda piece: Times())
     known = replace(costs, times=times, loss=replace(costs.loss, per_pass=around.total))
     measured = _update(model, plan, images, workload.device)

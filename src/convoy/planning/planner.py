@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from convoy.cost.additive import Additive
 from convoy.cost.assumed import Rate
-from convoy.cost.costs import Costs
+from convoy.cost.costs import Around, Costs
 from convoy.cost.link import Links
 from convoy.cost.memory import RankMemory, most, rank_memory
 from convoy.cost.step import predict
@@ -105,17 +105,18 @@ def know(
         The costs, and notes on what was assumed.
     """
     notes = []
+    per_transfer = 0.0
     devices = max((mesh.num_devices for mesh in shapes), default=1)
     if links is None and devices > 1:
         if ranks.num == devices:
             progress("measuring the links", 0, 1)
-            links = measured_links(shapes, workload.largest)
+            links, per_transfer = measured_links(shapes, workload.largest, workload.device)
         else:
             links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
             notes.append(
                 f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
             )
-    return measure(workload, shapes, ranks, links or Links(), store, progress), tuple(notes)
+    return measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer), tuple(notes)
 
 
 def make_plan(
@@ -128,6 +129,7 @@ def make_plan(
     fixes: Sequence[str] = (),
     memory_limit: float | None = None,
     plans: Sequence[Plan] = (),
+    input: Around | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Planned:
     """Find the fastest plan; all ranks call it, and get the same.
@@ -141,6 +143,7 @@ def make_plan(
         fixes: strategies that are given, such as `classifier.*=filter`.
         memory_limit: bytes that each device has.
         plans: are only scored, instead of a search.
+        input: of a pass on each rank; None costs nothing.
         progress: is told of long work.
 
     Raises:
@@ -151,13 +154,14 @@ def make_plan(
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
     knowledge, notes = know(workload, shapes, ranks, links=links, store=store, progress=progress)
-    costs = knowledge.together if devices > 1 else knowledge.alone
+    alone, together = (replace(one, input=input or one.input) for one in (knowledge.alone, knowledge.together))
+    costs = together if devices > 1 else alone
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
     if not plans:
         progress("searching", 0, 1)
         plans = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
     scored = sorted((score(workload, plan, costs) for plan in plans), key=lambda one: one.seconds)
-    serial = score(workload, Plan(Mesh((), ())), knowledge.alone)
+    serial = score(workload, Plan(Mesh((), ())), alone)
     return Planned(workload, devices, tuple(scored), serial, next(iter(results), None), costs, notes)
 
 
@@ -182,8 +186,9 @@ def _search(
     results.append(found)
     plans = [candidate.plan for candidate in found.candidates]
     plain = Plan.parse(f"sample={devices}" if devices > 1 else "serial")
-    if plain not in plans and not fixes and memory_limit is None:
+    if plain not in plans and not fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-            workload.place(plain)
-            plans.append(plain)
+            placement = workload.place(plain)
+            if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:
+                plans.append(plain)
     return plans

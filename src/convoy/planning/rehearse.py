@@ -15,11 +15,12 @@ from convoy.plans.place import PlacedCall, Placement
 
 
 def rehearse(
-    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, passes: int
+    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, enough: int = 3
 ) -> tuple[dict[Piece, Times], Times]:
     """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
+    `enough` passes are to be near the fastest of their rank.
     """
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
@@ -32,9 +33,10 @@ def rehearse(
             channels_last=workload.channels_last,
             batch_norm=workload.batch_norm,
             microbatches=workload.sizes,
+            contents=workload.contents,
         )
         with _precision(workload):
-            times = rehearsal.run(passes, ready=(lambda: None) if alone else ranks.barrier)
+            times = rehearsal.run((lambda done: done) if alone else ranks.agree, enough)
         for placed in placement.calls:
             one = piece_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:

@@ -1,7 +1,7 @@
 """What is to be planned: a network, how many samples an update has, and how it is trained."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,7 @@ class Workload:
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimiser for some parameters.
+        contents: parameters and buffers by name, and images of any number, as far as they are at hand.
         resized: the same at another number of samples of a pass; None where the network is not at hand.
     """
 
@@ -55,6 +56,7 @@ class Workload:
     microbatch: int = 0
     precision: torch.dtype | None = None
     optimizer: MakeOptimizer = momentum
+    contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -113,7 +115,7 @@ def workload_of(
 
     Args:
         model: any network.
-        example: images; only the shape of a sample, the type and the device matter.
+        example: images; the shape of a sample, the type and the device matter, and what is in them a little.
         global_batch: samples of one update on all devices together.
         name: of the network, for people; by default that of its class.
         passes: into which the update is divided.
@@ -165,5 +167,13 @@ def workload_of(
         microbatch=microbatch,
         precision=precision,
         optimizer=optimizer,
+        contents=_contents(model, dict(zip(graph.inputs, examples, strict=True))),
         resized=resized,
     )
+
+
+def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is at hand: nothing of what has only a shape, and no images that are all of one colour."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
+    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}

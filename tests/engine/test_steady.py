@@ -1,0 +1,26 @@
+"""Measurements end when enough of them are near the fastest."""
+
+import pytest
+
+from convoy.engine.steady import steady
+
+
+@pytest.mark.parametrize(
+    ("seconds", "near", "used"),
+    [
+        ((5.0, 1.0, 1.01, 1.02, 9.0), [1.0, 1.01, 1.02], 4),  # the first found cold memory
+        ((5.0, 2.0, 1.0, 1.5, 1.02, 1.01, 9.0), [1.0, 1.02, 1.01], 6),  # three near 2 would not have been
+        ((1.0, 1.0, 1.0, 9.0), [1.0, 1.0, 1.0], 3),
+        ((8.0, 4.0, 2.0, 1.0), [1.0], 4),  # never steady: what was best
+    ],
+)
+def test_what_counts(seconds: tuple[float, ...], near: list[float], used: int) -> None:
+    values = iter(seconds)
+    found = steady(lambda: next(values), lambda value: value, most=min(10, used))
+    assert found == near
+    assert len(seconds) - len(list(values)) == used
+
+
+def test_ends_only_when_all_agree() -> None:
+    answers = iter((False, False, True))
+    assert len(steady(lambda: 1.0, lambda value: value, lambda done: next(answers), enough=1)) == 3
