@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
+from convoy.cost.device import Device
+from convoy.cost.piece import Operand, Piece
+from convoy.cost.store import ProfileStore
+from convoy.cost.times import Times
 from convoy.plans.plan import Plan
 
 LINE = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--link", "10gbit"]
@@ -71,6 +75,13 @@ def test_plans_of_ones_own_are_compared(capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--score", "owt=2", "--json"))
     assert {candidate["plan"]["text"] for candidate in found["candidates"]} == {"sample=2", "owt=2"}
     assert found["exact"] is None
+
+
+def test_slow_input_is_what_holds_a_plan_up(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10", "--json"))
+    assert found["verdict"]["kind"] == "input"
+    assert found["update_s"] > 1.6
+    assert "Input-bound" in said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10")
 
 
 def test_devices_follow_from_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,13 +160,14 @@ def test_ranks_of_this_machine_measure(tmp_path: Path, cache: Path) -> None:
         ("plan lenet --devices 16 --batch 16 --microbatches 16 --score filter=16 --link pcie4", "6"),
         ("plan lenet --devices 2 --memory-limit much", "--memory-limit much is no size"),
         ("plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4", "no plan fits"),
+        ("plan lenet --devices 2 --batch 32 --link pcie4 --images-per-second 0", "--images-per-second is 0"),
         ("plan alexnet --image-size 16 --batch 4", "cannot train on images of 3×16×16"),
         ("plan lenet --precision fp8", "precision"),
         ("plan lenet --out missing/plan.yaml", "there is no folder missing"),
         ("plan lenet --html .", "is a folder"),
         ("plan failing:Nothing", "failing:Nothing"),
         ("plan lenet --device tpu", "--device tpu"),
-        ("profile 7", "convoy profile"),
+        ("profile nowhere", "convoy profile"),
     ],
 )
 def test_mistakes_are_one_sentence(line: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -226,6 +238,24 @@ def test_profile_lists_what_was_measured_and_forgets_it(
     assert "forgot 1 device" in said(capsys, "profile", "--clear", "1")
     assert "nothing is kept" in said(capsys, "profile")
     assert "forgot 0 devices" in said(capsys, "profile", "--clear")
+
+
+def test_profile_says_what_came_from_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
+    store, device = ProfileStore(), Device("Some CPU", "2.13", "0.1", 1)
+    small, large = (
+        Piece("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
+    )
+    store.put(device, {small: Times(1e-3, 0.0), large: Times(2e-3, 0.0)})
+    store.put(device, {small: Times(3e-3, 0.0)}, "run")
+    (found,) = json.loads(said(capsys, "profile", "--json"))
+    assert (found["pieces"], found["from_runs"]) == (2, 1)
+    assert "from runs" in said(capsys, "profile")
+    pieces = json.loads(said(capsys, "profile", "1", "--json"))
+    assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("rehearsal", 2e-3)]
+    assert "a run" in said(capsys, "profile", "1")
 
 
 def test_no_store_keeps_nothing(

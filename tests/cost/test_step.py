@@ -186,3 +186,15 @@ def test_evaluation_has_neither_backward_pass_nor_update():
     graph = Chain(8, 4, 9, 9, training=False).conv("a", 6).graph()
     timeline = predict(placed(graph, "sample=2"), Costs(layers_only, links(), Update(fixed=1.0)))
     assert timeline.total == 1.0
+
+
+def test_input_that_others_get_ready_is_waited_for_as_far_as_an_update_is_too_short():
+    placement = placed(small_net(12), "sample=2")
+    without = predict(placement, Costs(layers_only, links()))
+    for per_sample, late in ((1e-3, 0.0), (without.total, 5 * without.total)):
+        costs = Costs(layers_only, links(), input=Around(per_sample=per_sample, beside=True))
+        found = predict(placement, costs)
+        assert found.total == pytest.approx(without.total + late)
+        assert found.by_kind().get("around", 0.0) == pytest.approx(late)
+        passes = predict(placement, costs, passes=2)
+        assert passes.total == pytest.approx(predict(placement, Costs(layers_only, links()), passes=2).total + 2 * late)

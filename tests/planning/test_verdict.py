@@ -112,6 +112,18 @@ def test_input_that_is_not_ready() -> None:
     assert found.verdict.change is not None and found.verdict.change.kind == "input"
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_input_beside_the_computation_costs_what_is_left_of_it(beside: bool) -> None:
+    update = explain("sample=2", costs()).scored.seconds
+    slow = costs(input=Around(per_sample=3 * update / (BATCH / 2), beside=beside))
+    found = explain("sample=2", slow)
+    assert found.scored.seconds == pytest.approx(update * (3 if beside else 4), rel=1e-3)
+    assert found.verdict.kind == "input"
+    fast = explain("sample=2", costs(input=Around(per_sample=0.5 * update / (BATCH / 2), beside=beside)))
+    assert fast.scored.seconds == pytest.approx(update * (1 if beside else 1.5), rel=1e-3)
+    assert fast.verdict.kind == "compute"
+
+
 def test_what_the_engine_adds_is_not_the_optimisers() -> None:
     update = Update(per_byte=1e-9)
     found = explain("sample=2", costs(update=replace(update, fixed=0.5)), alone=costs(update=update))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from convoy.cost.costs import Around
 from convoy.planning import Planned, make_plan
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Session, auto_plan, load_recipe
@@ -55,6 +56,7 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     with (
         patch.object(auto_plan, "make_plan", planner),
         patch.object(auto_plan, "CLEAR", clear),
+        patch.object(auto_plan, "measure_input", lambda *args: None),
         patch.object(auto_plan.Choice, "_time", lambda self, step: (step(*batch_of(self, step)), remaining.pop(0))[1]),
     ):
         found = session(data, cache, "auto")
@@ -131,3 +133,28 @@ def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Pat
     assert first == second
     assert any(note.startswith("plan auto: ") for note in notes)
     assert kept
+
+
+def too_small(data: Path, cache: Path) -> tuple[str, list[str]]:
+    with patch.object(auto_plan, "device_memory", lambda device, on_host: (1e4, "as said")):
+        found = session(data, cache, "auto")
+    return str(found.plan), found.notes
+
+
+def test_where_no_plan_fits_the_layer_and_by_how_much_are_said(data: Path, tmp_path: Path) -> None:
+    for plan, notes in run_ranks(too_small, 2, data, tmp_path):
+        assert plan == "sample=2"
+        (said,) = [note for note in notes if "no plan fits" in note]
+        assert "more than the 10 kB there are" in said
+        assert "takes what the network itself computes" in said
+
+
+def slow_input(data: Path, cache: Path) -> list[str]:
+    with patch.object(auto_plan, "measure_input", lambda *args: Around(per_sample=1.0)):
+        return session(data, cache, "auto").notes
+
+
+def test_input_is_part_of_the_prediction(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(slow_input, 2, data, tmp_path):
+        assert any("Input-bound" in note for note in notes), notes
+        assert any("of memory a device" in note for note in notes)

@@ -28,7 +28,8 @@ Examples:
 def command(device: str | None, clear: bool, as_json: bool) -> None:
     """List the devices of which times are kept, or the measured pieces of DEVICE: its number in the list, or its key.
 
-    The store is a folder: $CONVOY_CACHE/profiles, or convoy/profiles in the user's cache.
+    What runs have measured counts before what was rehearsed for a plan. The store is a folder:
+    $CONVOY_CACHE/profiles, or convoy/profiles in the user's cache.
     """
     store = ProfileStore()
     chosen = _find(store, device) if device is not None else None
@@ -69,16 +70,17 @@ def _show_devices(store: ProfileStore, as_json: bool) -> None:
     for number, device in enumerate(store.devices(), 1):
         measured = store.rows(device)
         newest = max((row.measured for row in measured), default=None)
-        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured)}
+        runs = sum(row.source == "run" for row in measured)
+        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured), "from runs": runs}
         if as_json:
-            row |= {"key": device.key, "measured": newest}
+            row |= {"from_runs": row.pop("from runs"), "key": device.key, "measured": newest}
         else:
             row |= {"measured": _ago(newest), "key": device.key}
         rows.append(row)
     if not rows and not as_json:
         click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
         return
-    tables.show(rows, as_json, right=("no", "pieces"))
+    tables.show(rows, as_json, right=("no", "pieces", "from runs"))
     if not as_json:
         click.echo(f"in {store.path}")
 
@@ -101,12 +103,14 @@ def _piece(row: Row, as_json: bool) -> dict[str, Any]:
             "op": row.piece.op,
             "forward_s": row.times.forward,
             "backward_s": row.times.backward,
+            "source": row.source,
             "measured": row.measured,
         }
     return {
         "piece": row.piece.describe(),
         "forward": seconds(row.times.forward),
         "backward": seconds(row.times.backward),
+        "by": "a run" if row.source == "run" else "rehearsal",
         "measured": _ago(row.measured),
     }
 

@@ -14,6 +14,7 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
 from convoy.launch import cores
+from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
 from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
 from convoy.training.parallel_config import fitted, num_devices
@@ -109,6 +110,7 @@ def command(
             resolved, out = request.resolve(devices)
             if devices.num > 1:
                 cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
+                devices.ranks = Ranks.here()  # who shares a host is known now
             status = _train(
                 request,
                 resolved,

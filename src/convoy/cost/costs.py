@@ -18,10 +18,12 @@ class Around:
     Attributes:
         per_pass: seconds once.
         per_sample: seconds for each sample.
+        beside: whether others do it while the rank computes, so that an update waits only for what is left of it.
     """
 
     per_pass: float = 0.0
     per_sample: float = 0.0
+    beside: bool = False
 
     def seconds(self, samples: int) -> float:
         """For a pass over so many samples."""
@@ -36,7 +38,7 @@ class Costs:
         times: of the pieces of layers.
         links: between the ranks.
         update: of the optimiser.
-        input: of what comes before the network: taking a batch to the device, normalising it.
+        input: of what comes before the network: getting a batch, taking it to the device, normalising it.
         loss: of the loss, forward and backward.
         batch_norm: over which samples batch norm takes its statistics.
         microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.

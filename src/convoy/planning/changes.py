@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from convoy.cost.costs import Around, Costs
+from convoy.cost.costs import Costs
 from convoy.cost.link import Curve, Link, Links, Ranks
 from convoy.cost.piece import Piece
 from convoy.cost.step import predict
@@ -58,8 +58,9 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
     update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
     yield again("optimiser", "an optimiser that is twice as fast", replace(costs, update=update))
-    if costs.input != Around():
-        given = Around(costs.input.per_pass / 2, costs.input.per_sample / 2)
+    given = costs.input
+    if given.per_pass or given.per_sample:
+        given = replace(given, per_pass=given.per_pass / 2, per_sample=given.per_sample / 2)
         yield again("input", "input that is ready twice as fast", replace(costs, input=given))
 
 

@@ -3,17 +3,22 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from convoy.cost.costs import Around
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
 from convoy.planning import Planned, Scored, make_plan
+from convoy.planning.verdict import explained
+from convoy.plans.explain import size
 from convoy.plans.plan import Plan
+from convoy.training.device_memory import device_memory
 from convoy.training.devices import Devices
+from convoy.training.input_rate import measure_input
 from convoy.training.recipe import Recipe
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import workload_in_passes
@@ -72,37 +77,56 @@ class Choice:
         plain = Plan.parse(f"sample={self.devices.num}")
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
+        limit, source = device_memory(self.device, self.devices.ranks.on_host)
+        limit = min(self.devices.gather(limit))
+        self.progress("timing the input", 0, 1)
+        ahead = measure_input(self.recipe, self.data, self.device, self.devices) or Around()
         try:
-            planned = self._planned()
+            planned = self._planned(limit, ahead)
         except ConvoyError as error:
             return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
         plans = [scored.plan for scored in planned.candidates]
         racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
         best = planned.best
-        said = f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)}"
+        within = f"within {size(int(limit))} of memory a device, {source}"
+        said = [f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
         others = [scored.seconds for scored in planned.candidates[1:]]
-        if not others or best.seconds <= CLEAR * min(others):
-            return Chosen(best.plan, planned, (said,))
-        seconds = self._race(racers)
-        winner = min(range(len(racers)), key=lambda place: (seconds[place], place))
-        result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
-        return Chosen(racers[winner], planned, (said, f"in a race over {_MEASURED} updates: {result}"))
+        winner = best.plan
+        if others and best.seconds > CLEAR * min(others):
+            seconds = self._race(racers, ahead)
+            winner = min(zip(seconds, range(len(racers)), racers, strict=True))[2]
+            result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
+            said.append(f"in a race over {_MEASURED} updates: {result}")
+        chosen = Chosen(winner, planned, tuple(said))
+        verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
+        return replace(chosen, notes=(*said, f"{winner}: {verdict}"))
 
-    def _planned(self) -> Planned:
+    def _planned(self, limit: float, ahead: Around) -> Planned:
         shape = self.data.channels, self.data.image_size, self.data.image_size
         workload = workload_in_passes(
             self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
         )
-        return make_plan(workload, self.devices.num, self.devices.ranks, store=ProfileStore(), progress=self.progress)
+        return make_plan(
+            workload,
+            self.devices.num,
+            self.devices.ranks,
+            store=ProfileStore(),
+            memory_limit=limit,
+            input=ahead,
+            progress=self.progress,
+        )
 
-    def _race(self, plans: Sequence[Plan]) -> list[float]:
-        """Seconds of an update under each plan, of the slowest rank."""
+    def _race(self, plans: Sequence[Plan], ahead: Around) -> list[float]:
+        """Seconds of an update under each plan, of the slowest rank, with what its input takes."""
         found = []
         for number, plan in enumerate(plans):
             self.progress(f"racing {plan}", number, len(plans))
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 step = self.make_step(copy.deepcopy(self.model), plan)
-                found.append(self._time(step))
+                samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+                waits = max(self.devices.gather(ahead.seconds(samples)))
+                seconds = self._time(step)
+                found.append(max(seconds, waits) if ahead.beside else seconds + waits)
         self.progress("racing", len(plans), len(plans))
         return found
 

@@ -1,0 +1,114 @@
+"""How `convoy plan` answers: plans on this rank, and on the first one prints and writes what came of it."""
+
+import json
+from dataclasses import replace
+
+import click
+import torch
+from rich.console import Console
+
+from convoy.cli.plan_request import Request, network_of
+from convoy.cli.planning import Progress, written
+from convoy.cost.store import ProfileStore
+from convoy.cost.trace import events, trace
+from convoy.engine.allocation import keep_freed_memory
+from convoy.experiments.plan_page import plan_page
+from convoy.planning import Planned, Ranks, make_plan
+from convoy.planning.document import document
+from convoy.planning.link_names import links_named
+from convoy.planning.text import explanation_text
+from convoy.planning.verdict import Explained, explained
+from convoy.plans.check_plan import check_patterns
+from convoy.plans.place import COMPUTE
+from convoy.training.derived import num_microbatches
+from convoy.training.numerics import set_numerics
+from convoy.training.precision import check_precision
+from convoy.training.workloads import workload_of_recipe
+
+
+def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
+    """Plan on this rank, and on the first one print and write what came of it. All ranks call it.
+
+    Args:
+        request: what is asked.
+        ranks: that measure.
+        device: this rank's.
+
+    Raises:
+        ConvoyError: there is no such plan, or the network cannot be planned for.
+    """
+    recipe, devices = request.recipe, request.devices
+    if devices > 1:
+        keep_freed_memory(device)  # as it will be in training
+    set_numerics(recipe)
+    check_precision(recipe.precision, device)
+    model, shape = network_of(request, device)
+    workload = workload_of_recipe(recipe, model, shape, devices, device)
+    layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
+    for plan in request.scores:
+        check_patterns(plan, layers, [name for name, _ in model.named_modules()])
+    links, notes = None, []
+    if request.link is not None:
+        links, note = links_named(request.link, device.type == "cpu")
+        notes.append(note)
+    pieces = num_microbatches(recipe)
+    if recipe.batch_norm == "microbatch" and pieces < devices:
+        notes.append(
+            f"the batch is {pieces} microbatch{'' if pieces == 1 else 'es'}, which stay whole, so no plan divides the "
+            f"samples over {devices} devices: --microbatches {devices} would let it"
+        )
+    if devices > ranks.num:
+        notes.append(f"each device is taken to be as this one: {_describe(device)}")
+    with Progress(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as progress:
+        planned = make_plan(
+            workload,
+            devices,
+            ranks,
+            links=links,
+            store=ProfileStore() if request.keep else None,
+            fixes=request.fixes,
+            memory_limit=request.memory_limit,
+            plans=request.scores,
+            input=request.input(device),
+            progress=progress,
+        )
+    if ranks.rank == 0:
+        _show(request, replace(planned, notes=(*notes, *planned.notes)))
+
+
+def _show(request: Request, planned: Planned) -> None:
+    found = explained(planned)
+    files = request.files
+    if files.out is not None:
+        written("--out", files.out, _yaml(request, found))
+    if files.html is not None:
+        written("--html", files.html, plan_page(found, request.command))
+    if files.trace is not None:
+        written("--trace", files.trace, json.dumps(trace(predicted=events(found.scored.timeline)), allow_nan=False))
+    if request.as_json:
+        click.echo(json.dumps(document(found), indent=2, allow_nan=False))
+        return
+    click.echo(explanation_text(found), nl=False)
+    for path, what in ((files.out, "plan"), (files.html, "page"), (files.trace, "trace")):
+        if path is not None:
+            click.echo(f"{what}: {path}")
+
+
+def _yaml(request: Request, found: Explained) -> str:
+    """The plan with a word on where it comes from."""
+    seconds = found.scored.seconds
+    said = [
+        f"# {line}"
+        for line in (
+            request.command.replace("\n", " "),
+            f"predicted: {1e3 * seconds:.4g} ms an update, {found.speedup:.3g} times as fast as one device",
+        )
+    ]
+    return "\n".join([*said, found.scored.plan.to_yaml()])
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    number = torch.get_num_threads()
+    return f"{number} core{'s' if number > 1 else ''} of this machine"
