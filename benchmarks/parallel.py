@@ -22,12 +22,12 @@ from pathlib import Path
 from measuring import machine, ranks
 from measuring.case_runs import CaseRun
 from measuring.cases import CASES, OTHERS
-from measuring.hosts import Host, emulated_hosts
 from measuring.link import bits_per_second
 from measuring.results import markdown
 from measuring.sides import PEERS
 
 from convoy.errors import ConvoyError
+from convoy.launch.emulated import Cluster, emulate
 
 
 def main() -> None:
@@ -51,16 +51,16 @@ def _run(arguments: argparse.Namespace) -> None:
     tables = [f"{about['date']}: `{about['command']}`", machine.sentence(about)]
     document = {"machine": about, "link": arguments.link, "cases": []}
     with ExitStack() as stack:
-        hosts: Sequence[Host] = stack.enter_context(emulated_hosts(2, arguments.link)) if arguments.link else ()
-        if hosts:
-            document["link_bits_per_second"] = rate = ranks.run_ranks(bits_per_second, 2, 2**25, hosts=hosts)[0]
+        places = stack.enter_context(emulate(Cluster.alike(2, rate=arguments.link))) if arguments.link else []
+        if places:
+            document["link_bits_per_second"] = rate = ranks.run_ranks(bits_per_second, 2, 2**25, places=places)[0]
             tables.append(f"Between the hosts {arguments.link}; an all-reduce moved {rate / 1e9:.2f} Gbit/s each way.")
         print("\n".join(tables), flush=True)
         for name in arguments.cases:
             results = CaseRun(
                 everything[name].changed(arguments.batch, arguments.updates),
                 arguments.rounds,
-                hosts,
+                places,
                 arguments.peers,
                 arguments.compile,
                 arguments.timeout,

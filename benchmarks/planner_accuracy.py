@@ -2,23 +2,28 @@
 
     python benchmarks/planner_accuracy.py                                   all networks, on one and two devices
     python benchmarks/planner_accuracy.py --networks alexnet,vgg11 --updates 5
+    python benchmarks/planner_accuracy.py --cluster benchmarks/clusters/four-3gbit.yaml        emulated devices, as root
 
-A device is one core and one thread. For each network and batch the planner measures the layers and the link on the
-two devices, predicts one device, all plans and the plan that it would choose itself, and only then are they trained
-and timed. Printed are the relative error of each, its mean over all and over `sample` plans, how the order of the
-plans agrees (Kendall's tau-b), how far the chosen plan is from the best measured one, and how much better the errors
-are than those of "two devices are twice as fast".
+A device is one core and one thread, or an emulated one with a share of a core. For each network and batch the planner
+measures the layers and the link on the devices, predicts one device, all plans and the plan that it would choose
+itself, and only then are they trained and timed. Printed are the relative error of each, its mean over all and over
+`sample` plans, how the order of the plans agrees (Kendall's tau-b), how far the chosen plan is from the best measured
+one, and how much better the errors are than those of "N devices are N times as fast".
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from measuring import machine, ranks
 from measuring.prediction import CHOSEN, SERIAL, Row, Subject, run
+
+from convoy.errors import ConvoyError
+from convoy.launch.emulated import Cluster, Place, emulate
 
 SUBJECTS = (
     Subject("lenet", "lenet", 28, 64),
@@ -36,23 +41,46 @@ SUBJECTS = (
     Subject("resnet50", "resnet50", 64, 16),
     Subject("resnet50", "resnet50", 64, 64),
 )
-PLANS = ("sample=2", "filter=2", "channel=2", "height=2", "width=2", "owt=2")
+PLANS = {
+    2: ("sample=2", "filter=2", "channel=2", "height=2", "width=2", "owt=2"),
+    4: ("sample=4", "filter=4", "channel=4", "height=4", "owt=4", "sample=2,filter=2", "sample=2,height=2"),
+}
+"""By how many devices there are."""
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     ranks.prepare()
+    try:
+        with ExitStack() as stack:
+            cluster = Cluster.read(arguments.cluster) if arguments.cluster else None
+            places = stack.enter_context(emulate(cluster)) if cluster else []
+            _run(arguments, cluster, places)
+    except ConvoyError as error:
+        raise SystemExit(f"{error}") from None
+
+
+def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequence[Place]) -> None:
     about = machine.describe()
+    num = len(places) or 2
+    if num not in PLANS:
+        raise ConvoyError(f"there are plans for {' or '.join(map(str, PLANS))} devices, but the cluster has {num}")
     print(f"{about['date']}: `{about['command']}`\n{machine.sentence(about)}", flush=True)
+    if cluster:
+        about["cluster"] = str(cluster)
+        print(f"Emulated: {cluster}.", flush=True)
     found: list[tuple[Subject, list[Row]]] = []
     for subject in SUBJECTS:
         if arguments.networks and subject.name not in arguments.networks:
             continue
-        rows = ranks.run_ranks(run, 2, subject, PLANS, arguments.updates, limits=ranks.Limits(arguments.timeout))[0]
+        if arguments.batches and subject.batch not in arguments.batches:
+            continue
+        limits = ranks.Limits(arguments.timeout)
+        rows = ranks.run_ranks(run, num, subject, PLANS[num], arguments.updates, places=places, limits=limits)[0]
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
         _store(arguments.out, about, found)
-    print("\n" + _summary(found))
+    print("\n" + _summary(found, num))
 
 
 def _table(subject: Subject, rows: Sequence[Row]) -> str:
@@ -69,13 +97,13 @@ def _table(subject: Subject, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _summary(found: Sequence[tuple[Subject, Sequence[Row]]]) -> str:
+def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
     rows = [row for _, several in found for row in several]
     by_data = [row for row in rows if row.plan.startswith("sample")]
     naive = []
     for _, several in found:
         one = next(row.measured for row in several if row.plan == SERIAL)
-        naive += [abs(one / 2 / row.measured - 1) for row in several if row.plan != SERIAL]
+        naive += [abs(one / num / row.measured - 1) for row in several if row.plan != SERIAL]
     parallel = [abs(_error(row)) for row in rows if row.plan != SERIAL]
     taus = [_tau([(row.predicted, row.measured) for row in several if row.plan != SERIAL]) for _, several in found]
     gaps = []
@@ -86,7 +114,7 @@ def _summary(found: Sequence[tuple[Subject, Sequence[Row]]]) -> str:
     lines = [
         f"{len(rows)} predictions: mean absolute error {statistics.mean(abs(_error(row)) for row in rows):.1%}",
         f"{len(by_data)} of sample plans: {statistics.mean(abs(_error(row)) for row in by_data):.1%}",
-        f"{len(parallel)} on two devices: {statistics.mean(parallel):.1%}; predicting half of one device's time: "
+        f"{len(parallel)} on {num} devices: {statistics.mean(parallel):.1%}; predicting linear speed-up: "
         f"{statistics.mean(naive):.1%}",
         f"Kendall's tau of the plans' order: mean {statistics.mean(taus):.2f}, least {min(taus):.2f}",
         f"the chosen plan against the best measured one: within 3 % in {sum(gap <= 0.03 for gap in gaps)} of "
@@ -128,10 +156,16 @@ def _store(folder: Path, about: dict[str, Any], found: Sequence[tuple[Subject, S
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
+    parser.add_argument("--batches", type=_numbers, default=[], help="some of them, e.g. 32,64; default: all")
+    parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a network at one batch")
     parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")
     return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

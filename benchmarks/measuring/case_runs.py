@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from convoy.launch.emulated import Place
 from measuring.cases import Case, Plan
-from measuring.hosts import Host
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row
 from measuring.sides import PEERS, Arrangement, Side
@@ -18,7 +18,7 @@ class CaseRun:
     """Measures a case.
 
     Attributes:
-        hosts: between which the ranks are; none for loopback.
+        places: of the ranks on two emulated hosts; none for loopback.
         peers: kinds of the peers' sides.
         compiled: measure compiled sides too.
         seconds: after which a side is given up.
@@ -27,7 +27,7 @@ class CaseRun:
 
     case: Case
     rounds: int
-    hosts: Sequence[Host]
+    places: Sequence[Place]
     peers: Sequence[str]
     compiled: bool
     seconds: float
@@ -110,7 +110,7 @@ class CaseRun:
                 side,
                 case,
                 warm_up,
-                hosts=() if serial else self.hosts,
+                places=() if serial else self.places,
                 limits=Limits(self.seconds),
                 first_core=number if serial else 0,
             )

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from measuring.hosts import Host
+from convoy.launch.emulated import Place
 
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "convoy", "lightning.fabric", "accelerate"]
 ENVIRONMENT = {
@@ -57,7 +58,7 @@ def run_ranks(
     function: Callable[..., Any],
     num: int,
     *args: Any,
-    hosts: Sequence[Host] = (),
+    places: Sequence[Place] = (),
     limits: Limits | None = None,
     first_core: int = 0,
 ) -> list[Any]:
@@ -67,24 +68,24 @@ def run_ranks(
         function: of a module's top level.
         num: processes; with one there is no process group to join.
         args: for the function; they and the results are pickled.
-        hosts: where the ranks are, in turn; none for this machine's loopback.
+        places: the emulated devices of the ranks; none for this machine's cores and its loopback.
         limits: what the ranks may use.
-        first_core: the core of rank 0, counted among those of this process; the others follow.
+        first_core: the core of rank 0, counted among those of this process; the others follow. Places have their own.
 
     Raises:
         RankFailed: with what the first rank to fail has said.
     """
     limits = limits or Limits()
     context = multiprocessing.get_context("forkserver")
-    places = [_Place.of(rank, num, hosts, limits, first_core) for rank in range(num)]
-    port = 29500 if hosts else _free_port()
+    seats = [_Seat.of(rank, num, places, limits, first_core) for rank in range(num)]
+    port = _free_port()
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
-        for place in places:
+        for seat in seats:
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(
-                target=_serve, args=(theirs, place, port, function, args), daemon=True
+                target=_serve, args=(theirs, seat, port, function, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -100,24 +101,22 @@ def run_ranks(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Seat:
     rank: int
     num: int
     core: int
-    address: str
-    host: Host | None
+    place: Place | None
     cgroup: Path | None
     data_bytes: int | None
 
     @staticmethod
-    def of(rank: int, num: int, hosts: Sequence[Host], limits: Limits, first_core: int) -> "_Place":
+    def of(rank: int, num: int, places: Sequence[Place], limits: Limits, first_core: int) -> "_Seat":
         cores = sorted(os.sched_getaffinity(0))
-        return _Place(
+        return _Seat(
             rank=rank,
             num=num,
             core=cores[(first_core + rank) % len(cores)],
-            address=hosts[0].address if hosts else "127.0.0.1",
-            host=hosts[rank % len(hosts)] if hosts and num > 1 else None,
+            place=places[rank] if places else None,
             cgroup=limits.cgroups[rank] if limits.cgroups else None,
             data_bytes=limits.data_bytes,
         )
@@ -133,10 +132,11 @@ class _Place:
             "GROUP_RANK": "0",
             "WORLD_SIZE": str(self.num),
             "LOCAL_WORLD_SIZE": str(self.num),
-            "MASTER_ADDR": self.address,
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "benchmark",
-            "GLOO_SOCKET_IFNAME": self.host.interface if self.host else "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **(self.place.environment if self.place else {}),
         }
 
 
@@ -161,22 +161,32 @@ def _collect(pipes: list[Connection], processes: list[BaseProcess], deadline: fl
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _serve(pipe: Connection, place: _Place, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, seat: _Seat, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """A rank's whole life."""
     faulthandler.enable()
     try:
-        if place.cgroup is not None:
-            (place.cgroup / "cgroup.procs").write_text(str(os.getpid()))
-        if place.data_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (place.data_bytes, place.data_bytes))
-        if place.host is not None:
-            place.host.enter()
-        os.sched_setaffinity(0, {place.core})
-        os.environ.update(place.variables(port))
+        if seat.cgroup is not None:
+            (seat.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        if seat.data_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (seat.data_bytes, seat.data_bytes))
+        if seat.place is not None:
+            seat.place.enter()
+        else:
+            os.sched_setaffinity(0, {seat.core})
+        os.environ.update(seat.variables(port))
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         answer = True, _call(function, args)
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A rank that outlives whoever measures would be in the way of other measurements."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
