@@ -107,7 +107,7 @@ class Cluster:
         rates = [self.rate_of(host) for host in self.hosts]
         alike = len(set(speeds)) == 1
         shares = f"{speeds[0]:g}" if alike else ", ".join(f"{speed:g}" for speed in speeds)
-        said = f"{len(speeds)} device{'s' if len(speeds) > 1 else ''} with {shares} of a core{' each' if alike else ''}"
+        said = f"{len(speeds)} device{'s' if len(speeds) > 1 else ''} with {shares} of a core{' each' if alike and len(speeds) > 1 else ''}"
         if len(rates) == 1:
             return f"{said} in one host"
         links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
