@@ -1,4 +1,4 @@
-"""The memory that a plan may take: of the machine, or what control groups leave of it, shared by the ranks of a host."""
+"""The memory that a plan may take: of the machine or its control groups, shared by the ranks of a host."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     alone, _ = device_memory(torch.device("cpu"), 1)
     shared, source = device_memory(torch.device("cpu"), 4)
     assert shared == pytest.approx(alone / 4)
-    assert 0 < alone
+    assert alone > 0
     assert "over 4 devices" in source and f"{SHARE:.1f}" == "0.9" and "nine tenths" in source
 
 

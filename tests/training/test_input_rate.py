@@ -1,4 +1,4 @@
-"""The input is timed before a plan is made, for the samples of one rank, and a mistake in it is the training's to tell."""
+"""The input is timed before a plan is made, for one rank's samples; a mistake in it is the training's to tell."""
 
 from pathlib import Path
 from unittest.mock import patch

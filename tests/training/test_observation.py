@@ -15,9 +15,9 @@ from convoy.planning.comparison import GRADIENTS, Comparison
 from convoy.planning.rehearse import piece_of
 from convoy.training import Devices, Session, load_recipe
 from convoy.training.build import build_model
-from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation, measuring
+from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
 from convoy.training.session import set_up
-from convoy.training.workloads import workload_in_passes
+from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
 from ranks import run_ranks
 from tiny import write_mnist
@@ -85,7 +85,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
     run(found, LAST + 3, observation)
     assert observation.done
-    comparison = observation.conclude(None, store if found.devices.rank == 0 else None)
+    comparison = observation.conclude(None, store)
     learned = ProfileStore(folder).times(measuring(found.recipe, found.device, 2))
     shape = (1, 28, 28)
     plain, _ = build_model(found.recipe, found.data)

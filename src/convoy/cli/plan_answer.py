@@ -16,6 +16,7 @@ from convoy.experiments.plan_page import plan_page
 from convoy.planning import Planned, Ranks, make_plan
 from convoy.planning.document import document
 from convoy.planning.link_names import links_named
+from convoy.planning.remembered import remember
 from convoy.planning.text import explanation_text
 from convoy.planning.verdict import Explained, explained
 from convoy.plans.check_plan import check_patterns
@@ -23,7 +24,7 @@ from convoy.plans.place import COMPUTE
 from convoy.training.derived import num_microbatches
 from convoy.training.numerics import set_numerics
 from convoy.training.precision import check_precision
-from convoy.training.workloads import workload_of_recipe
+from convoy.training.workloads import measuring, workload_of_recipe
 
 
 def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
@@ -73,6 +74,9 @@ def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
             progress=progress,
         )
     if ranks.rank == 0:
+        if request.keep and ranks.num == devices > 1:
+            here = measuring(recipe, device, ranks.on_host)
+            remember(ProfileStore(), here, devices, recipe.optimizer.name, planned.costs)
         _show(request, replace(planned, notes=(*notes, *planned.notes)))
 
 

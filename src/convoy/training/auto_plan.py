@@ -13,6 +13,7 @@ from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
 from convoy.planning import Planned, Scored, make_plan
+from convoy.planning.remembered import remember
 from convoy.planning.verdict import explained
 from convoy.plans.explain import size
 from convoy.plans.plan import Plan
@@ -21,7 +22,7 @@ from convoy.training.devices import Devices
 from convoy.training.input_rate import measure_input
 from convoy.training.recipe import Recipe
 from convoy.training.step import TrainingStep
-from convoy.training.workloads import workload_in_passes
+from convoy.training.workloads import measuring, workload_in_passes
 
 CLEAR = 2 / 3
 """A plan that is predicted to need no more than this part of every other's time need not race."""
@@ -106,15 +107,14 @@ class Choice:
         workload = workload_in_passes(
             self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
         )
-        return make_plan(
-            workload,
-            self.devices.num,
-            self.devices.ranks,
-            store=ProfileStore(),
-            memory_limit=limit,
-            input=ahead,
-            progress=self.progress,
+        ranks, store = self.devices.ranks, ProfileStore()
+        planned = make_plan(
+            workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
         )
+        if ranks.rank == 0:
+            here = measuring(self.recipe, self.device, ranks.on_host)
+            remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
+        return planned
 
     def _race(self, plans: Sequence[Plan], ahead: Around) -> list[float]:
         """Seconds of an update under each plan, of the slowest rank, with what its input takes."""

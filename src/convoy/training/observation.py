@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
-from convoy.cost.device import Device, this_device
+from convoy.cost.device import Device
 from convoy.cost.piece import Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
@@ -23,12 +21,12 @@ from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.planning import Scored
 from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
 from convoy.planning.observed import Observed, mean, middle, observed, observed_pieces
+from convoy.planning.remembered import recalled
 from convoy.plans.place import Placement
-from convoy.training.precision import DTYPES
-from convoy.training.recipe import Recipe
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.under_plan import UnderPlan
+from convoy.training.workloads import measuring
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""
@@ -36,6 +34,10 @@ WATCHED, APART = (4, 12, 36), (8, 24, 48)
 """Numbers of the updates that are watched as they are, and with gradients sent after the backward pass."""
 LAST = 64
 """The update after which nobody looks any more."""
+_HOW = {
+    True: "predicted from the profile store, whose links and engine are those of an earlier plan, without the input",
+    False: "nothing was predicted: the plan was given, and the profile store does not know all of it; --plan auto does",
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Observation:
 
         Args:
             scored: what was predicted of the plan; None where nothing was.
-            store: learns what the pieces took, on rank 0; None keeps nothing.
+            store: learns what the pieces took, and predicts a plan that was given; None keeps nothing.
         """
         session = self._session
         recipe, devices = session.recipe, session.devices
@@ -137,8 +139,7 @@ class Observation:
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
         everyone = devices.gather(seen)
-        learned = devices.first(lambda: _learn(everyone, recipe, session.device, devices.ranks.on_host, store))
-        return _compared(session, everyone, scored, placement, learned, self._unseen)
+        return devices.first(lambda: _compared(session, everyone, scored, placement, store, self._unseen))
 
 
 def _why_unseen(session: Session) -> str | None:
@@ -158,19 +159,23 @@ def _compared(
     everyone: Sequence[_Seen],
     scored: Scored | None,
     placement: Placement | None,
-    learned: int,
+    store: ProfileStore | None,
     unseen: str | None,
 ) -> Comparison:
+    """What rank 0 makes of it; what the store knows is asked before it learns more."""
+    recipe, ranks = session.recipe, session.devices.ranks
+    here = measuring(recipe, session.device, ranks.on_host)
+    notes = [unseen] if unseen is not None else []
+    if scored is None and placement is not None and store is not None:
+        passes = len(session.division.passes(session.merge))
+        scored = recalled(store, here, recipe.optimizer.name, session.plan, placement, passes)
+        notes.append(_HOW[scored is not None])
+    learned = _learn(everyone, here, store)
     rank = scored.timeline.busiest if scored is not None else _busiest(everyone)
     own = everyone[rank]
     before = predicted(scored) if scored is not None else None
-    notes = []
     if own.whole is None:
-        notes.append(f"the run was too short to be watched: that takes {WATCHED[0]} updates")
-    elif unseen is not None:
-        notes.append(unseen)
-    if scored is None and session.devices.num > 1:
-        notes.append("nothing was predicted, as the plan was given: --plan auto predicts")
+        notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
     return Comparison(
         model=session.recipe.model.name,
         plan=str(session.plan),
@@ -198,9 +203,7 @@ def _busiest(everyone: Sequence[_Seen]) -> int:
     return max(range(len(everyone)), key=lambda rank: (computing[rank], -rank))
 
 
-def _learn(
-    everyone: Sequence[_Seen], recipe: Recipe, device: torch.device, neighbours: int, store: ProfileStore | None
-) -> int:
+def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:
     """Tell the store what the pieces took, the mean of the ranks that had them; how many there were."""
     found: dict[Piece, list[Times]] = {}
     for one in everyone:
@@ -209,12 +212,6 @@ def _learn(
     if store is None or not found:
         return 0
     with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
-        store.put(measuring(recipe, device, neighbours), {piece: mean(times) for piece, times in found.items()}, "run")
+        store.put(here, {piece: mean(times) for piece, times in found.items()}, "run")
         return len(found)
     return 0
-
-
-def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
-    """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
-    precision = str(DTYPES[recipe.precision]).removeprefix("torch.")
-    return this_device(device, precision=precision, channels_last=recipe.channels_last, neighbours=neighbours)

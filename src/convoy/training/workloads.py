@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from convoy.cost.device import Device, this_device
 from convoy.engine import microbatch_sizes
 from convoy.planning import Workload, workload_of
 from convoy.training.derived import num_microbatches
@@ -65,6 +66,12 @@ def workload_in_passes(
         precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
         optimizer=partial(_optimizer, recipe=recipe),
     )
+
+
+def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
+    """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
+    precision = str(DTYPES[recipe.precision]).removeprefix("torch.")
+    return this_device(device, precision=precision, channels_last=recipe.channels_last, neighbours=neighbours)
 
 
 def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:

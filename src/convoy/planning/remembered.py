@@ -1,0 +1,100 @@
+"""What was known of several devices when a plan was made, kept beside the times of pieces: links, optimiser, engine.
+
+With it, a plan that is given can be predicted without measuring anything, once all its pieces have been measured.
+"""
+
+import contextlib
+from dataclasses import asdict, replace
+from typing import Any
+
+from convoy.cost.calibrated import Calibrated
+from convoy.cost.costs import Around, Costs
+from convoy.cost.device import Device
+from convoy.cost.link import Links
+from convoy.cost.local import piece
+from convoy.cost.memory import most, rank_memory
+from convoy.cost.piece import VIEWS
+from convoy.cost.step import predict
+from convoy.cost.store import ProfileStore
+from convoy.cost.times import Times
+from convoy.cost.update import Update
+from convoy.errors import ConvoyError
+from convoy.planning.planner import Scored
+from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
+
+
+def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:
+    """Keep what is known of so many devices, but for their input, which is the data's.
+
+    Args:
+        store: where.
+        device: one of them, with as many neighbours as compute at once.
+        devices: how many.
+        optimizer: its name.
+        costs: with measured links.
+    """
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop
+        store.note(
+            device,
+            _name(devices, optimizer),
+            {
+                "links": costs.links.to_list(),
+                "update": asdict(costs.update),
+                "loss": asdict(costs.loss),
+                "per_transfer": asdict(costs.per_transfer),
+                "per_parameter": costs.per_parameter,
+                "batch_norm": costs.batch_norm,
+                "microbatch": costs.microbatch,
+                "on_cpu": costs.on_cpu,
+            },
+        )
+
+
+def recalled(
+    store: ProfileStore, device: Device, optimizer: str, plan: Plan, placement: Placement, passes: int
+) -> Scored | None:
+    """A prediction from what is kept; None where not all of it is known.
+
+    Args:
+        store, device, optimizer: as they were given to `remember`.
+        plan: that is predicted.
+        placement: of a pass of it.
+        passes: of an update.
+    """
+    try:
+        costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
+    except (KeyError, TypeError, ValueError, ConvoyError):
+        return None
+    known = store.times(device)
+    for rank in range(placement.mesh.num_devices):
+        for placed in placement.calls:
+            one = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            if one not in known and not one.is_empty and one.op not in VIEWS:
+                return None
+    costs = replace(costs, times=Calibrated(known))
+    timeline = predict(placement, costs, passes)
+    return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
+
+
+def _name(devices: int, optimizer: str) -> str:
+    return f"{devices} devices, {optimizer}"
+
+
+def _costs(noted: Any) -> Costs:
+    """What `remember` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    return Costs(
+        times=Calibrated({}),
+        links=Links.from_list(noted["links"]),
+        update=Update(**noted["update"]),
+        loss=Around(**noted["loss"]),
+        batch_norm=noted["batch_norm"],
+        microbatch=int(noted["microbatch"]),
+        on_cpu=bool(noted["on_cpu"]),
+        per_transfer=Times(**noted["per_transfer"]),
+        per_parameter=float(noted["per_parameter"]),
+    )

@@ -1,0 +1,81 @@
+"""What was known when a plan was made predicts another plan later, if all its pieces have been measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.cost.costs import Around, Costs
+from convoy.cost.device import Device
+from convoy.cost.link import Curve, Link, Links
+from convoy.cost.piece import VIEWS, Piece
+from convoy.cost.store import ProfileStore
+from convoy.cost.times import Times
+from convoy.cost.update import Update
+from convoy.models import create
+from convoy.planning import Workload, score, workload_of
+from convoy.planning.rehearse import piece_of
+from convoy.planning.remembered import recalled, remember
+from convoy.plans.plan import Plan
+
+DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
+PLAN = Plan.parse("filter=2")
+
+
+def by_flops(piece: Piece) -> Times:
+    return Times(piece.flops.forward / 1e10, piece.flops.backward / 1e10) if piece.op not in VIEWS else Times()
+
+
+LINK = Link(Curve(((1, 1e-5), (1000, 1e-4))), Curve(((1, 2e-5),)), overlap=True, cpu_share=0.5)
+COSTS = Costs(
+    by_flops,
+    Links({(0, 1): LINK}),
+    Update(1e-9, 1e-6, 1e-4, divisible=True),
+    input=Around(per_sample=1.0),
+    loss=Around(1e-3),
+    per_transfer=Times(1e-6, 2e-6),
+    per_parameter=1e-7,
+)
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 8, name="lenet")
+
+
+def measured(workload: Workload) -> dict[Piece, Times]:
+    placement = workload.place(PLAN)
+    return {
+        one: by_flops(one)
+        for rank in (0, 1)
+        for one in (piece_of(workload, placement, placed, rank) for placed in placement.calls)
+        if one.op not in VIEWS and not one.is_empty
+    }
+
+
+def test_a_given_plan_is_predicted_without_its_input(workload: Workload, tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    remember(store, DEVICE, 2, "sgd", COSTS)
+    store.put(DEVICE, measured(workload), "run")
+    found = recalled(ProfileStore(tmp_path), DEVICE, "sgd", PLAN, workload.place(PLAN), 1)
+    assert found is not None
+    kinds, wanted = (one.timeline.by_kind() for one in (found, score(workload, PLAN, replace(COSTS, input=Around()))))
+    for kind in ("forward", "backward", "update", "around"):
+        assert kinds[kind] == pytest.approx(wanted[kind])
+    assert found.memory.total > 0
+
+
+def test_what_is_not_known_predicts_nothing(workload: Workload, tmp_path: Path) -> None:
+    store, placement = ProfileStore(tmp_path), workload.place(PLAN)
+    pieces = measured(workload)
+    lost = pieces.popitem()
+    remember(store, DEVICE, 2, "sgd", COSTS)
+    store.put(DEVICE, pieces)
+    assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is None
+    store.put(DEVICE, dict([lost]))
+    assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is not None
+    assert recalled(store, DEVICE, "adam", PLAN, placement, 1) is None
+    assert recalled(store, replace(DEVICE, threads=2), "sgd", PLAN, placement, 1) is None
+    store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
+    assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is None
