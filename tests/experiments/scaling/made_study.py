@@ -1,0 +1,95 @@
+"""Studies as convoy bench writes them, made from formulas: any plans, devices, rounds and damage."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convoy.experiments.scaling.configuration import Configuration, configurations
+from convoy.experiments.scaling.forecast import Forecast, Prediction
+from convoy.experiments.scaling.stopwatch import Lap
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.study import Made, Study
+from convoy.experiments.scaling.visit import RankTimes
+from convoy.training import load_recipe
+
+MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}
+AUTO = "mesh: {gpu: 4}\nlayers:\n  features.*: {gpu: sample}\n  '*': {gpu: filter}\n"
+
+
+def study(**changes: Any) -> Study:
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", "batch=64"])
+    plain = Study(
+        recipe=recipe,
+        made=Made((1, 28, 28), 10),
+        weak=False,
+        device_type="cpu",
+        cores_per_device=1,
+        cluster="",
+        updates=4,
+        warm_up=1,
+    )
+    return replace(plain, **changes)
+
+
+def ranks(seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0) -> list[RankTimes]:
+    """Every rank of a visit; the first waits least for others."""
+    found = []
+    for rank in range(num):
+        communication = 0.0 if num == 1 else seconds * (wait + 0.05 * rank)
+        laps = [Lap(seconds + noise * place, communication, 0.02 * seconds, 0.1 * seconds) for place in (-1, 0, 0, 1)]
+        without = [seconds * (1 - wait)] * 4 if peer and num > 1 else []
+        found.append(RankTimes(laps, 10**8 + rank, 2.3 / num, 1e-6, without))
+    return found
+
+
+def seconds_of(row: Configuration) -> float:
+    """A tenth of a second on one device, less on more."""
+    losses = {"sample": 0.9, "auto": 0.97, "filter": 0.6, "ddp": 0.8, "fabric": 0.78, "torch": 0.95, "": 1.0}
+    return (
+        0.1 / (1 + (row.devices - 1) * losses.get(row.series, 0.85)) / (losses["torch"] if row.kind == "torch" else 1)
+    )
+
+
+def write_study(
+    folder: Path,
+    *,
+    devices: Sequence[int] = (1, 2, 4),
+    plans: Sequence[str] = ("sample", "filter", "auto"),
+    peers: Sequence[str] = ("ddp", "fabric"),
+    rounds: int = 5,
+    waiting: Sequence[str] = (),
+    failed: Sequence[str] = (),
+    **changes: Any,
+) -> Path:
+    """The folder of a study in which nothing but bench.json is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store.open(folder, study(**changes), MACHINE)
+    store.document["table"] = {"epochs": 90.0, "dataset_size": 1_281_167}
+    store.begin("convoy bench lenet", "2026-11-21T20:00:00+00:00")
+    rows = configurations(devices, plans, peers)
+    store.add(rows)
+    for number in devices:
+        texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
+        named = {AUTO if text == "auto" else str(text): text for text in texts}
+        predictions = {text: Prediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
+        store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions, ("a note",)))
+    noise = np.random.default_rng(0)
+    for round_ in range(1, rounds + 1):
+        for row in rows:
+            if row.key in failed:
+                store.row(row)["failed"] = "a layer cannot be divided: use fewer devices"
+            elif row.key not in waiting:
+                own = seconds_of(row) * (1 + 0.02 * noise.standard_normal())
+                store.put_visit(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
+    store.spent(100.0, 20.0)
+    store.save()
+    return folder
+
+
+def document(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    return found

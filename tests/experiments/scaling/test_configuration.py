@@ -1,0 +1,47 @@
+"""Which rows a command asks for."""
+
+import pytest
+
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import configurations
+
+
+def named(*arguments: object) -> list[str]:
+    return [f"{row.label}/{row.devices}" for row in configurations(*arguments)]  # type: ignore[arg-type]
+
+
+def test_a_plan_without_a_size_is_on_all_devices() -> None:
+    found = named([1, 2, 4], ["sample", "sample=2,filter=2", "owt", "auto"], [])
+    assert found == [
+        "one device/1",
+        "sample=2/2", "owt=2/2", "auto/2",
+        "sample=4/4", "sample=2,filter=2/4", "owt=4/4", "auto/4",
+    ]  # fmt: skip
+
+
+def test_peers_come_with_plain_pytorch_on_one_device() -> None:
+    found = named([1, 2], ["sample"], ["ddp", "accelerate"])
+    assert found == ["one device/1", "plain PyTorch/1", "sample=2/2", "DistributedDataParallel/2", "accelerate/2"]
+
+
+def test_what_is_given_twice_is_two_rows() -> None:
+    rows = configurations([1, 1, 2], ["sample", "sample=2"], [])
+    assert [row.label for row in rows] == ["one device", "one device (row 2)", "sample=2", "sample=2 (row 2)"]
+    assert len({row.key for row in rows}) == 4
+
+
+def test_a_file_is_a_plan(tmp_path: object) -> None:
+    path = f"{tmp_path}/mine.yaml"
+    with open(path, "w") as file:  # noqa: PTH123
+        file.write("mesh: {a: 2, b: 2}\nlayers:\n  conv: {a: filter}\n  '*': {a: sample, b: filter}\n")
+    row = configurations([1, 4], [path], [])[1]
+    assert row.devices == 4 and "mesh" in (row.plan or "")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [("sample=3", "--devices has no 3"), ("smaple", "smaple"), ("sample,filter", "sample needs a number")],
+)
+def test_mistakes(plan: str, words: str) -> None:
+    with pytest.raises(ConvoyError, match=words):
+        configurations([1, 2], [plan], [])

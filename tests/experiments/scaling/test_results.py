@@ -1,0 +1,114 @@
+"""The numbers of the table, from a document whose numbers are known."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from convoy.experiments.scaling.configuration import configurations
+from convoy.experiments.scaling.files import write_files
+from convoy.experiments.scaling.results import Results, results
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.table import csv_text, latex_text, lines, plus_minus
+from experiments.scaling.made_study import AUTO, document, ranks, study, write_study
+
+
+def found(folder: Path) -> Results:
+    return results(document(folder), 90, 1_281_167)
+
+
+def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Results:
+    """A study of `one device` and `sample=2` with the times of its rounds."""
+    store = Store.open(folder, study(**changes), {})
+    store.document["table"] = {}
+    store.begin("", "")
+    rows = {row.key: row for row in configurations([1, 2], ["sample"], ["ddp"])}
+    store.add([rows[key] for key in times])
+    for key, seconds in times.items():
+        for number, each in enumerate(seconds, 1):
+            store.put_visit(rows[key], number, ranks(each, rows[key].devices, peer=key == "ddp on 2"), "", 1.0)
+    store.spent(10.0, 1.0)
+    return results(store.document, 2, 6400)
+
+
+def test_speed_up_efficiency_days(tmp_path: Path) -> None:
+    one, two = exact(tmp_path, {"serial on 1": [0.2, 0.1, 0.3], "sample=2 on 2": [0.125, 0.1, 0.2]}).rows
+    assert (one.seconds, two.seconds) == (0.2, 0.125)
+    assert two.images_per_s == pytest.approx(64 / 0.125)
+    assert two.speedup == pytest.approx(1.6)
+    assert two.efficiency == pytest.approx(0.8)
+    assert two.days == pytest.approx(2 * 6400 / 512 / 86_400)
+    assert (one.speedup, one.speedup_spread) == (1, None)
+    assert two.speedup_spread is not None
+
+
+def test_weak_scaling_counts_images(tmp_path: Path) -> None:
+    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.25]}, weak=True).rows
+    assert two.batch == 128
+    assert two.speedup == pytest.approx(1.6)
+
+
+def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
+    three = exact(tmp_path, {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})
+    assert three.reference is not None and three.reference.kind == "torch"
+    assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
+
+
+def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:
+    only = exact(tmp_path, {"sample=2 on 2": [0.1]})
+    assert only.rows[0].speedup == 2
+
+
+def test_parts_add_up_and_are_those_of_the_busiest_rank(tmp_path: Path) -> None:
+    row = exact(tmp_path, {"sample=2 on 2": [0.1]}).rows[0]
+    assert sum(row.parts.values()) == pytest.approx(row.seconds)
+    assert row.parts["communication"] == pytest.approx(0.01)
+    assert row.memory == 10**8 + 1
+
+
+def test_what_a_peer_exchanges_is_what_it_takes_longer(tmp_path: Path) -> None:
+    row = exact(tmp_path, {"ddp on 2": [0.1]}).rows[0]
+    assert row.parts["communication"] == pytest.approx(0.01)
+
+
+def test_predictions_belong_to_the_plan_that_ran(tmp_path: Path) -> None:
+    rows = {row.key: row for row in found(write_study(tmp_path)).rows}
+    auto = rows["auto on 4"]
+    assert auto.plan == AUTO
+    assert auto.predicted == pytest.approx(0.095 / 4)
+    assert auto.error == pytest.approx(0.095 / 4 / auto.seconds - 1)
+    assert rows["ddp on 4"].predicted is None
+
+
+def test_tables(tmp_path: Path) -> None:
+    all_rows = found(write_study(tmp_path))
+    read = list(csv.DictReader(io.StringIO(csv_text(all_rows))))
+    assert len(read) == len(all_rows.rows) == 12
+    assert float(read[0]["step_s"]) == all_rows.rows[0].seconds
+    latex = latex_text(all_rows, document(tmp_path))
+    assert latex.count(r"\\") == 13 and r"100\,\%" in latex and r"$\pm$" in latex
+    assert all(isinstance(cell, str) for line in lines(all_rows) for cell in line.values())
+
+
+def test_a_time_and_its_spread_have_one_unit() -> None:
+    assert plus_minus(0.0123, 0.0004) == "12.3 ± 0.4 ms"
+    assert plus_minus(1.5, 0.05) == "1.50 ± 0.05 s"
+    assert plus_minus(2e-5, None) == "20.0 µs"
+
+
+def test_what_is_said_of_it(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
+    said = " ".join(write_files(folder).remarks)
+    for words in (
+        "1 core of A processor",
+        "the machine has 4, and 4 devices at most",
+        "medians over 5 rounds",
+        "The measuring took 1",
+        "20 % planning".replace(" %", "\u202f%"),
+        "the same number in all rows",
+        "over the fastest row on one device: one device",
+        "filter=4 on 4 devices was not measured: a layer cannot be divided",
+        "Not measured yet: sample=4 on 4 devices",
+    ):
+        assert words in said, said

@@ -1,0 +1,67 @@
+"""bench.json: what may go on, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import configurations
+from convoy.experiments.scaling.store import Store, read
+from experiments.scaling.made_study import document, study, write_study
+
+
+def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    before = document(write_study(tmp_path))
+    store = Store.open(tmp_path, study(), {})
+    assert store.document == before
+    store.add(configurations([1, 2], ["sample", "owt"], []))
+    keys = [row["key"] for row in store.document["configurations"]]
+    assert keys == [*(row["key"] for row in before["configurations"]), "owt=2 on 2"]
+
+
+def test_a_failed_row_is_tried_again(tmp_path: Path) -> None:
+    write_study(tmp_path, failed=["filter=2 on 2"])
+    store = Store.open(tmp_path, study(), {})
+    row = next(row for row in configurations([2], ["filter"], []))
+    store.add([row])
+    assert store.row(row)["failed"] is None
+
+
+def test_nobody_need_say_the_updates_again(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    assert Store.open(tmp_path, study(updates=None), {}).document["study"]["updates"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weak": True}, "weak=False and not True"),
+        ({"cores_per_device": 2}, "cores_per_device=1 and not 2"),
+        ({"updates": 5}, "updates=4 and not 5"),
+        ({"recipe": study().recipe.model_copy(update={"seed": 7})}, "recipe.seed=0 and not 7"),
+    ],
+)
+def test_another_study_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    write_study(tmp_path)
+    with pytest.raises(ConvoyError, match=words):
+        Store.open(tmp_path, study(**changes), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "corrupt"),
+        ("[]", "no study of convoy bench"),
+        (json.dumps({"format": "convoy-bench", "schema": 99}), "schema 99"),
+    ],
+)
+def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConvoyError, match=words):
+        read(tmp_path)
+
+
+def test_no_study_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConvoyError, match="give the folder of a study"):
+        read(tmp_path)
