@@ -16,6 +16,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
             continue
         if arguments.batches and subject.batch not in arguments.batches:
             continue
+        subject = replace(subject, image_size=arguments.image_size or subject.image_size)
         limits = ranks.Limits(arguments.timeout)
         rows = ranks.run_ranks(run, num, subject, PLANS[num], arguments.updates, places=places, limits=limits)[0]
         found.append((subject, rows))
@@ -157,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
     parser.add_argument("--batches", type=_numbers, default=[], help="some of them, e.g. 32,64; default: all")
+    parser.add_argument("--image-size", type=int, help="instead of each network's own")
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a network at one batch")
