@@ -7,6 +7,7 @@ import pytest
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.search import additive_seconds, search
+from convoy.search.costs import redistributions
 from convoy.search.space import AXIS_STRATEGIES, CHOOSING
 from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
 from search.synthetic import Roofline, brute_force, placed_under
@@ -55,7 +56,7 @@ def _domains(graph, mesh, among):
 def test_no_plan_costs_less(model, mesh, among, costs):
     graph = captured(model)
     every = brute_force(graph, mesh, costs, _domains(graph, mesh, among))
-    found = search(graph, mesh.num_devices, costs, on=[mesh], among=among)
+    found = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=0.0)
     assert found.exact
     assert found.best.seconds == pytest.approx(min(every.values()), rel=1e-12)
 
@@ -68,12 +69,14 @@ def test_a_plan_costs_when_placed_what_the_search_says(model, mesh):
         for candidate in search(graph, mesh.num_devices, costs, top=9).candidates:
             plan = Plan.parse(candidate.plan.to_yaml())
             assert plan == candidate.plan
-            assert additive_seconds(placed_under(graph, plan), costs) == pytest.approx(candidate.seconds, rel=1e-12)
+            placement = placed_under(graph, plan)
+            assert additive_seconds(placement, costs) == pytest.approx(candidate.seconds, rel=1e-12)
+            assert len(redistributions(placement)) == candidate.redistributions
 
 
 def test_uneven_parts():
     graph = captured(Residual(), 8)
     parts = {1: (range(8),), 2: (range(6), range(6, 8))}
     every = brute_force(graph, ONE, COSTS[0], _domains(graph, ONE, FEW), parts.__getitem__)
-    found = search(graph, 2, COSTS[0], on=[ONE], among=FEW, parts=parts.__getitem__)
+    found = search(graph, 2, COSTS[0], on=[ONE], among=FEW, parts=parts.__getitem__, tolerance=0.0)
     assert found.best.seconds == pytest.approx(min(every.values()), rel=1e-12)

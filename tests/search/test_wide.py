@@ -22,10 +22,12 @@ TWO = Mesh(("node", "gpu"), (2, 2))
 @pytest.mark.parametrize("model", [Branches(3), Branches(2)])
 def test_what_is_left_out_is_not_in_the_best_plan(model, costs, monkeypatch):
     graph = captured(model, 16)
-    pruned = search(graph, 4, costs, on=[TWO])
+    pruned = search(graph, 4, costs, on=[TWO], tolerance=0.0)
     monkeypatch.setattr(solving.Solver, "_possible", lambda self: self.allowed)
     assert pruned.exact
-    assert pruned.best.seconds == pytest.approx(search(graph, 4, costs, on=[TWO]).best.seconds, rel=1e-12)
+    assert pruned.best.seconds == pytest.approx(
+        search(graph, 4, costs, on=[TWO], tolerance=0.0).best.seconds, rel=1e-12
+    )
 
 
 def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
@@ -34,7 +36,7 @@ def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
     assert ("convs.0", "convs.1", "convs.2") in groups
     original = solving.tied_where_wide
     monkeypatch.setattr(solving, "tied_where_wide", lambda groups, graph, most: original(groups, graph, 2))
-    found = search(graph, 2, COSTS, on=[ONE])
+    found = search(graph, 2, COSTS, on=[ONE], tolerance=0.0)
     assert not found.exact
     assert "3 layers were given one strategy between them" in found.notes[0]
     every = [(strategy,) for strategy in AXIS_STRATEGIES]
@@ -52,9 +54,9 @@ def test_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch):
 
 def test_a_small_limit_ties_until_it_can_be_done(monkeypatch):
     graph = captured(Nested())
-    exact = search(graph, 2, COSTS, on=[ONE])
+    exact = search(graph, 2, COSTS, on=[ONE], tolerance=0.0)
     monkeypatch.setattr(solving, "LIMIT", 40)
-    found = search(graph, 2, COSTS, on=[ONE])
+    found = search(graph, 2, COSTS, on=[ONE], tolerance=0.0)
     assert exact.exact
     assert not found.exact
     assert found.best.seconds >= exact.best.seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from convoy.plans.mesh import Axes, Mesh
@@ -19,6 +19,7 @@ def indices(numbers: Iterable[int]) -> Indices:
     return run if tuple(run) == listed else listed
 
 
+@lru_cache(maxsize=1 << 12)
 def balanced(total: int, parts: int) -> tuple[range, ...]:
     """Cut `total` into consecutive ranges as even as can be, the larger ones first."""
     size, larger = divmod(total, parts)
@@ -91,6 +92,12 @@ class Split:
         return hash((self.axes, self.parts))
 
 
+@lru_cache(maxsize=1 << 14)
+def even_split(axes: Axes, size: int, parts: int) -> Split:
+    """A dimension cut into consecutive parts as even as can be; one object for all who ask the same."""
+    return Split(axes, balanced(size, parts))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the elements of a tensor are, axis by axis.
@@ -120,7 +127,8 @@ class Layout:
         splits: Mapping[int, Split] | None = None, partial: Iterable[int] = (), copied: Iterable[int] = ()
     ) -> "Layout":
         """Build a layout from a mapping of dimensions."""
-        return Layout(tuple(sorted((splits or {}).items())), frozenset(partial), frozenset(copied))
+        pairs = tuple((splits or {}).items())
+        return Layout(pairs if len(pairs) < 2 else tuple(sorted(pairs)), frozenset(partial), frozenset(copied))
 
     def split(self, dim: int) -> Split | None:
         """How a dimension is divided, or None where every rank has all of it."""

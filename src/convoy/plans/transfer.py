@@ -15,7 +15,7 @@ pairs (Shoeybi et al., Megatron-LM, 2019, figure 3; Hewett and Grady, DistDL, 20
 | reduce_scatter | partial → split: add, keep the own part  | collect the parts                               |
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -56,32 +56,38 @@ class _Walk:
 
     def to(self, target: Layout) -> Iterator[Step]:
         assert target.partial <= self.here.partial, f"cannot make {target} of {self.here}"
-        yield from self._keep(target)
-        yield from self._reduce(target)
-        yield from self._slice(target)
-        yield from self._copy(target)
-        yield from self._move(target)
-        yield from self._gather(target)
+        if self.here.copied:
+            yield from self._keep(target)
+        if self.here.partial:
+            yield from self._reduce(target)
+        if target.splits:
+            yield from self._slice(target)
+        if target.copied:
+            yield from self._copy(target)
+        if self.here.splits != target.splits:
+            yield from self._move(target)
+            yield from self._gather(target)
         assert self.here == target, f"{self.here} is not {target}"
 
-    def _step(self, kind: Kind, axes: Sequence[int], after: Layout) -> Iterator[Step]:
-        if axes:
-            before, self.here = self.here, after
-            yield Step(kind, tuple(sorted(axes)), before, after)
+    def _step(self, kind: Kind, axes: Iterable[int], after: Layout) -> Iterator[Step]:
+        before, self.here = self.here, after
+        yield Step(kind, tuple(sorted(axes)), before, after)
 
     def _keep(self, target: Layout) -> Iterator[Step]:
         """Axes on which the gradient would be added although the layer gives all of it on every rank."""
         axes = self.here.copied - target.copied - target.split_axes
-        yield from self._step("keep", sorted(axes), replace(self.here, copied=self.here.copied - axes))
+        if axes:
+            yield from self._step("keep", axes, replace(self.here, copied=self.here.copied - axes))
 
     def _reduce(self, target: Layout) -> Iterator[Step]:
         for dim, wanted in target.splits:
             new = set(wanted.axes) - set(self._axes(dim))
             if new and new <= self.here.partial - target.partial and self._refines(dim, wanted) and _disjoint(wanted):
                 after = replace(self._with(dim, wanted), partial=self.here.partial - new)
-                yield from self._step("reduce_scatter", sorted(new), after)
+                yield from self._step("reduce_scatter", new, after)
         axes = self.here.partial - target.partial
-        yield from self._step("reduce", sorted(axes), replace(self.here, partial=self.here.partial - axes))
+        if axes:
+            yield from self._step("reduce", axes, replace(self.here, partial=self.here.partial - axes))
 
     def _slice(self, target: Layout) -> Iterator[Step]:
         """Divide over axes on which the tensor is whole, before anything is sent."""
@@ -91,28 +97,29 @@ class _Walk:
                 continue
             exact = set(wanted.axes) <= {*self._axes(dim), *new} and self._refines(dim, wanted)
             after = self._with(dim, wanted) if exact else self._intersected(dim, wanted, new)
-            yield from self._step("slice", sorted(new), replace(after, copied=after.copied - new))
+            yield from self._step("slice", new, replace(after, copied=after.copied - new) if after.copied else after)
 
     def _copy(self, target: Layout) -> Iterator[Step]:
         axes = target.copied - self.here.copied - self.here.split_axes
-        yield from self._step("copy", sorted(axes), replace(self.here, copied=self.here.copied | axes))
+        if axes:
+            yield from self._step("copy", axes, replace(self.here, copied=self.here.copied | axes))
 
     def _move(self, target: Layout) -> Iterator[Step]:
         """Exchange over all axes of the dimensions that are divided otherwise before and after."""
-        changed = {dim for layout in (self.here, target) for dim, _ in layout.splits}
-        changed = {dim for dim in changed if self.here.split(dim) != target.split(dim)}
-        axes = {axis for dim in changed for axis in (*self._axes(dim), *_axes(target, dim))}
+        before, wanted = dict(self.here.splits), dict(target.splits)
+        changed = {dim for dim in (*before, *wanted) if before.get(dim) != wanted.get(dim)}
+        axes = {axis for splits in (before, wanted) for dim in changed if dim in splits for axis in splits[dim].axes}
         if not axes & target.split_axes - self._settled(target, changed):
             return
-        splits = {dim: split for dim, split in self.here.splits if dim not in changed}
-        splits |= {dim: split for dim, split in target.splits if dim in changed}
+        splits = {dim: split for dim, split in before.items() if dim not in changed}
+        splits |= {dim: split for dim, split in wanted.items() if dim in changed}
         after = Layout.of(splits, self.here.partial, self.here.copied | (axes - target.split_axes))
         left = after.copied - target.copied
         if left:  # axes that end whole with a whole gradient: gather them first, then exchange over the others
             yield from self._gather(target, left)
             yield from self._move(target)
             return
-        yield from self._step("move", sorted(axes), after)
+        yield from self._step("move", axes, after)
 
     def _settled(self, target: Layout, changed: set[int]) -> set[int]:
         """Axes of dimensions that only need a gather."""
@@ -129,13 +136,15 @@ class _Walk:
             old = set(split.axes) - (set(wanted.axes) if wanted else set())
             if only is not None:
                 old &= only
+            if not old:
+                continue
             for copied in (True, False):
                 axes = {axis for axis in old if (axis in target.copied) == copied}
                 if not axes:
                     continue
                 after = self._with(dim, self._united(dim, axes, wanted))
                 after = replace(after, copied=after.copied | axes) if copied else after
-                yield from self._step("move" if copied else "gather", sorted(axes), after)
+                yield from self._step("move" if copied else "gather", axes, after)
 
     def _axes(self, dim: int) -> Axes:
         return _axes(self.here, dim)
@@ -145,7 +154,7 @@ class _Walk:
         splits.pop(dim, None)
         if split is not None:
             splits[dim] = split
-        return replace(self.here, splits=tuple(sorted(splits.items())))
+        return Layout.of(splits, self.here.partial, self.here.copied)
 
     def _refines(self, dim: int, wanted: Split) -> bool:
         return _refines(self.mesh, self.shape[dim], self.here.split(dim), wanted)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from convoy.plans.layout import Split, balanced, indices
+from convoy.plans.layout import Split, even_split, indices
 from convoy.plans.mesh import Axes, Mesh
 
 
@@ -117,9 +118,10 @@ class Transposed:
 
 def output_split(size: int, mesh: Mesh, axes: Axes) -> Split:
     """Rows of an output, as even as can be over the axes."""
-    return Split(axes, balanced(size, mesh.size(axes)))
+    return even_split(axes, size, mesh.size(axes))
 
 
+@lru_cache(maxsize=1 << 12)
 def halo_split(window: Window | Transposed, output: Split) -> Split:
     """The overlapping parts of the input that the parts of the output need."""
     return Split(output.axes, tuple(indices(need.rows) for need in needs(window.needed, output)))

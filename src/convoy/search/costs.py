@@ -62,13 +62,7 @@ def additive_seconds(placement: Placement, costs: Costs) -> float:
     graph, mesh = placement.graph, placement.mesh
     differentiable = needs_gradient(graph)
     total = sum(costs.compute(placed, placement) for placed in placement.calls)
-    wanted = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
-    wanted += placement.outputs.items()
-    seen: set[tuple[str, Layout]] = set()
-    for name, steps in wanted:
-        if not steps or (name, steps[-1].target) in seen:
-            continue
-        seen.add((name, steps[-1].target))
+    for (name, _), steps in redistributions(placement).items():
         value = graph.values[name]
         for step in steps:
             total += costs.transfer(step, mesh, value.shape, value.dtype.itemsize, name in differentiable)
@@ -77,3 +71,10 @@ def additive_seconds(placement: Placement, costs: Costs) -> float:
             layout = placement.layouts[value.name]
             total += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
     return total
+
+
+def redistributions(placement: Placement) -> dict[tuple[str, Layout], tuple[Step, ...]]:
+    """The steps that bring values to layouts in which they are wanted and do not lie, by value and layout."""
+    wanted = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
+    wanted += placement.outputs.items()
+    return {(name, steps[-1].target): steps for name, steps in wanted if steps}

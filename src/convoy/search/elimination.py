@@ -63,9 +63,9 @@ class Elimination:
     def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
         self._sizes = dict(sizes)
         self._buckets: list[_Bucket] = []
-        merged = _merged(tables)
+        merged = merged_by_scope(tables)
         self._constant = float(sum(float(table.numbers) for table in merged if not table.scope))
-        order = _order([table.scope for table in merged], self._sizes, limit)
+        order = order_of([table.scope for table in merged], self._sizes, limit)
         self._place = {variable: place for place, (variable, _) in enumerate(order)}
         for variable, scope in order:
             self._buckets.append(_Bucket(variable, scope, [], []))
@@ -149,7 +149,7 @@ def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
     return numbers.reshape([next(sizes) if v in members else 1 for v in target])
 
 
-def _merged(tables: Sequence[Table]) -> list[Table]:
+def merged_by_scope(tables: Sequence[Table]) -> list[Table]:
     """Tables of one scope added up."""
     by_scope: dict[Scope, list[Numbers]] = {}
     for table in tables:
@@ -157,7 +157,7 @@ def _merged(tables: Sequence[Table]) -> list[Table]:
     return [Table(scope, np.asarray(sum(numbers[1:], start=numbers[0]))) for scope, numbers in by_scope.items()]
 
 
-def _order(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> list[tuple[int, Scope]]:
+def order_of(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> list[tuple[int, Scope]]:
     """Variables in the order in which they go, always the one with the smallest table next, each with that table's
     scope."""
     neighbours: dict[int, set[int]] = {v: {v} for v in sizes}

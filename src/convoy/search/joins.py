@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from convoy.graph.graph import Call
 from convoy.plans.layout import Split
 from convoy.plans.mesh import Axes
 from convoy.plans.rules.layouts import even
 from convoy.search.prices import NOWHERE, Prices
+from convoy.search.states import Ids, relabelled
 
-Ids = NDArray[np.int64]
 Target = tuple[tuple[int, Split], ...]
 Thing = TypeVar("Thing")
 _MANY = 64  # more than there are sets of axes
@@ -107,24 +106,6 @@ def _agreed(target: Target, prices: Prices, number: int, dim: int) -> Target:
             splits[other] = split
             taken |= set(split.axes)
     return tuple(sorted(splits.items(), key=lambda item: item[0]))
-
-
-def relabelled(ids: Ids) -> tuple[Ids, Ids]:
-    """The distinct numbers of an array, ascending, and for every element the place of its number among them.
-
-    As `numpy.unique`, without sorting where the numbers are small.
-    """
-    if ids.size < 64:
-        numbers, places = np.unique(ids, return_inverse=True)
-        return numbers, places.reshape(ids.shape)
-    low, high = int(ids.min()), int(ids.max())
-    if high - low > 4 * ids.size:
-        numbers, places = np.unique(ids, return_inverse=True)
-        return numbers, places.reshape(ids.shape)
-    shifted = ids - low
-    seen = np.zeros(high - low + 1, bool)
-    seen[shifted] = True
-    return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
 
 
 def _table(first: Ids, second: Ids, function: Callable[[int, int], int]) -> Ids:

@@ -71,7 +71,7 @@ class Prices:
         if found is None:
             # equal splits are one object, which is quick to compare
             splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
-            layout = replace(layout, splits=splits)
+            layout = Layout(splits, layout.partial, layout.copied)
             found = self._numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
         return found

@@ -7,7 +7,6 @@ any more, the layout of the result becomes a variable of its own: a residual net
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 import numpy as np
@@ -19,54 +18,15 @@ from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.place import own_samples
 from convoy.plans.rules import Batch
 from convoy.search.elimination import Scope, Table, TooWideError, aligned
-from convoy.search.joins import Ids, codes_of, relabelled
-from convoy.search.prices import NOWHERE, Answer, Prices, is_choosing
+from convoy.search.placing import GRID, Choice, Narrow, Shared
+from convoy.search.prices import NOWHERE, is_choosing
+from convoy.search.sending import Tensors
 from convoy.search.space import Strategy
+from convoy.search.states import Ids, Known, relabelled
 
 Sent = Literal["exactly", "at least", "nothing"]
 
-GRID = 1_500_000
-"""The most states that a call's inputs may have together."""
-
 _LARGE = 50_000
-
-
-@dataclass(frozen=True)
-class Known:
-    """Where a tensor lies, for every state of the variables in `scope`.
-
-    Attributes:
-        ids: numbers of layouts, one dimension for each variable.
-        key: the same for equal `ids`.
-    """
-
-    scope: Scope
-    ids: Ids
-    key: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Layers that have one strategy together, mostly one layer.
-
-    Attributes:
-        strategies: what they may have, in the order of the variable's states.
-    """
-
-    layers: tuple[str, ...]
-    strategies: tuple[Strategy, ...]
-
-
-@dataclass
-class _Placed:
-    """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
-
-    seconds: NDArray[np.float64]
-    inside: NDArray[np.float64]
-    wants: list[tuple[tuple[int, ...], Ids, int]]
-    gives: list[tuple[tuple[int, ...], Ids, int]]
-    keeps: tuple[int, ...]
-    refused: ConvoyError | None
 
 
 @dataclass
@@ -76,33 +36,19 @@ class Problem:
     Attributes:
         sizes: number of states of every variable; the first ones are the choices.
         seconds: tables of seconds.
+        ends: tables of seconds for the network's inputs and outputs, to be added to these.
         bytes: tables of bytes on rank 0; empty where nobody asked for them.
+        redistributions: tables of how often a tensor is brought from one layout to another.
         refused: what a rule said to some combination, for where none is left.
     """
 
     choices: Sequence[Choice]
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
+    ends: list[Table] = field(default_factory=list)
     bytes: list[Table] = field(default_factory=list)
+    redistributions: list[Table] = field(default_factory=list)
     refused: ConvoyError | None = None
-
-
-class Shared:
-    """What the problems of one mesh share: calls that were placed for some states already."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices = prices
-        self.placed: dict[tuple[object, ...], _Placed] = {}
-        self.tables: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._large = 0
-        self._arrays: dict[tuple[tuple[int, ...], bytes], int] = {}
-
-    def key(self, ids: Ids) -> int:
-        """The same number for equal arrays; large ones are taken to be all different."""
-        if ids.size > _LARGE:
-            self._large += 1
-            return -self._large
-        return self._arrays.setdefault((ids.shape, ids.tobytes()), len(self._arrays))
 
 
 def build(
@@ -143,6 +89,7 @@ class _Builder:
         self.known: dict[str, Known] = {}
         self.uses: dict[str, list[Known]] = {}
         self.keeps: dict[str, list[Known]] = {}
+        self.tensors = Tensors(shared, self.problem.sizes)
 
     def build(self, outputs: list[str]) -> Problem:
         graph = self.graph
@@ -171,21 +118,19 @@ class _Builder:
             if name not in self.known:
                 self.known[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
+        ends = {*graph.inputs, *outputs}
         for name, uses in self.uses.items() if self.sent != "nothing" else ():
-            self._transfers(graph.values[name], uses)
+            for each in self.tensors.sent(graph.values[name], self.known[name], uses, apart=self.sent == "at least"):
+                self._add(self.problem.ends if name in ends else self.problem.seconds, each.scope, each.seconds)
+                self._add(self.problem.redistributions, each.scope, each.count)
         for name, keeps in self.keeps.items():
-            self._activations(graph.values[name], keeps)
+            for scope, held in self.tensors.kept(graph.values[name], keeps):
+                self._add(self.problem.bytes, scope, held)
         return self.problem
 
     def _constant(self, layout: Layout) -> Known:
         ids = np.array(self.prices.number(layout))
-        return Known((), ids, self.shared.key(ids))
-
-    def _grid(self, scope: Scope) -> tuple[int, ...]:
-        sizes = tuple(self.problem.sizes[v] for v in scope)
-        if prod(sizes) > GRID:
-            raise TooWideError(scope)
-        return sizes
+        return Known((), ids, self.shared.keys.of(ids))
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
@@ -193,10 +138,11 @@ class _Builder:
             self.known[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
         ]
         own = self.variable[call.layer] if is_choosing(call) else None
-        scope = tuple(
-            sorted({v for known in given if known for v in known.scope} | ({own} if own is not None else set()))
-        )
-        placed = self._placed(call, given, own, scope)
+        variables = {v for known in given if known for v in known.scope}
+        scope = tuple(sorted(variables | {own} if own is not None else variables))
+        choice = (own, self.problem.choices[own]) if own is not None else None
+        sizes = [self.problem.sizes[v] for v in scope]
+        placed = self.shared.placed(call, self.batch, given, choice, scope, sizes)
         if placed.refused is not None:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
@@ -215,63 +161,9 @@ class _Builder:
             self.keeps.setdefault(tensors[place][0], []).append(tensors[place][1])
 
     @staticmethod
-    def _in_scope(scope: Scope, found: tuple[tuple[int, ...], Ids, int]) -> Known:
+    def _in_scope(scope: Scope, found: Narrow) -> Known:
         places, ids, key = found
         return Known(tuple(scope[place] for place in places), ids, key)
-
-    def _placed(self, call: Call, given: Sequence[Known | None], own: int | None, scope: Scope) -> _Placed:
-        strategies = self.problem.choices[own].strategies if own is not None else ()
-        key = (
-            self.prices.kind(call),
-            tuple((known.key, *map(scope.index, known.scope)) if known else None for known in given),
-            scope.index(own) if own is not None else None,
-            strategies,
-            self.batch.axes if own is not None else None,
-        )
-        found = self.shared.placed.get(key)
-        if found is None:
-            found = self.shared.placed[key] = self._place(call, given, own, scope)
-        return found
-
-    def _place(self, call: Call, given: Sequence[Known | None], own: int | None, scope: Scope) -> _Placed:
-        sizes = self._grid(scope)
-        arrays = [aligned(known.ids, known.scope, scope) if known else None for known in given]
-        strategies: Sequence[Strategy] = self.problem.choices[own].strategies if own is not None else ((),)
-        states = np.arange(len(strategies))
-        state = aligned(states, (own,), scope) if own is not None else np.zeros((), np.int64)
-        codes = codes_of(call, self.prices, arrays) * len(strategies) + state
-        codes = np.broadcast_to(codes, sizes)
-        numbers, inverse = relabelled(codes)
-        first = np.empty(len(numbers), np.int64)
-        first[inverse.ravel()[::-1]] = np.arange(codes.size)[::-1]
-        flat = [None if array is None else np.broadcast_to(array, sizes).ravel()[first] for array in arrays]
-        chosen = np.broadcast_to(state, sizes).ravel()[first]
-        answers: list[Answer | None] = []
-        refused = None
-        for place in range(len(first)):
-            of_inputs = [NOWHERE if column is None else int(column[place]) for column in flat]
-            impossible = any(n == NOWHERE and column is not None for n, column in zip(of_inputs, flat, strict=True))
-            answer = None
-            if not impossible:
-                found = self.prices.answer(call, self.batch, strategies[int(chosen[place])], of_inputs)
-                answer, refused = (None, found) if isinstance(found, ConvoyError) else (found, refused)
-            answers.append(answer)
-
-        def spread(numbers: Iterable[float], kind: type) -> NDArray:
-            return np.array(list(numbers), kind)[inverse]
-
-        def narrow(numbers: Iterable[int]) -> tuple[tuple[int, ...], Ids, int]:
-            places, ids = _narrowed(spread(numbers, np.int64))
-            return places, ids, self.shared.key(ids)
-
-        return _Placed(
-            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
-            spread((0.0 if a is None else a.inside for a in answers), np.float64),
-            [narrow(NOWHERE if a is None else a.wants[at] for a in answers) for at in range(len(call.inputs))],
-            [narrow(NOWHERE if a is None else a.gives[at] for a in answers) for at in range(len(call.outputs))],
-            next((a.keeps for a in answers if a is not None), ()),
-            refused,
-        )
 
     def _add(self, tables: list[Table], scope: Scope, numbers: NDArray[np.float64]) -> None:
         if tables is self.problem.bytes and not self.with_memory:
@@ -298,7 +190,7 @@ class _Builder:
             self.problem.seconds.append(Table((*known.scope, variable), agrees))
         else:
             self._agree_in_pairs(known, distinct, variable)
-        self.known[name] = Known((variable,), distinct, self.shared.key(distinct))
+        self.known[name] = Known((variable,), distinct, self.shared.keys.of(distinct))
 
     def _agree_in_pairs(self, known: Known, distinct: Ids, variable: int) -> None:
         """A lower bound for a large table: which states of each variable go with a layout at all."""
@@ -318,97 +210,6 @@ class _Builder:
         seconds, held = np.array(pairs).T[:, at]
         self._add(self.problem.seconds, home.scope, seconds)
         self._add(self.problem.bytes, home.scope, held)
-
-    def _transfers(self, value: Value, uses: Sequence[Known]) -> None:
-        """What it costs to bring a value to all who use it: once for those that want it in the same layout."""
-        here = self.known[value.name]
-        groups = [(group, 1) for group in _that_share(uses, here)]
-        if self.sent == "at least":
-            groups = [([use], len(group)) for group, _ in groups for use in group]
-        for group, share in groups:
-            scope = tuple(sorted({*here.scope, *(v for use in group for v in use.scope)}))
-            key = (
-                "transfers",
-                (value.shape, value.dtype.itemsize, value.name in self.prices.differentiable),
-                tuple((known.key, *map(scope.index, known.scope)) for known in (here, *group)),
-            )
-            if key not in self.shared.tables:
-                self.shared.tables[key] = self._distinct(value, here, group, scope)
-            numbers = self.shared.tables[key]
-            self._add(self.problem.seconds, scope, numbers / share if share > 1 else numbers)
-
-    def _distinct(self, value: Value, here: Known, uses: Sequence[Known], scope: Scope) -> NDArray[np.float64]:
-        total = np.zeros(self._grid(scope))
-        source = aligned(here.ids, here.scope, scope)
-        wanted = [aligned(use.ids, use.scope, scope) for use in uses]
-        for place, target in enumerate(wanted):
-            seconds = self._seconds(value, source, target)
-            if not seconds.any():
-                continue
-            again = np.zeros((), bool)
-            for other in wanted[:place]:
-                again = again | (other == target)
-            total += np.where(again, 0.0, seconds)
-        return total
-
-    def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
-        """Of each pair of layouts, as arrays that broadcast."""
-        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
-        present = np.zeros((len(left), len(right)), bool)
-        present[left_at, right_at] = True
-        table = np.zeros(present.shape)
-        for a, b in zip(*np.nonzero(present), strict=True):
-            table[a, b] = self.prices.transfer(int(left[a]), int(right[b]), value)
-        return table[left_at, right_at]
-
-    def _activations(self, value: Value, keeps: Sequence[Known]) -> None:
-        """Bytes for what several calls keep of a value: once for each layout."""
-        uses = list({(use.scope, use.key): use for use in keeps}.values())
-        nowhere = Known((), np.array(NOWHERE - 1), -1)
-        for group in _that_share(uses, nowhere):
-            scope = tuple(sorted({v for use in group for v in use.scope}))
-            total = np.zeros(self._grid(scope))
-            places = [aligned(self._places(value, use.ids), use.scope, scope) for use in group]
-            for at, (use, place) in enumerate(zip(group, places, strict=True)):
-                held = np.array(
-                    [0 if n == NOWHERE else self.prices.kept(int(n), value)[1] for n in use.ids.ravel()], float
-                ).reshape(use.ids.shape)
-                again = np.zeros((), bool)
-                for other in places[:at]:
-                    again = again | (other == place)
-                total += np.where(again, 0.0, aligned(held, use.scope, scope))
-            self._add(self.problem.bytes, scope, total)
-
-    def _places(self, value: Value, ids: Ids) -> Ids:
-        numbers = [NOWHERE if n == NOWHERE else self.prices.kept(int(n), value)[0] for n in ids.ravel()]
-        return np.array(numbers, np.int64).reshape(ids.shape)
-
-
-def _narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
-    """An array without the dimensions along which it does not change, and the places of those that are left."""
-    places = list(range(ids.ndim))
-    for axis in reversed(range(ids.ndim)):
-        first = ids.take([0], axis=axis)
-        if ids.shape[axis] == 1 or (ids == first).all():
-            ids = first.squeeze(axis)
-            places.pop(axis)
-    return tuple(places), ids.copy(order="C")
-
-
-def _that_share(uses: Sequence[Known], here: Known) -> list[list[Known]]:
-    """Uses that may want a value in the same layout, other than where it is, together; the same use but once."""
-    groups: list[tuple[set[int], list[Known]]] = []
-    alone = {int(here.ids)} if not here.scope else set()
-    for use in dict.fromkeys((use.scope, use.key) for use in uses):
-        known = next(other for other in uses if (other.scope, other.key) == use)
-        wanted = set(relabelled(known.ids)[0].tolist()) - alone - {NOWHERE}
-        if not wanted:
-            continue
-        joined = [group for group in groups if group[0] & wanted]
-        groups = [group for group in groups if not group[0] & wanted]
-        members = [other for group in joined for other in group[1]] + [known]
-        groups.append((wanted.union(*(group[0] for group in joined)), members))
-    return [members for _, members in groups]
 
 
 def assigned(choices: Sequence[Choice], states: Mapping[int, int]) -> dict[str, Strategy]:

@@ -16,11 +16,13 @@ class Candidate:
 
     Attributes:
         seconds: the sum of its costs.
+        redistributions: how often it brings a tensor from one layout to another.
         measure: what says how much memory it takes.
     """
 
     plan: Plan
     seconds: float
+    redistributions: int
     measure: Callable[[Plan], float] = field(repr=False, compare=False)
 
     @cached_property
@@ -37,7 +39,8 @@ class NextBest:
         layers: mostly one; those that have one strategy together where they are tied.
         strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
         other: the second best, None where they can have no other.
-        seconds: of the whole plan with `other`; infinite where there is none.
+        seconds: of the whole plan with `other`; infinite where there is none. It can be less than those of the best
+            plan, by the search's tolerance at most, which then sends less.
     """
 
     layers: tuple[str, ...]
@@ -51,11 +54,13 @@ class SearchResult:
     """What a search has found.
 
     Attributes:
-        candidates: different plans, the best first: the best of a mesh and of a way to divide the samples each, and
-            plain `sample` where it can be.
-        exact: whether no plan on the meshes that were searched costs less than the first candidate.
+        candidates: different plans, the one to have first and then by their seconds: the best of a mesh and of a way
+            to divide the samples each, and plain `sample` where it can be.
+        exact: whether no plan on the meshes that were searched costs less than `least`, and none within the tolerance
+            has fewer redistributions than the first candidate.
         notes: sentences about what was left out or tied, empty where `exact`.
         searched: the meshes.
+        least: seconds of the fastest plan.
         solution: the tables of the search that gave the best plan.
     """
 
@@ -63,6 +68,7 @@ class SearchResult:
     exact: bool
     notes: tuple[str, ...]
     searched: tuple[Mesh, ...]
+    least: float
     solution: Solution = field(repr=False, compare=False)
 
     @property

@@ -18,10 +18,10 @@ from convoy.search.fixes import Fix, fix_of, parse_fixes
 from convoy.search.legal import allowed
 from convoy.search.memory import Fitting, fitting, nothing_fits
 from convoy.search.patterns import compact
+from convoy.search.placing import Shared
 from convoy.search.prices import Prices, is_choosing
-from convoy.search.problem import Shared
 from convoy.search.result import Candidate, SearchResult
-from convoy.search.solve import Solution, Solver, UninterestingError, used_axes, using_all_axes
+from convoy.search.solve import INTERESTING, Solution, Solver, UninterestingError, used_axes, using_all_axes
 from convoy.search.space import AXIS_STRATEGIES, Strategy, meshes, sample_axes_of, strategies
 from convoy.search.ties import Groups
 
@@ -30,8 +30,9 @@ __all__ = ["Parts", "SearchResult", "search"]
 Parts = Callable[[int], tuple[range, ...]]
 """The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
 
-_INTERESTING = 1.1
-"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
+TOLERANCE = 0.01
+"""Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
+not better than that, and the fastest of very many is the one whose prediction errs most in its favour."""
 
 
 def search(
@@ -46,8 +47,14 @@ def search(
     top: int = 3,
     on: Sequence[Mesh] | None = None,
     among: Sequence[str] = AXIS_STRATEGIES,
+    tolerance: float = TOLERANCE,
 ) -> SearchResult:
-    """The plans of a network whose costs add up to least.
+    """The simplest of the plans of a network whose costs add up to least, but for a tolerance.
+
+    Of all plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
+    fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a
+    plan that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory
+    that these do not keep, the tolerance is 0.
 
     Args:
         graph: the network in training, captured at the whole batch of one pass.
@@ -60,20 +67,26 @@ def search(
         top: how many candidates to give at most; plain `sample` comes on top of these.
         on: meshes to search; None searches those with one and two axes.
         among: strategies that layers may have on an axis, where no fix says otherwise.
+        tolerance: a share of the fastest plan's seconds, at most 0.1.
 
     Raises:
         ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
     """
-    return _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among).run(top)
+    return _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among, tolerance).run(top)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The best plan of a mesh and its sample axes."""
+    """The best plan of a mesh and its sample axes.
+
+    Attributes:
+        free: the best one where the samples need not be divided over all of these axes.
+    """
 
     solver: Solver
     mesh: Mesh
     solution: Solution
+    free: Solution
 
 
 class _Search:
@@ -88,8 +101,11 @@ class _Search:
         memory_limit: float | None,
         on: Sequence[Mesh] | None,
         among: Sequence[str],
+        tolerance: float,
     ) -> None:
+        assert 0 <= tolerance <= INTERESTING - 1
         self.among = among
+        self.tolerance = tolerance
         self.graph = graph
         self.costs = costs
         self.num_samples = graph.shape(graph.inputs[0])[0]
@@ -107,7 +123,7 @@ class _Search:
         self.meshes = list(on) if on is not None else meshes(num_devices)
         self.notes: list[str] = []
         self.refused: ConvoyError | None = None
-        self.known = float("inf")
+        self.known = self.least = float("inf")
         self.plain: Solver | None = None
         self.solvers: list[Solver] = []
         self.with_memory = False
@@ -118,25 +134,25 @@ class _Search:
             # what is fastest of all fits; of the others, those that do too
             chosen = [chosen[0], *(one for one in chosen[1 : 2 * top] if self._needs(one) <= self.memory_limit)]
         elif self.memory_limit is not None:
-            self.with_memory = True
+            self.with_memory, self.tolerance = True, 0.0
             chosen = self._fit(self._all())
         candidates: list[Candidate] = []
         for one in chosen:
             # the same plan with the axes exchanged costs the same, where links are alike
             same = any(math.isclose(one.solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
             if len(candidates) < top and not same:
-                candidates.append(self._candidate(one.mesh, one.solution.layers, one.solution.seconds))
+                plan = self._plan(one.mesh, one.solution.layers)
+                candidates.append(Candidate(plan, one.solution.seconds, one.solution.redistributions, self._memory))
         plain = self._plain()
         if plain is not None and all(plain.plan != other.plan for other in candidates):
-            candidates.append(plain)
-            candidates.sort(key=lambda candidate: candidate.seconds)
+            candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda candidate: candidate.seconds)]
         ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
         if any(solver.gave_up for solver in self.solvers):
             self.notes.append("not all plans that divide the samples over a part of the axes were looked at")
         return SearchResult(
-            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), chosen[0].solution
+            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
         )
 
     def _all(self) -> list[_Found]:
@@ -149,9 +165,24 @@ class _Search:
         found = [one for mesh in self.meshes for one in self._on(mesh)]
         if not found:
             raise self.refused or ConvoyError("no plan divides this network over these devices")
-        # of plans that cost the same, the one with fewer axes
-        found.sort(key=lambda one: (float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)))
-        return [one for place, one in enumerate(found) if place == 0 or not self._is_flat(one)]
+        self.least = min(one.solution.seconds for one in found)
+        found = [self._simplest(one) for one in found]
+        near = [one for one in found if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
+        best = min(near, key=lambda one: (one.solution.redistributions if self.tolerance else 0, *_rank(one)))
+        others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
+        return [best, *others]
+
+    def _simplest(self, one: _Found) -> _Found:
+        """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
+        if not self.tolerance:
+            return one
+        enough = self.least * (1 + self.tolerance)
+        budget = enough if one.solution.seconds <= enough else one.solution.seconds * (1 + self.tolerance)
+        for start in (one.free, one.solution) if one.free is not one.solution else (one.free,):
+            simple = one.solver.simplest(start, budget)
+            if used_axes(simple.layers, self.ops) == one.solver.batch.axes:
+                return _Found(one.solver, one.mesh, simple, one.free)
+        return one
 
     def _needs(self, one: _Found) -> float:
         return self._memory_of(one.mesh, one.solution.layers)
@@ -167,8 +198,11 @@ class _Search:
                 continue
             if len(mesh.sizes) == 1 and axes:
                 self.plain = solver
+            if any(other.solver.floor(solver.batch) > self.known * INTERESTING for other in solved.values()):
+                continue
             try:
-                solved[axes] = _Found(solver, mesh, solver.solve())
+                solution = solver.solve()
+                solved[axes] = _Found(solver, mesh, solution, solution)
                 self.known = min(self.known, solved[axes].solution.seconds)
             except UninterestingError:
                 pass
@@ -181,10 +215,10 @@ class _Search:
             if used != axes:
                 # a plan that leaves an axis unused is one of fewer sample axes, and at least as cheap there
                 enough = min((other.solution.seconds for a, other in solved.items() if set(a) < set(axes)), default=0.0)
-                better = using_all_axes(one.solver, one.solution, self.ops, enough)
+                better = using_all_axes(one.solver, one.solution, self.ops, enough * (1 + self.tolerance))
                 if better is None:
                     continue
-                one = _Found(one.solver, mesh, better)
+                one = _Found(one.solver, mesh, better, one.free)
             found.append(one)
         return found
 
@@ -198,8 +232,8 @@ class _Search:
         except ConvoyError as error:
             self.refused = error
             return None
-        enough = self.known * _INTERESTING
-        solver = Solver(shared, batch, choices, self.outputs, groups, self.with_memory, enough)
+        enough = self.known * INTERESTING
+        solver = Solver(shared, batch, choices, self.outputs, groups, self.with_memory, enough, self.tolerance)
         self.solvers.append(solver)
         return solver
 
@@ -245,7 +279,7 @@ class _Search:
         tried: list[tuple[_Found, Fitting]] = []
         for one in found:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
-            tried.append((_Found(one.solver, one.mesh, fit.solution), fit))
+            tried.append((_Found(one.solver, one.mesh, fit.solution, one.free), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
         if not fits:
             least, fit = min(tried, key=lambda pair: pair[1].memory)
@@ -265,12 +299,9 @@ class _Search:
         solver = self.plain
         if solver is None or not all(plain in allowed for allowed in solver.allowed.values()):
             return None
-        seconds, _ = solver.price(dict.fromkeys(solver.allowed, plain))
-        candidate = self._candidate(solver.batch.mesh, dict.fromkeys(solver.allowed, plain), seconds)
+        layers = dict.fromkeys(solver.allowed, plain)
+        candidate = Candidate(self._plan(solver.batch.mesh, layers), *solver.price(layers), self._memory)
         return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
-
-    def _candidate(self, mesh: Mesh, layers: Mapping[str, Strategy], seconds: float) -> Candidate:
-        return Candidate(self._plan(mesh, layers), seconds, self._memory)
 
     def _plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
         plan = compact(mesh, {layer: layers[layer] for layer in self.layers})
@@ -287,6 +318,11 @@ class _Search:
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)))
         return place(self.graph, plan, batch, self.outputs)
+
+
+def _rank(one: _Found) -> tuple[float, int]:
+    """Of plans that cost the same, the one with fewer axes."""
+    return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
 
 
 def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:

@@ -12,12 +12,18 @@ from convoy.plans.place import COMPUTE
 from convoy.plans.rules import Batch
 from convoy.search.bounds import kept, least_of_layers, possible, relaxed
 from convoy.search.elimination import Elimination, Numbers, Table, TooWideError
-from convoy.search.problem import Choice, Problem, Sent, Shared, assigned, build
+from convoy.search.fewest import fewest, restricted
+from convoy.search.floor import Floor
+from convoy.search.placing import Choice, Shared
+from convoy.search.problem import Problem, Sent, assigned, build
 from convoy.search.space import Strategy
 from convoy.search.ties import Groups, alone, tied, tied_where_wide
 
 LIMIT = 20_000_000
 """The most entries of a table: 64 MB."""
+
+INTERESTING = 1.1
+"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
 
 _RELAXED = 50_000
 _BRANCHES = 400
@@ -34,12 +40,14 @@ class Solution:
     Attributes:
         layers: the strategy of every layer.
         seconds: their sum.
+        redistributions: how often a tensor is brought from one layout to another.
         bytes: the sum of bytes on rank 0, 0 where nobody asked.
         groups: layers that were given one strategy together.
     """
 
     layers: dict[str, Strategy]
     seconds: float
+    redistributions: int
     bytes: float
     groups: Groups
     problem: Problem
@@ -57,6 +65,7 @@ class Solver:
         groups: layers to be given one strategy together.
         with_memory: whether bytes are counted too.
         enough: seconds beyond which a plan is of no interest.
+        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
 
     Attributes:
         gave_up: whether `using_all_axes` stopped before it knew.
@@ -71,6 +80,7 @@ class Solver:
         groups: Groups | None = None,
         with_memory: bool = False,
         enough: float = float("inf"),
+        tolerance: float = 0.0,
     ) -> None:
         self.shared = shared
         self.batch = batch
@@ -81,11 +91,13 @@ class Solver:
         self.groups = groups or tied_where_wide(alone(graph), graph, most)
         self.with_memory = with_memory
         self.enough = enough
+        self.tolerance = tolerance
         self.gave_up = False
         self._problem: Problem | None = None
         joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
         self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
         self._kept: dict[Groups, Mapping[str, Sequence[Strategy]]] = {}
+        self._floor: Floor | None = None
 
     def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
         """The tables, of as few groups as must be tied.
@@ -116,7 +128,9 @@ class Solver:
         """
         while True:
             problem = self._problem if only is None and self._problem is not None else self.problem(only)
-            tables = [Table(table.scope, table.numbers * time_price) for table in problem.seconds]
+            tables = [*problem.seconds, *problem.ends]
+            if time_price != 1:
+                tables = [Table(table.scope, table.numbers * time_price) for table in tables]
             tables += [Table(table.scope, table.numbers * byte_price) for table in problem.bytes if byte_price]
             try:
                 elimination = Elimination(tables, problem.sizes, LIMIT)
@@ -130,19 +144,51 @@ class Solver:
             raise UninterestingError(elimination.least)
         if not np.isfinite(elimination.least):
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
-        states = elimination.assignment()
-        seconds, held = (_at(each, states) for each in (problem.seconds, problem.bytes))
-        layers = assigned(problem.choices, states)
-        return Solution(layers, seconds, held, self.groups, problem, elimination)
+        return self._solution(problem, elimination, elimination.assignment())
 
-    def price(self, layers: Mapping[str, Strategy]) -> tuple[float, float]:
-        """Seconds and bytes of one plan; infinite seconds where it cannot be."""
+    def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
+        seconds, held, count = (
+            _at(each, states) for each in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
+        )
+        layers = assigned(problem.choices, states)
+        return Solution(layers, seconds, round(count), held, self.groups, problem, elimination)
+
+    def simplest(self, solution: Solution, budget: float) -> Solution:
+        """Of the plans that take at most so many seconds, the fastest of those with fewest redistributions.
+
+        Args:
+            solution: the fastest one.
+            budget: seconds, at least those of the solution and at most by the solver's tolerance more.
+        """
+        if not solution.redistributions:
+            return solution
+        problem, budget = solution.problem, budget * (1 + 1e-12)
+        marginals = solution.elimination.min_marginals()
+        kept = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        seconds, counts = (
+            restricted(tables, kept) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
+        )
+        sizes = {v: len(states) for v, states in kept.items()}
+        try:
+            found = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+        except TooWideError:
+            return solution
+        if found is None:
+            return solution
+        return self._solution(problem, solution.elimination, {v: kept[v][state] for v, state in found.items()})
+
+    def price(self, layers: Mapping[str, Strategy]) -> tuple[float, int]:
+        """Seconds and number of redistributions of one plan; infinite seconds where it cannot be."""
         choices = [Choice((layer,), (layers[layer],)) for layer in self.allowed]
-        problem = build(self.shared, self.batch, choices, self.outputs, self.with_memory)
-        found = Elimination(problem.seconds, problem.sizes, LIMIT)
+        problem = build(self.shared, self.batch, choices, self.outputs)
+        found = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
         if not np.isfinite(found.least):
-            return float("inf"), 0.0
-        return found.least, _at(problem.bytes, found.assignment())
+            return float("inf"), 0
+        return found.least, round(_at(problem.redistributions, found.assignment()))
+
+    def floor(self, batch: Batch) -> float:
+        """Seconds that every plan takes at least that divides the samples over fewer axes; 0 where it is not known."""
+        return self._floor.of(batch) if self._floor is not None else 0.0
 
     def _possible(self) -> Mapping[str, Sequence[Strategy]]:
         """What the layers may have in a best plan. All that is allowed, unless that was too much to search.
@@ -165,7 +211,8 @@ class Solver:
         if not np.isfinite(enough):
             enough, _ = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
         least = least_of_layers(self.shared.prices, self.batch, self.allowed)
-        found = possible(least, self.allowed, self.groups, enough)
+        most = enough * INTERESTING
+        found = possible(least, self.allowed, self.groups, most)
         choices = [Choice(group, _common(group, found)) for group in self.groups]
         # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
         tied = any(len(group) > 1 for group in self.groups)
@@ -175,17 +222,20 @@ class Solver:
         try:
             for sent in rounds:
                 problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
-                elimination = Elimination(relaxed(problem.seconds, _RELAXED), problem.sizes, LIMIT)
+                inner = relaxed(problem.seconds, _RELAXED)
+                elimination = Elimination([*inner, *relaxed(problem.ends, _RELAXED)], problem.sizes, LIMIT)
                 if elimination.least > self.enough:
                     raise UninterestingError(elimination.least)
         except TooWideError:
             return found
+        self._floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most)
         layers = assigned(choices, elimination.assignment())
         if self._uses_all_axes(layers):
             enough = min(enough, self.price(layers)[0])
         bounds = elimination.min_marginals()
         for v, choice in enumerate(choices):
-            found |= dict.fromkeys(choice.layers, kept(choice.strategies, list(bounds[v]), enough))
+            near = kept(choice.strategies, list(bounds[v]), enough * (1 + self.tolerance))
+            found |= dict.fromkeys(choice.layers, near)
         return found
 
     def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:

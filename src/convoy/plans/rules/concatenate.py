@@ -1,5 +1,7 @@
 """Concatenation: along channels the index lists are joined and nothing is sent."""
 
+from functools import lru_cache
+
 from convoy.plans.layout import Layout, Split, indices
 from convoy.plans.rules.elementwise import agreed
 from convoy.plans.rules.layouts import even, used
@@ -19,18 +21,24 @@ def rule(situation: Situation) -> Placed:
         layout = Layout.of(target)
         return Placed(dict.fromkeys(names, layout), {output: layout})
     inputs: dict[str, Layout] = {}
-    parts: list[list[int]] = [[] for _ in range(mesh.size(axes))]
-    offset = 0
-    for name in names:
+    splits, sizes = [], tuple(situation.shape(name)[dim] for name in names)
+    for name, size in zip(names, sizes, strict=True):
         before = situation.given[name].split(dim) if name in situation.given else None
-        size = situation.shape(name)[dim]
-        split = before if before is not None and before.axes == axes else even(mesh, axes, size)
-        inputs[name] = Layout.of({**target, dim: split})
+        splits.append(before if before is not None and before.axes == axes else even(mesh, axes, size))
+        inputs[name] = Layout.of({**target, dim: splits[-1]})
+    return Placed(inputs, {output: Layout.of({**target, dim: _joined(tuple(splits), sizes)})})
+
+
+@lru_cache(maxsize=1 << 12)
+def _joined(splits: tuple[Split, ...], sizes: tuple[int, ...]) -> Split:
+    """The split of the result: every rank has its parts of all operands, one after the other."""
+    parts: list[list[int]] = [[] for _ in splits[0].parts]
+    offset = 0
+    for split, size in zip(splits, sizes, strict=True):
         for own, part in zip(parts, split.parts, strict=True):
             own.extend(offset + index for index in part)
         offset += size
-    joined = Split(axes, tuple(indices(part) for part in parts))
-    return Placed(inputs, {output: Layout.of({**target, dim: joined})})
+    return Split(splits[0].axes, tuple(indices(part) for part in parts))
 
 
 def _axes_along(situation: Situation, names: tuple[str, ...], dim: int, taken: set[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from convoy.plans.layout import Layout, Split, balanced
+from convoy.plans.layout import Layout, Split, even_split
 from convoy.plans.mesh import Axes, Mesh
 
 
@@ -14,7 +14,7 @@ def without_partial(layout: Layout) -> Layout:
 def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
     """A dimension cut into consecutive parts as even as can be, the first axis being the coarsest."""
     axes = tuple(sorted(axes))
-    return Split(axes, balanced(size, mesh.size(axes)))
+    return even_split(axes, size, mesh.size(axes))
 
 
 def put(splits: dict[int, Split], dim: int, split: Split | None) -> None:
