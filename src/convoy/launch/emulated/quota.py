@@ -146,11 +146,12 @@ def _remove(group: Path, patience: float = _PATIENCE_S) -> None:
 
 
 def _own_group(mount: Path) -> Path:
-    """The group of this process in the hierarchy of version 1, so that limits of those around it hold too."""
+    """The group of this process in the hierarchy of version 1, so that limits of those around it hold too; that around
+    an emulated device where this process is on one."""
     for line in _OWN.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(","):
-            whole = mount / path.lstrip("/")
+            whole = mount / path.partition("/convoy-")[0].lstrip("/")
             return whole if whole.is_dir() else mount
     return mount
 
