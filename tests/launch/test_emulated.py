@@ -211,7 +211,7 @@ def test_a_link_lets_no_more_through_than_its_rate() -> None:
     with emulate(Cluster(devices, "100mbit")) as (first, beside, other):
         assert 10e6 < between(first, other, 2**21) < 120e6
         assert 10e6 < between(other, first, 2**21) < 120e6
-        assert between(first, beside, 2**24) > 200e6  # in one host nothing is on the link
+        assert between(first, beside, 2**24) > 130e6  # in one host nothing is on the link
 
 
 def test_links_may_be_unequal() -> None:
