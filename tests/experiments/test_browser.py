@@ -13,6 +13,7 @@ import pytest
 
 from convoy.experiments import write_report
 from experiments.made_runs import complete_run, evaluation, summary
+from experiments.test_prediction import comparison
 
 PROBE = """
 addEventListener("load", () => {
@@ -80,6 +81,7 @@ def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool
     names = ["airplane", "<script>alert(1)</script>", "w" * 300, *map(str, range(9))]
     bad = [{"name": "deep/" * 60 + "x.png", "reason": "truncated", "split": "train"}]
     run = complete_run(tmp_path, final=evaluation(names), results=summary(data="d" * 300, bad_images=bad))
+    (run / "prediction.json").write_text(json.dumps(comparison(plan="p" * 300).to_document()), encoding="utf-8")
     found, said = look(write_report(run), tmp_path / "profile", width=width, dark=dark)
     assert said == []
     assert found["width"] == width

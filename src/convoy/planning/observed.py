@@ -56,8 +56,8 @@ class Observed:
     gradients: float
 
 
-def observed(update: WatchedUpdate) -> Observed:
-    """Where the time of a watched update went."""
+def observed(update: WatchedUpdate, alone: bool = False) -> Observed:
+    """Where the time of a watched update went; a device that is alone waits for nobody."""
     parts = dict.fromkeys(PARTS, 0.0)
     layers: dict[str, LayerSeconds] = {}
     names = {placed.call.name: placed.call.layer for one in update.placements for placed in one.calls}
@@ -66,7 +66,7 @@ def observed(update: WatchedUpdate) -> Observed:
         part = _PARTS[stretch.kind]
         if update.placements and part in ("forward", "backward") and not stretch.call:
             part = "rest"  # of the network's passes, the calls alone; what is around them is the loss's
-        parts[part] += stretch.seconds
+        parts["rest" if alone and part == "waiting" else part] += stretch.seconds
         gradients += stretch.seconds if stretch.kind == "gradient" else 0.0
         if stretch.kind in ("forward", "backward", "copy", "transfer") and update.placements:
             layer = names.get(stretch.call, "")

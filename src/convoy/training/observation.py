@@ -132,7 +132,7 @@ class Observation:
         seen = _Seen(
             [clock.between(*both) for both in self._timed],
             len(self._watched),
-            middle([observed(one) for one in self._watched]) if self._watched else None,
+            middle([observed(one, devices.num == 1) for one in self._watched]) if self._watched else None,
             observed_pieces(self._apart, devices.rank, recipe.batch_norm, size),
         )
         placement = self._watched[0].placements[0] if self._watched and self._watched[0].placements else None
