@@ -44,8 +44,8 @@ class Floor:
         kept = {v: list(range(size)) for v, size in self.sizes.items()}
         for v, choice in enumerate(self.choices):
             kept[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
-            if not kept[v]:
-                return 0.0
+            if not kept[v]:  # all that the layer may have there was left out
+                return self.most
         sizes = {v: len(states) for v, states in kept.items()}
         return min(self.most, Elimination(restricted(self.tables, kept), sizes, _LIMIT).least)
 

@@ -174,10 +174,11 @@ class _Search:
 
     def _simplest(self, one: _Found) -> _Found:
         """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
-        if not self.tolerance:
+        budget = self.least * (1 + self.tolerance)
+        if not self.tolerance or one.solution.seconds > budget * INTERESTING:
             return one
-        enough = self.least * (1 + self.tolerance)
-        budget = enough if one.solution.seconds <= enough else one.solution.seconds * (1 + self.tolerance)
+        if one.solution.seconds > budget:  # it is another candidate, and simple for what it is
+            budget = one.solution.seconds * (1 + self.tolerance)
         for start in (one.free, one.solution) if one.free is not one.solution else (one.free,):
             simple = one.solver.simplest(start, budget)
             if used_axes(simple.layers, self.ops) == one.solver.batch.axes:
@@ -198,7 +199,7 @@ class _Search:
                 continue
             if len(mesh.sizes) == 1 and axes:
                 self.plain = solver
-            if any(other.solver.floor(solver.batch) > self.known * INTERESTING for other in solved.values()):
+            if any(other.solver.floor(solver.batch) >= self.known * INTERESTING for other in solved.values()):
                 continue
             try:
                 solution = solver.solve()
