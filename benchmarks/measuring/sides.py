@@ -5,8 +5,6 @@ pass is not the update's last one, so that gradients are exchanged once an updat
 """
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.allocation import keep_freed_memory
+from convoy.experiments.scaling.configuration import PEERS
+from convoy.experiments.scaling.peers import missing, wrap
 from measuring.cases import Case, Plan
 
-NEEDS = {"fabric": "lightning", "accelerate": "accelerate"}
-PEERS = {"ddp": "DistributedDataParallel", "fabric": "Lightning Fabric", "accelerate": "accelerate"}
+__all__ = ["PEERS", "Arrangement", "Side", "Trained", "set_up"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Side:
     @property
     def missing(self) -> str | None:
         """The package that this side needs and that is not installed."""
-        package = NEEDS.get(self.kind)
-        return package if package and importlib.util.find_spec(package) is None else None
+        return missing(self.kind)
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,7 @@ class Trained:
 
 def set_up(side: Side, case: Case, model: nn.Module, rank: int, num: int) -> Trained:
     """The network of `case` as this side trains it."""
-    prepare = {
-        "serial": _serial,
-        "ddp": _ddp,
-        "fabric": _fabric,
-        "accelerate": _accelerate,
-        "convoy": _convoy,
-    }[side.kind]
+    prepare = {"serial": _serial, "convoy": _convoy}.get(side.kind, _peer)
     assert case.batch % num == 0, f"a batch of {case.batch} on {num} devices"
     own = case.batch // num
     trained = prepare(side, case, model, slice(rank * own, (rank + 1) * own))
@@ -122,31 +114,10 @@ def _serial(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained
     return Trained(model, _optimizer(model), samples)
 
 
-def _ddp(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
-    from torch.distributed import init_process_group
-    from torch.nn.parallel import DistributedDataParallel
-
-    init_process_group("gloo")
-    network = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Trained(network, _optimizer(network), samples, unfinished=network.no_sync)
-
-
-def _fabric(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
-    lightning = importlib.import_module("lightning.fabric")
-    strategy = importlib.import_module("lightning.fabric.strategies").DDPStrategy(gradient_as_bucket_view=True)
+def _peer(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
     num = case.batch // (samples.stop - samples.start)
-    fabric = lightning.Fabric(accelerator="cpu", devices=num, strategy=strategy)
-    fabric.launch()
-    network, optimizer = fabric.setup(model, _optimizer(model))
-    return Trained(network, optimizer, samples, fabric.backward, lambda: fabric.no_backward_sync(network))
-
-
-def _accelerate(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:
-    library = importlib.import_module("accelerate")
-    wishes = library.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = library.Accelerator(cpu=True, kwargs_handlers=[wishes])
-    network, optimizer = accelerator.prepare(model, _optimizer(model))
-    return Trained(network, optimizer, samples, accelerator.backward, lambda: accelerator.no_sync(network))
+    wrapped = wrap(side.kind, model, _optimizer(model), num, torch.device("cpu"))
+    return Trained(wrapped.network, wrapped.optimizer, samples, wrapped.backward, wrapped.unfinished)
 
 
 def _convoy(side: Side, case: Case, model: nn.Module, samples: slice) -> Trained:

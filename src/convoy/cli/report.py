@@ -1,4 +1,4 @@
-"""`convoy report`: the report of a run, made again."""
+"""`convoy report`: the report of a run or of a scaling study, made again."""
 
 from pathlib import Path
 
@@ -8,9 +8,21 @@ from convoy.cli import options
 from convoy.experiments import write_report
 
 
-@click.command("report", epilog="\b\nExample:\n  convoy report runs/first\n")
+@click.command(
+    "report",
+    epilog="""\b
+Examples:
+  convoy report runs/first
+  convoy report runs/bench-resnet18
+""",
+)
 @options.run_argument
 @options.verbose
 def command(run: Path) -> None:
-    """Write report.html for the run directory RUN, as far as the run has come."""
+    """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
+    if (run / "bench.json").exists():
+        from convoy.experiments.scaling.files import write_files
+
+        click.echo(f"report: {write_files(run).report}")
+        return
     click.echo(f"report: {write_report(run)}")

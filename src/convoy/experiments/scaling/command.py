@@ -149,7 +149,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         rows = configurations(numbers, plans, peers)
         if not rows:
             raise ConvoyError("--plans names none: write e.g. sample;auto")
-        recipe = _divisible(recipe, max(numbers))
+        recipe = _divisible(ask, recipe, max(numbers))
         each = _share(ask, numbers, places, on_cpu)
         made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
         study = Study(
@@ -192,12 +192,16 @@ def _share(ask: Ask, numbers: list[int], places: list[Place], on_cpu: bool) -> i
     return 0
 
 
-def _divisible(recipe: Recipe, devices: int) -> Recipe:
-    """The recipe with microbatches so small that every device can have one, unless it says how large they are."""
-    said = recipe.model_fields_set & {"microbatch", "microbatches"}
-    if said or recipe.microbatch is None or recipe.batch < devices:
+def _divisible(ask: Ask, recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with microbatches so small that every device can have one, unless the command says how large they are.
+
+    All rows have the same ones: batch norm takes its statistics over them.
+    """
+    said = any(setting.startswith("microbatch") for setting in ask.settings)
+    own = recipe.batch if ask.batch_per_device is not None else recipe.batch // devices
+    if said or recipe.microbatch is None or not own:
         return recipe
-    return recipe.model_copy(update={"microbatch": min(recipe.microbatch, recipe.batch // devices)})
+    return recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
 
 
 def _check_batches(study: Study, rows: list[Configuration]) -> None:

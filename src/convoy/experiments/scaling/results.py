@@ -229,6 +229,8 @@ def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> di
         for part, values in found.items():
             values.append(busiest[part])
     parts = {part: statistics.median(values) for part, values in found.items()}
+    scale = min(1.0, seconds / max(sum(parts.values()), 1e-12))  # medians need not add up
+    parts = {part: scale * value for part, value in parts.items()}
     return {COMPUTE: max(0.0, seconds - sum(parts.values())), **parts}
 
 
