@@ -105,9 +105,12 @@ class Cluster:
         """In one line."""
         speeds = [device.speed for device in self.devices]
         rates = [self.rate_of(host) for host in self.hosts]
-        alike = len(set(speeds)) == 1
-        shares = f"{speeds[0]:g}" if alike else ", ".join(f"{speed:g}" for speed in speeds)
-        said = f"{len(speeds)} device{'s' if len(speeds) > 1 else ''} with {shares} of a core{' each' if alike and len(speeds) > 1 else ''}"
+        if len(speeds) == 1:
+            said = f"1 device with {speeds[0]:g} of a core"
+        elif len(set(speeds)) == 1:
+            said = f"{len(speeds)} devices with {speeds[0]:g} of a core each"
+        else:
+            said = f"{len(speeds)} devices with {', '.join(f'{speed:g}' for speed in speeds)} of a core"
         if len(rates) == 1:
             return f"{said} in one host"
         links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
