@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.graph.graph import Graph
+from convoy.plans.mesh import Axes
 from convoy.plans.rules import Batch
 from convoy.search.elimination import Elimination, Table
 from convoy.search.fewest import restricted
@@ -50,9 +51,17 @@ class Floor:
         return min(self.most, Elimination(restricted(self.tables, kept), sizes, _LIMIT).least)
 
     def _holds(self, batch: Batch) -> bool:
-        """Whether the samples of each rank are the same, and where inputs lie matters to no more than sending them."""
+        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them.
+
+        Which samples a rank has is a matter of their order, and no cost knows of it.
+        """
         inputs = set(self.graph.inputs)
         if any(call.op != "conv" for call in self.graph.calls if inputs.intersection(call.inputs)):
             return False
         axes = [sub for count in range(1, len(batch.axes) + 1) for sub in itertools.combinations(batch.axes, count)]
-        return set(batch.axes) <= set(self.batch.axes) and all(self.batch.split(a) == batch.split(a) for a in axes)
+        return set(batch.axes) <= set(self.batch.axes) and all(_sizes(self.batch, a) == _sizes(batch, a) for a in axes)
+
+
+def _sizes(batch: Batch, axes: Axes) -> list[int]:
+    split = batch.split(axes)
+    return [len(part) for part in split.parts] if split else []
