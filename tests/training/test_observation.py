@@ -119,7 +119,7 @@ def test_the_store_learns_what_the_calls_took(data: Path, tmp_path: Path, plan: 
 def on_one_device(data: Path) -> Comparison:
     found = session(data, "serial")
     observation = Observation(found)
-    run(found, 5, observation)
+    run(found, WATCHED[0] + 1, observation)
     return observation.conclude(None, None)
 
 

@@ -30,7 +30,7 @@ from convoy.training.workloads import measuring
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""
-WATCHED, APART = (4, 12, 36), (8, 24, 48)
+WATCHED, APART = (12, 28, 44), (20, 36, 52)
 """Numbers of the updates that are watched as they are, and with gradients sent after the backward pass."""
 LAST = 64
 """The update after which nobody looks any more."""
