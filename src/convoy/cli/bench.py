@@ -85,13 +85,14 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, so that what was made is removed."""
+    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

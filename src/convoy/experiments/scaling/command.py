@@ -1,5 +1,6 @@
 """From what is asked for to a study that has been measured, and to its files."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -220,6 +221,7 @@ def _places(path: str | None) -> Iterator[tuple[list[Place], str]]:
         return
     from convoy.launch.emulated import Cluster, emulate
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     cluster = Cluster.read(Path(path))
     with emulate(cluster) as places:
         yield list(places), Path(path).read_text(encoding="utf-8")

@@ -73,6 +73,7 @@ def _content(
         "chosen": _chosen(found),
         "commands": list(dict.fromkeys(session["command"] for session in document["sessions"])),
         "machine": document["machine"],
+        "cluster": study["cluster"].strip(),
         "downloads": [_download(name, content) for name, content in files.items()],
         "recipe": dump(study["recipe"]).rstrip(),
         "version": convoy.__version__,
