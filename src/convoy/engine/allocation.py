@@ -9,6 +9,12 @@ import os
 
 import torch
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+PAGE = 4096
 SWITCH = "CONVOY_KEEP_MEMORY"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 _OTHERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
@@ -28,3 +34,13 @@ def keep_freed_memory(device: torch.device) -> bool:
     if mallopt is None:  # another C library
         return False
     return bool(mallopt(_MMAP_THRESHOLD, 2**31 - 1) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+def page_faults() -> int:
+    """How many pages of memory this process has got from the kernel so far; 0 where nobody counts them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0
+
+
+def get_ahead(pages: int) -> None:
+    """Get so many pages from the kernel now, at most 512 MiB, so that what grows next finds them."""
+    torch.empty(min(pages * PAGE, 2**29), dtype=torch.uint8)[::PAGE] = 0

@@ -1,12 +1,14 @@
 """Parts of a tensor by lists of indices: taking them out and putting a tensor together from them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from convoy.plans.layout import Indices, common, indices
+
+_MOST_RUNS = 64
 
 Box = tuple[Indices, ...]
 """Global indices of every dimension: what one rank holds of a tensor."""
@@ -37,10 +39,14 @@ class Region:
             if isinstance(place, range) and len(place) != sizes[dim]
         ]
         self._picks = [(dim, torch.tensor(place)) for dim, place in enumerate(self.places) if isinstance(place, tuple)]
+        self._runs = _runs(self.places[self._picks[0][0]]) if len(self._picks) == 1 else ()
 
     def select(self, x: Tensor) -> Tensor:
         """The part of `x`, a view where all its indices are consecutive."""
         x = self._cut(x)
+        if self._runs:
+            dim = self._picks[0][0]
+            return torch.cat([x.narrow(dim, start, length) for start, length in self._runs], dim)
         for index, (dim, _) in enumerate(self._picks):
             x = x.index_select(dim, self._numbers(index, x))
         return x
@@ -54,6 +60,9 @@ class Region:
         target = self._cut(x)
         if not self._picks:
             target.copy_(part)
+        elif self._runs:
+            for mine, theirs in self._pairs(target, part):
+                mine.copy_(theirs)
         elif len(self._picks) == 1:
             target.index_copy_(self._picks[0][0], self._numbers(0, x), part)
         else:
@@ -64,6 +73,9 @@ class Region:
         target = self._cut(x)
         if not self._picks:
             target.add_(part)
+        elif self._runs:
+            for mine, theirs in self._pairs(target, part):
+                mine.add_(theirs)
         elif len(self._picks) == 1:
             target.index_add_(self._picks[0][0], self._numbers(0, x), part)
         else:
@@ -73,6 +85,13 @@ class Region:
         for dim, start, length in self._cuts:
             x = x.narrow(dim, start, length)
         return x
+
+    def _pairs(self, target: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every run of consecutive indices in the tensor and in the part."""
+        dim, done = self._picks[0][0], 0
+        for start, length in self._runs:
+            yield target.narrow(dim, start, length), part.narrow(dim, done, length)
+            done += length
 
     def _numbers(self, index: int, x: Tensor) -> Tensor:
         dim, numbers = self._picks[index]
@@ -140,6 +159,18 @@ def _positions(part: Indices, whole: Indices) -> Indices:
         return range(part.start - whole.start, part.stop - whole.start) if len(part) else range(0)
     place = {number: position for position, number in enumerate(whole)}
     return indices(place[number] for number in part)
+
+
+def _runs(place: Indices) -> tuple[tuple[int, int], ...]:
+    """Start and length of every run of consecutive indices; nothing where there are so many that a list is better.
+
+    Torch gathers and adds by lists of indices element by element, and runs by whole blocks of memory.
+    """
+    starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1]
+    if len(starts) > _MOST_RUNS:
+        return ()
+    ends = [*starts[1:], len(place)]
+    return tuple((place[start], end - start) for start, end in zip(starts, ends, strict=True))
 
 
 def _counts(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[bool, bool]:

@@ -1,7 +1,8 @@
-"""One rank's part of a placed network, run by itself: how long every call takes in its place, forward and backward.
+"""One rank's part of a placed network: how long every call takes in its place, forward and backward.
 
-Nothing is sent. What would come from other ranks is made up, of the right shape; all else is what the engine runs, in
-its order, so that a call finds in the caches what it will find there in training.
+Where the other ranks of the mesh are at hand all run together, and what redistributes activations is timed too.
+Where they are not nothing is sent: what would come from others is made up, of the right shape. All else is what the
+engine runs, in its order, so that a call finds in the caches what it will find there in training.
 """
 
 import statistics
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.context import StepContext
 from convoy.engine.groups import Groups
 from convoy.engine.program import Program
 from convoy.engine.stand_ins import NoTransfer, source
 from convoy.engine.statistics import RunningStatistics
 from convoy.engine.steady import steady
+from convoy.engine.timed import TimedTransfer
+from convoy.engine.transfer import Redistribution
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
@@ -26,7 +30,9 @@ from convoy.plans.transfer import Step
 OUTSIDE = ""
 """The name of the time that belongs to no call."""
 _MADE_UP = "made up"
-"""That of what stands in for transfers, and of their gradients."""
+"""That of transfers, of what stands in for them, and of their gradients."""
+_GROWS = 1000
+"""Pages, from which on a pass is slower for them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Rehearsal:
         batch_norm: over which samples its statistics are taken.
         microbatches: samples of each microbatch of the pass; by default all are one.
         contents: whole parameters and buffers by name, and images, as far as they are at hand.
+        groups: the other ranks of the mesh, which do the same at the same time; None if they are not there.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Rehearsal:
         batch_norm: str = "sync",
         microbatches: Sequence[int] = (),
         contents: Mapping[str, Tensor] | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self._device = device
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
@@ -81,10 +89,20 @@ class Rehearsal:
         mesh, values = placement.mesh, placement.graph.values
         place = mesh.coordinates(rank)
 
+        self._timed: list[TimedTransfer] = []
+
         def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> NoTransfer:
             return NoTransfer(steps, shape, placement, place, channels_last)
 
-        self._program = Program(placement, Alone(mesh, rank), self._context, channels_last, transfer=stand_in)
+        def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
+            assert groups is not None
+            found = [TimedTransfer(step, mesh, place, groups, shape, channels_last) for step in steps]
+            self._timed += found
+            return Redistribution(found)
+
+        others = groups or Alone(mesh, rank)
+        transfer = timed if groups else stand_in
+        self._program = Program(placement, others, self._context, channels_last, transfer=transfer)
         self._tensors = [
             source(values[name], placement, place, device, contents or {}, channels_last)
             for name in self._program.sources
@@ -100,12 +118,28 @@ class Rehearsal:
         Returns:
             Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
-        found = steady(self._pass, _seconds, agree, enough=enough)
+        found = steady(self._measured, _seconds, agree, enough=enough)
         names = dict.fromkeys(name for both in found for times in both for name in times if name != _MADE_UP)
         return {
             name: CallTimes(*(statistics.median(both[way].get(name, 0.0) for both in found) for way in (0, 1)))
             for name in names
         }
+
+    @property
+    def transfers(self) -> list[tuple[Step, tuple[int, ...], CallTimes]]:
+        """After a run with others: the steps, shapes of the whole tensors, and times of redistributions.
+
+        A rank that comes first to one waits for the others: that is part of the time.
+        """
+        return [(each.step, each.shape, CallTimes(*map(_usual, each.seconds))) for each in self._timed]
+
+    def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
+        """A pass; where memory still grew in it, it need not grow in the next ones."""
+        before = page_faults()
+        times = self._pass()
+        if self._device.type == "cpu" and (grown := page_faults() - before) > _GROWS:
+            get_ahead(4 * grown)
+        return times
 
     def _pass(self) -> tuple[dict[str, float], dict[str, float]]:
         self._context.statistics = RunningStatistics()
@@ -122,6 +156,11 @@ class Rehearsal:
             torch.autograd.backward(differentiable, gradients)
             backward.mark(OUTSIDE)
         return forward.spans(), backward.spans()
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """The median, without the first: that one found cold memory."""
+    return statistics.median(seconds[1:] or seconds) if seconds else 0.0
 
 
 def _seconds(times: tuple[dict[str, float], dict[str, float]]) -> float:

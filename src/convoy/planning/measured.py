@@ -76,7 +76,7 @@ def measure(
         wanted = _pieces(workload, placement, {0} if alone else ranks.places(placement.mesh))
         if all(one in known[alone] for one in wanted):
             continue
-        found, rest = rehearse(workload, placement, ranks, alone)
+        found, rest = rehearse(workload, placement, ranks, alone, links)
         known[alone] = found | known[alone]  # of several places of a piece the first counts: plain `sample`
         outside[alone].append(rest)
         if store is not None and ranks.rank == 0:
@@ -84,19 +84,22 @@ def measure(
                 store.put(devices[alone], found)
                 store.note(devices[alone], "around", [rest.forward, rest.backward])
     progress("rehearsing", len(jobs), len(jobs))
-    update = ranks.first(lambda: measure_update(workload.optimizer, workload.device))
+    updates = {True: ranks.first(lambda: measure_update(workload.optimizer, workload.device))}
+    everyone = ranks.gather(measure_update(workload.optimizer, workload.device)) if ranks.num > 1 else [updates[True]]
+    updates[False] = max(everyone, key=lambda update: update.per_byte)
     found_costs = {}
     for alone in (True, False):
+        moved = any(one.op == "redistribute" for one in known[alone])  # with what the engine takes for it
         around = ranks.first(partial(_around, outside[alone], store, devices[alone]))
         found_costs[alone] = Costs(
             times=Calibrated(known[alone] or known[True]),
             links=links,
-            update=update,
+            update=updates[alone],
             loss=around,
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
-            per_transfer=Times(per_transfer, per_transfer),
+            per_transfer=Times() if moved else Times(per_transfer, per_transfer),
         )
     return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks))
 

@@ -5,23 +5,34 @@ from contextlib import contextmanager
 
 import torch
 
+from convoy.cost.copies import moved
+from convoy.cost.inside import Inside, inside
+from convoy.cost.link import Kind, Links
 from convoy.cost.local import piece
 from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.times import Times
-from convoy.engine.rehearsal import OUTSIDE, Rehearsal
+from convoy.engine.groups import Groups
+from convoy.engine.rehearsal import OUTSIDE, CallTimes, Rehearsal
 from convoy.planning.ranks import Ranks
 from convoy.planning.workload import Workload
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import step_elements
+from convoy.plans.transfer import Step
 
 
 def rehearse(
-    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, enough: int = 3
+    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, links: Links, enough: int = 3
 ) -> tuple[dict[Piece, Times], Times]:
     """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
+    Where they are the ranks of the mesh they exchange what they will exchange. What that takes beside the time of its
+    messages on the `links`, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
     `enough` passes are to be near the fastest of their rank.
     """
+    mesh = placement.mesh
+    together = not alone and mesh.num_devices == ranks.num > 1
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
     around = (0.0, 0.0)
@@ -34,6 +45,7 @@ def rehearse(
             batch_norm=workload.batch_norm,
             microbatches=workload.sizes,
             contents=workload.contents,
+            groups=Groups(mesh) if together else None,
         )
         with _precision(workload):
             times = rehearsal.run((lambda done: done) if alone else ranks.agree, enough)
@@ -41,7 +53,10 @@ def rehearse(
             one = piece_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
                 of_call = times[placed.call.name]
-                own.append((one, Times(of_call.forward, of_call.backward)))
+                messages = inside(placed, placement.graph, mesh, one, workload.batch_norm) if together else Inside()
+                own.append((one, _without(of_call, messages, mesh, links)))
+        if together:
+            own += [_redistribution(placement, place, *each, links) for each in rehearsal.transfers]
         rest = times[OUTSIDE]
         around = rest.forward, rest.backward
     measured: dict[Piece, list[Times]] = {}
@@ -52,6 +67,31 @@ def rehearse(
         if rows:
             arounds.append(Times(*other))
     return {one: mean(found) for one, found in measured.items()}, mean(arounds)
+
+
+def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Times:
+    """Times without what the messages inside take."""
+    if not messages.axes:
+        return Times(found.forward, found.backward)
+    link = links.of(mesh, messages.axes)
+    sent = [sum(link.seconds(kind, size) for kind, size in way) for way in (messages.forward, messages.backward)]
+    return Times(max(0.0, found.forward - sent[0]), max(0.0, found.backward - sent[1]))
+
+
+def _redistribution(
+    placement: Placement, rank: int, step: Step, shape: tuple[int, ...], found: CallTimes, links: Links
+) -> tuple[Piece, Times]:
+    """What a rank copies for a redistribution, and how long that takes."""
+    mesh = placement.mesh
+    place = mesh.coordinates(rank)
+    one = moved(step, shape, "float32", found.backward > 0, mesh, place)
+    axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
+    traffic = step_elements(step, mesh, place, shape)
+    whole = one.inputs[0].bytes
+    reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
+    kind: Kind = "exchange" if reduced is None else "all_reduce"
+    sizes = (4 * traffic.forward, 4 * traffic.backward) if reduced is None else reduced
+    return one, _without(found, Inside(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links)
 
 
 def mean(times: Sequence[Times]) -> Times:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.engine.collectives import all_gather
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, TreeReducer, sharding_pays
+from convoy.engine.divided_update import divide_update
+from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.gradients.whole_norms import WholeNorms
@@ -102,15 +103,7 @@ class UnderPlan:
     def share(self, optimizer: Optimizer) -> Optimizer:
         """Divide the optimiser's state over the ranks where that is faster."""
         exact = not (self._method.tree or self._method.compression or self.local_mean)
-        if (
-            not exact
-            or self.engine.reducer is None
-            or not sharding_pays(optimizer, self._reduced(), self.engine.groups)
-        ):
-            return optimizer
-        self.engine.reducer.remove()
-        self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, scatter=True)
-        return ShardedOptimizer(optimizer, self.engine.reducer)
+        return divide_update(self.model, optimizer) if exact else optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Tell the tree, or the average of local SGD, who has how much."""
