@@ -128,6 +128,18 @@ def test_weak_scaling_and_real_data(tmp_path: Path, capfd: pytest.CaptureFixture
     assert document(out)["table"]["dataset_size"] < 1000
 
 
+def test_shares_by_speed_are_the_same_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    several()
+    out = tmp_path / "study"
+    line = ["bench", "tiny:TinyNet", "--devices", "2", "--plans", "sample", "--shares", "even;auto;3,1"]
+    options = ["--rounds", "1", "--no-predict", "--set", "microbatch=2", "--out", str(out), "--json"]
+    assert main([*line, *TINY, *options]) == 0
+    rows = json.loads(capfd.readouterr().out)["configurations"]
+    assert [row["configuration"] for row in rows] == ["sample=2", "sample=2, shares auto", "sample=2, shares 3,1"]
+    losses = [visit["loss"] for row in document(out)["configurations"] for visit in row["visits"]]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
 def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     out = tmp_path / "study"
@@ -152,6 +164,8 @@ def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd
         ("bench lenet --devices 1 --peers horovod", "--peers horovod is no peer"),
         ("bench lenet --devices 1 --peers ddp --set precision=fp16", "--peers do not train with precision=fp16"),
         ("bench lenet --devices 1 --batch 0", "--batch is 0"),
+        ("bench lenet --devices 1 --shares half", "--shares half are no shares"),
+        ("bench lenet --devices 1 --shares 1,0", "--shares 1,0 are no shares"),
         ("bench lenet --devices 1 --batch 8 --batch-per-device 8", "give one"),
         ("bench lenet --devices 1 --rounds 0", "--rounds is 0"),
         ("bench lenet --devices 1 --epochs 0", "--epochs is 0"),

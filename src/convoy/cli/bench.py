@@ -36,6 +36,7 @@ Examples:
 @click.option("--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [default: 256]")
 @click.option("--batch-per-device", type=int, metavar="N", help="Weak scaling: the batch grows with the devices.")
 @click.option("--peers", metavar="P,P,…", default="", help="Other tools on the same work: ddp, fabric, accelerate.")
+@click.option("--shares", metavar="S;S;…", default="", help="Rows for unequal devices: even, auto or 3,3,2. [even]")
 @click.option("--data", metavar="PATH", help="Train on these pictures. [default: made-up ones in memory]")
 @click.option("--image-size", metavar="N", type=int, help="Height and width of made-up pictures. [the network's]")
 @click.option("--classes", metavar="N", type=int, help="Classes of made-up pictures. [default: the network's]")

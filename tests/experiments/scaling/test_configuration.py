@@ -30,6 +30,17 @@ def test_what_is_given_twice_is_two_rows() -> None:
     assert len({row.key for row in rows}) == 4
 
 
+def test_plans_that_divide_samples_have_a_row_for_each_share() -> None:
+    rows = configurations([1, 2, 3], ["sample", "filter"], ["ddp"], ["", "auto", "3,2,1"])
+    assert [row.label for row in rows] == [
+        "one device", "plain PyTorch",
+        "sample=2", "sample=2, shares auto", "filter=2", "DistributedDataParallel",
+        "sample=3", "sample=3, shares auto", "sample=3, shares 3,2,1", "filter=3", "DistributedDataParallel",
+    ]  # fmt: skip
+    assert len({row.key for row in rows}) == len(rows)
+    assert rows[3].series != rows[2].series
+
+
 def test_a_file_is_a_plan(tmp_path: object) -> None:
     path = f"{tmp_path}/mine.yaml"
     with open(path, "w") as file:  # noqa: PTH123

@@ -55,6 +55,12 @@ def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
     assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
 
 
+def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> None:
+    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=(0.8, 0.4)).rows
+    assert two.ideal == pytest.approx(1.5)
+    assert two.efficiency == pytest.approx(1.25 / 1.5)
+
+
 def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:
     only = exact(tmp_path, {"sample=2 on 2": [0.1]})
     assert only.rows[0].speedup == 2
@@ -107,7 +113,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
         "The measuring took 1",
         "20 % planning".replace(" %", "\u202f%"),
         "the same number in all rows",
-        "over the fastest row on one device: one device",
+        "over the fastest row on one device: ",
         "filter=4 on 4 devices was not measured: a layer cannot be divided",
         "Not measured yet: sample=4 on 4 devices",
     ):

@@ -36,6 +36,7 @@ class Ask:
     batch: int | None = None
     batch_per_device: int | None = None
     peers: str = ""
+    shares: str = ""
     data: str | None = None
     image_size: int | None = None
     classes: int | None = None
@@ -107,6 +108,23 @@ class Ask:
             found.append(int(part))
         return found
 
+    def shares_of(self) -> list[str]:
+        """Shares that plans have, as `Configuration` has them.
+
+        Raises:
+            ConvoyError: they are no numbers.
+        """
+        found = []
+        for text in (part.strip() for part in self.shares.split(";")):
+            try:
+                wrong = text not in ("", "even", "auto") and min(float(part) for part in text.split(",")) <= 0
+            except ValueError:
+                wrong = True
+            if wrong:
+                raise ConvoyError(f"--shares {text} are no shares: write even, auto or numbers such as 3,3,2")
+            found.append("" if text == "even" else text)
+        return found
+
     def recipe_of(self) -> Recipe:
         """How the network is trained; its batch is that of a device where it grows with the devices."""
         given = [f"model.name={self.model}"] if self.model else []
@@ -143,11 +161,11 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         check_installed(peer)
         check_recipe(recipe)
     device = choose_device(ask.device)
-    with _places(ask.emulate) as (places, cluster):
+    with _places(ask.emulate) as (places, cluster, speeds):
         on_cpu = device.type == "cpu"
         available = len(places) or (len(own_cores()) if on_cpu else torch.cuda.device_count())
         numbers = ask.numbers(available)
-        rows = configurations(numbers, plans, peers)
+        rows = configurations(numbers, plans, peers, ask.shares_of())
         if not rows:
             raise ConvoyError("--plans names none: write e.g. sample;auto")
         recipe = _divisible(ask, recipe, max(numbers))
@@ -162,6 +180,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
             cluster=cluster,
             updates=ask.updates,
             warm_up=ask.warm_up,
+            speeds=speeds,
         )
         _check_batches(study, rows)
         size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
@@ -214,17 +233,18 @@ def _check_batches(study: Study, rows: list[Configuration]) -> None:
 
 
 @contextmanager
-def _places(path: str | None) -> Iterator[tuple[list[Place], str]]:
-    """The devices of an emulated cluster, and the text of its file."""
+def _places(path: str | None) -> Iterator[tuple[list[Place], str, tuple[float, ...]]]:
+    """The devices of an emulated cluster, the text of its file, and the devices' speeds."""
     if path is None:
-        yield [], ""
+        yield [], "", ()
         return
     from convoy.launch.emulated import Cluster, emulate
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     cluster = Cluster.read(Path(path))
     with emulate(cluster) as places:
-        yield list(places), Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        yield list(places), text, tuple(device.speed for device in cluster.devices)
 
 
 def _make_folder(folder: Path) -> None:

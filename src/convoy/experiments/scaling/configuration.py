@@ -25,6 +25,7 @@ class Configuration:
         kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
         plan: of Convoy, as a recipe has it; `auto` is the planner's.
         series: rows of one series differ by their devices only.
+        shares: parts of the batch, as a recipe has them: empty for even ones, `auto`, or `3,3,2`.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Configuration:
     devices: int
     plan: str | None
     series: str
+    shares: str = ""
 
     @property
     def label(self) -> str:
@@ -48,37 +50,41 @@ class Configuration:
             return "plain PyTorch"
         if self.devices == 1:
             return "one device"
-        if self.plan == "auto":
-            return "auto"
         assert self.plan is not None
-        return self.series if "\n" in self.plan else self.plan
+        plan = self.series if "\n" in self.plan else self.plan
+        return f"{plan}, shares {self.shares}" if self.shares else plan
 
 
-def configurations(devices: Sequence[int], plans: Sequence[str], peers: Sequence[str]) -> list[Configuration]:
+def configurations(
+    devices: Sequence[int], plans: Sequence[str], peers: Sequence[str], shares: Sequence[str] = ("",)
+) -> list[Configuration]:
     """All rows: for every number of devices the plans that are for so many, and the peers.
 
     Args:
         devices: numbers of devices. One that comes twice is measured twice.
         plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration.
         peers: keys of `PEERS`; with any, plain PyTorch on one device is measured too.
+        shares: of unequal devices, as in `Configuration`; plans that divide the samples have a row for each.
 
     Raises:
         ConvoyError: a plan is wrong, or for a number of devices that is not asked for.
     """
-    found: list[tuple[str, int, str | None, str]] = []
+    found: list[tuple[str, int, str | None, str, str]] = []
     used: set[str] = set()
     for number in devices:
         if number == 1:
-            found.append((CONVOY, 1, "serial", ""))
-            found += [(TORCH, 1, None, TORCH)] if peers else []
+            found.append((CONVOY, 1, "serial", "", ""))
+            found += [(TORCH, 1, None, TORCH, "")] if peers else []
             used |= {text for text in plans if _fixed_size(text) in (None, 1)}
             continue
         for text in plans:
             size = _fixed_size(text)
             if size is None or size == number:
                 used.add(text)
-                found.append((CONVOY, number, _plan(text, number), text))
-        found += [(peer, number, None, peer) for peer in peers]
+                plan = _plan(text, number)
+                fitting = [one for one in shares if _fits(one, text, plan, number)] or [""]
+                found += [(CONVOY, number, plan, text, one) for one in fitting]
+        found += [(peer, number, None, peer, "") for peer in peers]
     for text in plans:
         if text not in used:
             raise ConvoyError(
@@ -87,12 +93,20 @@ def configurations(devices: Sequence[int], plans: Sequence[str], peers: Sequence
             )
     times: Counter[str] = Counter()
     rows = []
-    for kind, number, plan, series in found:
-        name = f"{plan if kind == CONVOY else kind} on {number}"
+    for kind, number, used_plan, series, part in found:
+        name = f"{used_plan if kind == CONVOY else kind} on {number}{f', shares {part}' if part else ''}"
         times[name] += 1
         key = name if times[name] == 1 else f"{name} #{times[name]}"
-        rows.append(Configuration(key, kind, number, plan, series))
+        rows.append(Configuration(key, kind, number, used_plan, f"{series}, shares {part}" if part else series, part))
     return rows
+
+
+def _fits(shares: str, text: str, plan: str, devices: int) -> bool:
+    """Whether a plan can have such shares: it divides the samples, into so many parts where they are numbers."""
+    if not shares:
+        return True
+    divides = any(word in text or word in plan for word in ("sample", "owt", "auto"))
+    return divides and (shares == "auto" or len(shares.split(",")) == devices)
 
 
 def _fixed_size(text: str) -> int | None:

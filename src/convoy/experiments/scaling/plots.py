@@ -71,10 +71,11 @@ def speedups(found: Results) -> Panel:
     figure, axes = _panel(title, "devices", _PLOT, above, ax.LEFT)
     axes.grid(axis="y")
     largest = numbers[-1]
-    axes.plot([numbers[0], largest], [numbers[0], largest], color=ax.MUTED, linestyle=DASHES[2], label="ideal")
+    ideals = {row.devices: row.ideal for line in lines for row in line.rows}
+    axes.plot(numbers, [ideals[number] for number in numbers], color=ax.MUTED, linestyle=DASHES[2], label="ideal")
     for place, line in enumerate(lines):
         _line(axes, line, place, 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1))
-    top = max(largest, *(row.speedup + (row.speedup_spread or 0) for line in lines for row in line.rows))
+    top = max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for line in lines for row in line.rows))
     axes.set_ylim(0, 1.05 * top)
     axes.set_xlim(numbers[0] - 0.04 * largest, 1.04 * largest)
     axes.xaxis.set_major_locator(FixedLocator(numbers))

@@ -33,7 +33,8 @@ def missing(found: Results) -> list[str]:
 def _devices(document: Mapping[str, Any]) -> str:
     study, machine = document["study"], document["machine"]
     if study["cluster"]:
-        return "The devices are emulated: a share of a core of this machine each, behind links of a given rate."
+        speeds = ", ".join(formats.significant(speed, 2) for speed in study["speeds"])
+        return f"The devices are emulated, each with a share of a core of this machine: {speeds}."
     if study["device_type"] != "cpu":
         return f"A device is a {machine['machine']}."
     each = study["cores_per_device"]
@@ -92,7 +93,7 @@ def _same(found: Results) -> str:
 
 
 def _over(found: Results) -> str:
-    if found.reference is None:
+    if found.reference is None or [row.devices for row in found.rows].count(1) == 1:
         return ""
     reference = found.reference
     if reference.devices > 1:

@@ -98,6 +98,8 @@ def _facts(document: Mapping[str, Any], found: Results) -> list[str]:
 def _reference(found: Results) -> str:
     if found.reference is None:
         return "one device"
+    if sum(row.devices == 1 for row in found.rows) == 1:
+        return "one device"
     if found.reference.devices == 1:
         return f"the fastest row on one device ({short(found.reference.label)})"
     return f"{short(found.reference.label)}, which count as {found.reference.devices}"
@@ -111,7 +113,11 @@ def _tiles(found: Results) -> list[Tile]:
     best = max(own or found.rows, key=lambda row: row.speedup)
     where = f"{formats.shorten(short(best.label), 40)} on {formats.plural(best.devices, 'device')}"
     tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", where, main=True)]
-    tiles.append(Tile("Efficiency", formats.percent(best.efficiency, 0), "of its devices"))
+    tiles.append(
+        Tile(
+            "Efficiency", formats.percent(best.efficiency, 0), f"of {formats.significant(best.ideal)} times one device"
+        )
+    )
     one = found.reference
     days = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
     tiles.append(Tile("Days of training", formats.significant(best.days), days))

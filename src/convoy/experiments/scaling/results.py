@@ -27,7 +27,8 @@ class Row:
         spread: by which two such medians differ at most; None of one round.
         speedup: images per second over those of the fastest row on one device.
         speedup_spread: by which that would differ at most.
-        efficiency: the speed-up by the number of devices.
+        efficiency: the speed-up by the ideal one.
+        ideal: the number of devices; of unequal ones, the sum of their speeds by the first one's.
         days: that the training would take.
         parts: seconds of an update that go to what, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
@@ -50,6 +51,7 @@ class Row:
     speedup: float
     speedup_spread: float | None
     efficiency: float
+    ideal: float
     days: float
     parts: Mapping[str, float]
     memory: int
@@ -185,11 +187,14 @@ def _row(
     base = rates[reference["key"]]
     over = int(reference["devices"])
     own = rates[row["key"]]
+    speeds = document["study"].get("speeds") or [1.0] * devices
+    ideal = sum(speeds[:devices]) / speeds[0]
     ratios = [over * own[number] / base[number] for number in own if number in base]
     speedup = over * statistics.median(own.values()) / statistics.median(base.values())
     forecast = document["forecasts"].get(str(devices)) or {"auto": None, "predictions": {}}
     plan = row["plan"] if row["plan"] != "auto" else forecast["auto"] or f"sample={devices}"
-    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY else None
+    even = not row.get("shares")  # the planner knows of no other shares
+    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and even else None
     return Row(
         key=row["key"],
         label=row["label"],
@@ -202,7 +207,8 @@ def _row(
         spread=repeatability(each),
         speedup=speedup,
         speedup_spread=repeatability(ratios) if row["key"] != reference["key"] else None,
-        efficiency=speedup / devices,
+        efficiency=speedup / ideal,
+        ideal=ideal,
         days=images / batch * seconds / DAY_S,
         parts=_parts(row["kind"], visits, seconds),
         memory=max(rank["memory"] for visit in visits for rank in visit["ranks"]),

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from convoy.errors import ConvoyError
@@ -102,7 +102,7 @@ class Schedule:
         began = time.perf_counter()
         what = f"planning for {devices} device{'s' if devices > 1 else ''}"
         self.progress(what, self._done, self._total)
-        task = self._task(rows[0], plans[0])
+        task = self._task(replace(rows[0], shares=""), plans[0])
         keep = not self.study.cluster  # times on a share of a core are not those of this machine
         try:
             ranks: list[Forecast] = run_ranks(
@@ -157,7 +157,7 @@ class Schedule:
         study = self.study
         return Task(
             kind=row.kind,
-            recipe=study.recipe_on(row.devices, plan if plan != "auto" else None),
+            recipe=study.recipe_for(row, plan if plan != "auto" else None),
             made=study.made,
             device_type=study.device_type,
             updates=updates or study.updates or LEAST,

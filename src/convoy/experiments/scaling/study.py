@@ -38,6 +38,7 @@ class Study:
         device_type: `cpu` or `cuda`.
         cores_per_device: on a CPU; 0 on others, and in an emulated cluster.
         cluster: the text of the emulated cluster's file; empty without one.
+        speeds: of its devices, as shares of a core; empty without one.
         updates: that are timed in a round of a configuration; None to choose.
         warm_up: updates before them.
     """
@@ -50,19 +51,20 @@ class Study:
     cluster: str
     updates: int | None
     warm_up: int
+    speeds: tuple[float, ...] = ()
 
     def batch(self, devices: int) -> int:
         """Samples of an update on all of some devices."""
         return self.recipe.batch * (devices if self.weak else 1)
 
-    def recipe_for(self, configuration: Configuration) -> Recipe:
-        """The recipe of a row."""
-        return self.recipe_on(configuration.devices, configuration.plan)
-
-    def recipe_on(self, devices: int, plan: str | None) -> Recipe:
-        """The recipe on some devices, under a plan."""
-        parallel = self.recipe.parallel.model_copy(update={"devices": devices, "plan": plan})
-        return self.recipe.model_copy(update={"batch": self.batch(devices), "parallel": parallel})
+    def recipe_for(self, row: Configuration, plan: str | None) -> Recipe:
+        """The recipe of a row, under a plan."""
+        changes: dict[str, Any] = {"devices": row.devices, "plan": plan}
+        if row.shares:
+            numbers = row.shares if row.shares == "auto" else tuple(float(part) for part in row.shares.split(","))
+            changes["shares"] = numbers
+        parallel = self.recipe.parallel.model_copy(update=changes)
+        return self.recipe.model_copy(update={"batch": self.batch(row.devices), "parallel": parallel})
 
     def with_updates(self, updates: int) -> "Study":
         """The same with a number of updates."""
@@ -72,6 +74,8 @@ class Study:
         """For JSON, and to tell whether two studies can share a file."""
         recipe = self.recipe.model_dump(mode="json")
         recipe["parallel"] = {key: value for key, value in recipe["parallel"].items() if key not in ("devices", "plan")}
+        if self.made is not None:
+            recipe["data"] = {key: recipe["data"][key] for key in ("augment", "mix", "workers")}
         return {
             "model": self.recipe.model.name,
             "recipe": recipe,
@@ -81,6 +85,7 @@ class Study:
             "device_type": self.device_type,
             "cores_per_device": self.cores_per_device,
             "cluster": self.cluster,
+            "speeds": list(self.speeds),
             "updates": self.updates,
             "warm_up": self.warm_up,
         }

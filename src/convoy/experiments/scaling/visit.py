@@ -15,7 +15,8 @@ from convoy.experiments.scaling.processes import Say
 from convoy.experiments.scaling.stopwatch import INPUT, Lap, Stopwatch
 from convoy.experiments.scaling.study import Made, data_of
 from convoy.training import Devices, Recipe, choose_device
-from convoy.training.session import set_up
+from convoy.training.session import Session, set_up
+from convoy.training.speed import MEASURED, WARM_UP, SpeedTest
 
 _STATUS = Path("/proc/self/status")
 
@@ -75,20 +76,43 @@ def visit(task: Task, say: Say) -> RankTimes:
     data = data_of(task.made, task.recipe)
     memory = Memory(device)
     session = set_up(task.recipe, device, devices=devices, data=data)
-    step = session.step()
     session.model.train()
     stopwatch = Stopwatch(device)
     losses: list[Tensor] = []
+    first = _divide_by_speed(session, losses)
+    step = session.step()
 
     def update(batch: Batch, number: int) -> None:
-        result = step(batch, number)
-        if number == 0:
+        result = step(batch, first + number)
+        if first + number == 0:
             losses.extend(result.losses)
 
     with stopwatch.watch():
-        run_updates(session.batches(0, task.warm_up + task.updates), update, stopwatch, task.warm_up, devices.barrier)
+        batches = session.batches(first, task.warm_up + task.updates)
+        run_updates(batches, update, stopwatch, task.warm_up, devices.barrier)
     loss = sum(float(part) for part in losses) if devices.leads else 0.0
     return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead)
+
+
+def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
+    """With `shares=auto`, measure what a microbatch takes each device, and divide the batch by that.
+
+    Returns:
+        How many updates that took.
+    """
+    if session.recipe.parallel.shares != "auto" or session.devices.num_sample_ranks == 1:
+        return 0
+    speed, step, updates = SpeedTest(), session.step(), 0
+    step.timed = True
+    with closing(session.batches(0, WARM_UP + MEASURED)) as batches:
+        for batch in batches:
+            result = step(batch, updates)
+            if updates == 0:
+                losses.extend(result.losses)
+            speed.add(result.seconds)
+            updates += 1
+    session.division, _ = speed.shares(session.devices, session.division)
+    return updates
 
 
 def join(task: Task) -> tuple[Devices, torch.device]:
