@@ -24,7 +24,7 @@ def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool
     assert found["content"] <= width
     assert [address for address in found["requests"] if not address.startswith(("data:", "file:"))] == []
     assert (found["plots"], found["buttons"]) == (3, 2)
-    assert 9 <= found["text"] <= 17
+    assert 11 <= found["text"] <= 17
     assert found["dark"] == dark
 
 

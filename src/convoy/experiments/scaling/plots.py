@@ -174,8 +174,8 @@ def _rows_figure(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(round(value * factor, 6))))
     for level, row in enumerate(rows):
-        axes.text(0, level - 0.14, _name(row), va="bottom", ha="left", size=9.5)
-        axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=9.5, color=ax.MUTED)
+        axes.text(0, level - 0.14, _name(row), va="bottom", ha="left", size=10.5)
+        axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=10.5, color=ax.MUTED)
         draw(axes, row, level + 0.16)
     return figure, axes
 
@@ -216,4 +216,4 @@ def _legend(axes: Axes, handles: Sequence[object], words: Sequence[str], columns
 
 def _name(row: Row) -> str:
     devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
-    return f"{formats.shorten(short(row.label), 36)}{devices}"
+    return f"{formats.shorten(short(row.label), 38)}{devices}"
