@@ -47,10 +47,15 @@ PLANS = {
     4: ("sample=4", "filter=4", "channel=4", "height=4", "owt=4", "sample=2,filter=2", "sample=2,height=2"),
 }
 """By how many devices there are."""
+APART = 0.03
+"""From how much on, as a part of their time, plans are told apart by their measurement."""
 
 
 def main() -> None:
     arguments = _parser().parse_args()
+    if arguments.collect:
+        _collect(arguments.collect)
+        return
     ranks.prepare()
     try:
         with ExitStack() as stack:
@@ -71,18 +76,23 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
         about["cluster"] = str(cluster)
         print(f"Emulated: {cluster}.", flush=True)
     found: list[tuple[Subject, list[Row]]] = []
-    for subject in SUBJECTS:
-        if arguments.networks and subject.name not in arguments.networks:
-            continue
-        if arguments.batches and subject.batch not in arguments.batches:
-            continue
-        subject = replace(subject, image_size=arguments.image_size or subject.image_size)
+    for subject in _subjects(arguments):
         limits = ranks.Limits(arguments.timeout)
         rows = ranks.run_ranks(run, num, subject, PLANS[num], arguments.updates, places=places, limits=limits)[0]
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
-        _store(arguments.out, about, found)
+        _store(arguments.out, {**about, "devices": num}, found)
     print("\n" + _summary(found, num))
+
+
+def _subjects(arguments: argparse.Namespace) -> list[Subject]:
+    """What was asked for; batches that are asked for are those of each network, known here or not."""
+    found = [subject for subject in SUBJECTS if not arguments.networks or subject.name in arguments.networks]
+    if arguments.batches:
+        first = {subject.name: subject for subject in reversed(found)}
+        names = dict.fromkeys(subject.name for subject in found)
+        found = [replace(first[name], batch=batch) for name in names for batch in arguments.batches]
+    return [replace(subject, image_size=arguments.image_size or subject.image_size) for subject in found]
 
 
 def _table(subject: Subject, rows: Sequence[Row]) -> str:
@@ -96,18 +106,23 @@ def _table(subject: Subject, rows: Sequence[Row]) -> str:
         low, high = (1e3 * seconds for seconds in row.spread)
         cells = [row.plan, f"{row.predicted * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{_error(row):+.1%}"]
         lines.append("| " + " | ".join([*cells, f"{low:.1f}–{high:.1f}"]) + " |")
+    times = {row.plan.split(":")[0]: row.measured for row in rows}
+    sample = next((seconds for plan, seconds in times.items() if plan.startswith("sample=")), None)
+    if CHOSEN in times and sample:
+        lines += ["", f"The chosen plan is {sample / times[CHOSEN]:.2f} times as fast as plain `sample`."]
     return "\n".join(lines)
 
 
 def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
     rows = [row for _, several in found for row in several]
-    by_data = [row for row in rows if row.plan.startswith("sample")]
+    by_data = [row for row in rows if row.plan == f"sample={num}"]
     naive = []
     for _, several in found:
         one = next(row.measured for row in several if row.plan == SERIAL)
         naive += [abs(one / num / row.measured - 1) for row in several if row.plan != SERIAL]
     parallel = [abs(_error(row)) for row in rows if row.plan != SERIAL]
-    taus = [_tau([(row.predicted, row.measured) for row in several if row.plan != SERIAL]) for _, several in found]
+    pairs = [[(row.predicted, row.measured) for row in several if row.plan != SERIAL] for _, several in found]
+    taus, apart = [_tau(each) for each in pairs], [_tau(each, APART) for each in pairs]
     gaps = []
     for _, several in found:
         chosen = next((row.measured for row in several if row.plan.startswith(CHOSEN)), None)
@@ -118,7 +133,8 @@ def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
         f"{len(by_data)} of sample plans: {statistics.mean(abs(_error(row)) for row in by_data):.1%}",
         f"{len(parallel)} on {num} devices: {statistics.mean(parallel):.1%}; predicting linear speed-up: "
         f"{statistics.mean(naive):.1%}",
-        f"Kendall's tau of the plans' order: mean {statistics.mean(taus):.2f}, least {min(taus):.2f}",
+        f"Kendall's tau of the plans' order: mean {statistics.mean(taus):.2f}, least {min(taus):.2f}; of plans "
+        f"measured at least {APART:.0%} apart: mean {statistics.mean(apart):.2f}, least {min(apart):.2f}",
         f"the chosen plan against the best measured one: within 3 % in {sum(gap <= 0.03 for gap in gaps)} of "
         f"{len(gaps)}, {max(gaps):+.1%} at most",
     ]
@@ -129,12 +145,12 @@ def _error(row: Row) -> float:
     return row.predicted / row.measured - 1
 
 
-def _tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of two orders."""
+def _tau(pairs: Sequence[tuple[float, float]], apart: float = 0.0) -> float:
+    """Kendall's tau of two orders, over what the second has apart by more than a part of itself."""
     agreeing = disagreeing = 0
     for number, (a, b) in enumerate(pairs):
         for c, d in pairs[:number]:
-            product = (a - c) * (b - d)
+            product = (a - c) * (b - d) if abs(b - d) > apart * min(b, d) else 0.0
             agreeing += product > 0
             disagreeing += product < 0
     return (agreeing - disagreeing) / max(1, agreeing + disagreeing)
@@ -155,6 +171,17 @@ def _store(folder: Path, about: dict[str, Any], found: Sequence[tuple[Subject, S
     (folder / "planner_accuracy.json").write_text(text + "\n", encoding="utf-8")
 
 
+def _collect(files: Sequence[Path]) -> None:
+    """Print what earlier runs have stored, with one summary."""
+    stored = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    found: list[tuple[Subject, list[Row]]] = []
+    for case in (case for each in stored for case in each["cases"]):
+        rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in case.pop("rows")]
+        found.append((Subject(**case), rows))
+        print(_table(*found[-1]) + "\n")
+    print(_summary(found, stored[0]["machine"].get("devices", 2)))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
@@ -163,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a network at one batch")
+    parser.add_argument("--collect", type=Path, nargs="+", help="JSON files of earlier runs: print them as one")
     parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")
     return parser
 

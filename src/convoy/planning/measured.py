@@ -14,6 +14,7 @@ from convoy.cost.link import Links
 from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
+from convoy.engine.groups import Groups
 from convoy.planning.overhead import with_overhead
 from convoy.planning.ranks import Ranks
 from convoy.planning.rehearse import mean, piece_of, rehearse
@@ -71,12 +72,16 @@ def measure(
     devices = {alone: _device(workload, neighbours[alone]) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
     outside: dict[bool, list[Times]] = {True: [], False: []}
+    groups: dict[Mesh, Groups] = {}
     for number, (name, placement, alone) in enumerate(jobs):
         progress(f"rehearsing {name}", number, len(jobs))
         wanted = _pieces(workload, placement, {0} if alone else ranks.places(placement.mesh))
         if all(one in known[alone] for one in wanted):
             continue
-        found, rest = rehearse(workload, placement, ranks, alone, links)
+        mesh = placement.mesh
+        if not alone and mesh.num_devices == ranks.num and mesh not in groups:
+            groups[mesh] = Groups(mesh)
+        found, rest = rehearse(workload, placement, ranks, alone, links, groups.get(mesh))
         known[alone] = found | known[alone]  # of several places of a piece the first counts: plain `sample`
         outside[alone].append(rest)
         if store is not None and ranks.rank == 0:

@@ -41,7 +41,7 @@ def _residue(costs: Costs, workload: Workload, ranks: Ranks, layers: int) -> flo
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found, around = rehearse(chain, chain.place(plan), ranks, False, costs.links, _ENOUGH)
+    found, around = rehearse(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
     times = Table({one.key: taken for one, taken in found.items()}, lambda piece: Times())
     known = replace(costs, times=times, loss=replace(costs.loss, per_pass=around.total))
     measured = _update(model, plan, images, workload.device)

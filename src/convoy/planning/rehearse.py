@@ -22,17 +22,31 @@ from convoy.plans.transfer import Step
 
 
 def rehearse(
-    workload: Workload, placement: Placement, ranks: Ranks, alone: bool, links: Links, enough: int = 3
+    workload: Workload,
+    placement: Placement,
+    ranks: Ranks,
+    alone: bool,
+    links: Links,
+    groups: Groups | None = None,
+    enough: int = 3,
 ) -> tuple[dict[Piece, Times], Times]:
     """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
     Where they are the ranks of the mesh they exchange what they will exchange. What that takes beside the time of its
-    messages on the `links`, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
-    `enough` passes are to be near the fastest of their rank.
+    messages on the links, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
+
+    Args:
+        workload: what is rehearsed.
+        placement: of it.
+        ranks: the devices at hand.
+        alone: whether the first rehearses by itself.
+        links: between the ranks of the mesh.
+        groups: of the mesh, where the ranks are its ranks.
+        enough: passes of each rank that must be near its fastest.
     """
     mesh = placement.mesh
-    together = not alone and mesh.num_devices == ranks.num > 1
+    together = groups is not None
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
     around = (0.0, 0.0)
@@ -45,7 +59,7 @@ def rehearse(
             batch_norm=workload.batch_norm,
             microbatches=workload.sizes,
             contents=workload.contents,
-            groups=Groups(mesh) if together else None,
+            groups=groups,
         )
         with _precision(workload):
             times = rehearsal.run((lambda done: done) if alone else ranks.agree, enough)

@@ -1,6 +1,8 @@
 """`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept."""
 
 import copy
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +13,7 @@ from torch import nn
 from convoy.cost.costs import Around
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
+from convoy.engine.steady import steady
 from convoy.errors import ConvoyError
 from convoy.planning import Planned, Scored, make_plan
 from convoy.planning.remembered import remember
@@ -26,7 +29,8 @@ from convoy.training.workloads import measuring, workload_in_passes
 
 CLEAR = 2 / 3
 """A plan that is predicted to need no more than this part of every other's time need not race."""
-_WARM_UP, _MEASURED = 2, 3
+_ENOUGH, _MOST = 3, 8
+"""Updates of a racer that must be near its fastest, and after how many it ends in any case."""
 
 MakeStep = Callable[[nn.Module, Plan], TrainingStep]
 """The update of a network under a plan; it changes the network, and which samples this rank has."""
@@ -97,7 +101,7 @@ class Choice:
             seconds = self._race(racers, ahead)
             winner = min(zip(seconds, range(len(racers)), racers, strict=True))[2]
             result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
-            said.append(f"in a race over {_MEASURED} updates: {result}")
+            said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
         chosen = Chosen(winner, planned, tuple(said))
         verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
         return replace(chosen, notes=(*said, f"{winner}: {verdict}"))
@@ -135,16 +139,17 @@ class Choice:
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
         batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
-        seconds = []
-        for update in range(_WARM_UP + _MEASURED):
+        updates = itertools.count()
+
+        def measure() -> float:
             self.devices.barrier()
             began = time.perf_counter()
-            step(batch, update)
+            step(batch, next(updates))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - began)
-        own = sorted(seconds[_WARM_UP:])[_MEASURED // 2]
-        return max(self.devices.gather(own))
+            return max(self.devices.gather(time.perf_counter() - began))  # all know the same, and end together
+
+        return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))
 
 
 def _each(seconds: float) -> str:
