@@ -7,9 +7,9 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.search import additive_seconds, search
+from convoy.search import additive_seconds, search, solve
 from convoy.search.costs import redistributions
-from convoy.search.elimination import Table
+from convoy.search.elimination import Table, TooWideError
 from convoy.search.fewest import fewest
 from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
 from search.synthetic import Given, Roofline, placed_under
@@ -98,3 +98,21 @@ def test_fewest_against_all_states(seed):
         assert tuple(found[v] for v in sizes) == states
         assert wanted <= fastest[1]
     assert fewest(seconds, counts, sizes, 0.9 * fastest[0], 30, 10**6) is None
+
+
+def test_where_redistributions_are_too_many_to_count_the_fastest_is_kept_and_a_note_says_so(monkeypatch):
+    def too_wide(*args):
+        raise TooWideError(())
+
+    graph, costs, among = captured(Chain()), COSTS[0], FEW[1:]
+    strict = search(graph, 2, costs, on=[ONE], among=among, tolerance=0.0).best
+    assert strict.redistributions
+    assert search(graph, 2, costs, on=[ONE], among=among, tolerance=0.1).exact
+    monkeypatch.setattr(solve, "fewest", too_wide)
+    found = search(graph, 2, costs, on=[ONE], among=among, tolerance=0.1)
+    assert (found.best.plan, found.best.seconds) == (strict.plan, strict.seconds)
+    assert not found.exact
+    assert found.notes == (
+        "not all plans that are about as fast as the fastest were compared by how often they redistribute: too many "
+        "features meet for that",
+    )

@@ -1,7 +1,7 @@
 """What there is to choose among: meshes for a number of devices, and strategies on a mesh."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE
@@ -60,3 +60,14 @@ def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -
         for axis in mesh.axes
     ]
     return list(itertools.product(*choices))
+
+
+def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
+    """The axes on which some layer with weights is divided by samples.
+
+    Args:
+        layers: the strategy of every layer.
+        ops: its kind of work.
+    """
+    given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
+    return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))

@@ -5,10 +5,12 @@ layer. There, layers of one role (the same kind of work, kernel, stride and grou
 strategy, and the search is exact among the plans of that form. The result says so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.search.prices import is_choosing
+from convoy.search.space import Strategy
 
 Role = tuple[object, ...]
 Groups = tuple[tuple[str, ...], ...]
@@ -61,6 +63,19 @@ def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
             if len({group_of[layer] for layer in found}) > most:
                 groups = tied(groups, found, graph)
     return groups
+
+
+def common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
+    """What all layers of a group may have.
+
+    Raises:
+        ConvoyError: nothing.
+    """
+    first, *others = (allowed[layer] for layer in group)
+    found = tuple(strategy for strategy in first if all(strategy in other for other in others))
+    if not found:
+        raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
+    return found
 
 
 def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
