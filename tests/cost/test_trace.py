@@ -30,6 +30,7 @@ def test_every_event_has_what_the_format_asks_for():
         assert isinstance(event["name"], str)
         assert event["name"]
         assert all(type(event[name]) is int for name in ("pid", "tid"))
+        assert event["pid"] > 0  # 0 is the kernel's
         assert isinstance(event["ts"], int | float)
         if event["ph"] == "X":
             assert event["dur"] >= 0
@@ -41,9 +42,9 @@ def test_every_event_has_what_the_format_asks_for():
 def test_a_process_for_each_rank_and_a_thread_for_each_stream():
     found = made()["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert sorted(named.values()) == ["rank 0 measured", "rank 0 predicted", "rank 1 predicted"]
+    assert sorted(named.values()) == ["measured rank 0", "predicted rank 0", "predicted rank 1"]
     order = sorted(named, key=lambda pid: pid)
-    assert [named[pid] for pid in order] == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted"]
+    assert [named[pid] for pid in order] == ["predicted rank 0", "measured rank 0", "predicted rank 1"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
     for event in found:
         if event["ph"] == "X":
@@ -53,7 +54,7 @@ def test_a_process_for_each_rank_and_a_thread_for_each_stream():
 
 
 def test_times_are_microseconds():
-    message = next(event for event in made()["traceEvents"] if event["name"] == "conv1.weight" and event["pid"] == 0)
+    message = next(event for event in made()["traceEvents"] if event["name"] == "conv1.weight" and event["pid"] == 1)
     assert (message["ts"], message["dur"]) == (2000.0, 1000.0)
     assert message["args"] == {"layer": "conv1", "kind": "gradient", "bytes": 400}
 

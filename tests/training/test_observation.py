@@ -1,5 +1,7 @@
 """A run is observed without being changed; what was seen stands beside the prediction, and the profile store learns."""
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,10 @@ import torch
 from convoy.cost.calibrated import Calibrated
 from convoy.cost.costs import Costs
 from convoy.cost.link import Curve, Link, Links
+from convoy.cost.roofline import Roofline
 from convoy.cost.store import ProfileStore
 from convoy.engine.watched import DeviceClock
-from convoy.planning import score
+from convoy.planning import Scored, score
 from convoy.planning.comparison import GRADIENTS, Comparison
 from convoy.planning.rehearse import piece_of
 from convoy.training import Devices, Session, load_recipe
@@ -116,6 +119,56 @@ def test_the_store_learns_what_the_calls_took(data: Path, tmp_path: Path, plan: 
     assert parts > 20e-3
 
 
+def predicted(found: Session) -> Scored:
+    """By a made-up device and links."""
+    plain, _ = build_model(found.recipe, found.data)
+    workload = workload_in_passes(found.recipe, plain, (1, 28, 28), (8, 8), found.merge, 2, found.device)
+    curve = Curve(((1, 1e-5), (10**6, 1e-3)))
+    costs = Costs(Roofline(1e9, 1e9, 1e-6), Links({(0, 1): Link(curve, curve)}), batch_norm="microbatch", microbatch=8)
+    return score(workload, found.plan, costs)
+
+
+def traced(data: Path, file: Path, plan: str, with_prediction: bool) -> tuple[list[float], float | None]:
+    """Seconds of the watched updates on this rank, and of the predicted one."""
+    found = session(data, plan)
+    observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
+    run(found, WATCHED[1] + 1, observation)
+    watched = [sum(stretch.seconds for stretch in one.stretches()) for one in observation._watched]
+    scored = predicted(found) if with_prediction else None
+    observation.conclude(scored, None, file)
+    return watched, scored.seconds if scored is not None else None
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path, plan: str) -> None:
+    ranks = run_ranks(traced, 2, data, tmp_path / "trace.json", plan, True)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert {"measured rank 0", "measured rank 1", "predicted rank 0"} <= set(names.values())
+    for pid, name in names.items():
+        spans = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X" and e["pid"] == pid]
+        for (tid, _, end), (after, start, _) in itertools.pairwise(sorted(spans)):
+            assert tid != after or round(1e3 * end) <= round(1e3 * start), name
+        source, _, rank = name.split()
+        watched, seconds = ranks[int(rank)]
+        if source == "measured":
+            total = sum(end - start for _, start, end in spans) / 1e6
+            assert any(total == pytest.approx(one, rel=1e-9) for one in watched)
+            assert max(end for *_, end in spans) / 1e6 == pytest.approx(total, rel=1e-9)
+        else:
+            assert max(end for *_, end in spans) / 1e6 <= seconds + 1e-9  # rounded to nanoseconds
+    kinds = {name: {e["cat"] for e in found if e["ph"] == "X" and e["pid"] == pid} for pid, name in names.items()}
+    for kind in ("forward", "backward", "gradient" if plan == "sample=2" else "transfer"):
+        assert kind in kinds["measured rank 0"] & kinds["predicted rank 0"]
+
+
+def test_what_was_not_predicted_is_kept_by_itself(data: Path, tmp_path: Path) -> None:
+    run_ranks(traced, 2, data, tmp_path / "trace.json", "sample=2", False)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in found if event["name"] == "process_name"]
+    assert names == ["measured rank 0", "measured rank 1"]
+
+
 def on_one_device(data: Path) -> Comparison:
     found = session(data, "serial")
     observation = Observation(found)
@@ -132,14 +185,15 @@ def test_one_device_has_parts_but_no_layers(data: Path) -> None:
     assert "plain network" in " ".join(comparison.notes)
 
 
-def too_short(data: Path) -> Comparison:
+def too_short(data: Path, file: Path) -> Comparison:
     found = session(data, "sample=2")
     observation = Observation(found)
     run(found, 2, observation)
-    return observation.conclude(None, None)
+    return observation.conclude(None, None, file)
 
 
-def test_a_short_run_is_said_to_be_short(data: Path) -> None:
-    for comparison in run_ranks(too_short, 2, data):
+def test_a_short_run_is_said_to_be_short(data: Path, tmp_path: Path) -> None:
+    for comparison in run_ranks(too_short, 2, data, tmp_path / "trace.json"):
         assert comparison.update.measured_s is None
         assert "too short" in " ".join(comparison.notes)
+    assert not (tmp_path / "trace.json").exists()

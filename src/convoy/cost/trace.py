@@ -81,15 +81,21 @@ def write_trace(path: Path, **sources: Iterable[Event]) -> None:
 
 def _of_source(source: str, number: int, count: int, its: list[Event]) -> Iterator[dict[str, Any]]:
     streams = sorted({event.stream for event in its}, key=lambda name: (*_place(name), name))
-    threads = {stream: place for place, stream in enumerate(streams)}
+    threads = {stream: place for place, stream in enumerate(streams, 1)}
+
+    def process_of(rank: int) -> int:
+        return 1 + rank * count + number  # viewers treat process 0 as the kernel's
+
     for rank in sorted({event.rank for event in its}):
-        process = rank * count + number
-        yield _named("process_name", process, 0, name=f"rank {rank} {source}")
+        process = process_of(rank)
+        yield _named("process_name", process, 0, name=f"{source} rank {rank}")
         yield _named("process_sort_index", process, 0, sort_index=process)
         for stream in sorted({event.stream for event in its if event.rank == rank}, key=threads.__getitem__):
             yield _named("thread_name", process, threads[stream], name=stream)
             yield _named("thread_sort_index", process, threads[stream], sort_index=threads[stream])
     for event in its:
+        # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
+        start, end = round(event.start * 1e9), round((event.start + event.seconds) * 1e9)
         arguments: dict[str, Any] = {"layer": event.layer, "kind": event.kind}
         if event.num_bytes:
             arguments["bytes"] = event.num_bytes
@@ -97,10 +103,10 @@ def _of_source(source: str, number: int, count: int, its: list[Event]) -> Iterat
             "ph": "X",
             "name": event.name or event.layer or event.kind,
             "cat": event.kind,
-            "pid": event.rank * count + number,
+            "pid": process_of(event.rank),
             "tid": threads[event.stream],
-            "ts": event.start * 1e6,
-            "dur": event.seconds * 1e6,
+            "ts": start / 1e3,
+            "dur": (end - start) / 1e3,
             "args": arguments,
         }
         if event.kind in _COLOURS:

@@ -173,7 +173,7 @@ class Loop:
             return
         observation, self._observation = self._observation, None
         session = self.session
-        self.comparison = observation.conclude(session.scored, ProfileStore())
+        self.comparison = observation.conclude(session.scored, ProfileStore(), self.run.trace)
         session.scored = None
         if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             write_json(self.run.prediction, self.comparison.to_document())

@@ -3,12 +3,14 @@
 Updates are timed from when their data is asked for to their end. A few of them are watched call by call, and a few
 others are watched while their gradients wait until the backward pass is done, so that the time of each call is its own:
 these teach the profile store. Nothing that is computed changes, and after the last of them nobody looks any more.
+One of those that are watched as they are is kept as a trace, with the predicted update beside it.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,13 +18,16 @@ from convoy.cost.device import Device
 from convoy.cost.piece import Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
+from convoy.cost.trace import Event, events, trace
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.planning import Scored
 from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
 from convoy.planning.observed import Observed, mean, middle, observed, observed_pieces
+from convoy.planning.observed_events import observed_events, typical
 from convoy.planning.remembered import recalled
 from convoy.plans.place import Placement
+from convoy.training.files import to_json, write_text
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.under_plan import UnderPlan
@@ -42,10 +47,10 @@ _HOW = {
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank has seen: seconds of updates, of how many others the middle is, and its pieces."""
+    """What a rank has seen: seconds of updates, of the others those of which `whole` is the middle, and its pieces."""
 
     updates: list[float]
-    watched: int
+    watched: list[float]
     whole: Observed | None
     pieces: dict[Piece, Times]
 
@@ -118,28 +123,45 @@ class Observation:
             if engine is not None:
                 engine.watch = None
 
-    def conclude(self, scored: Scored | None, store: ProfileStore | None) -> Comparison:
+    def conclude(self, scored: Scored | None, store: ProfileStore | None, trace_file: Path | None = None) -> Comparison:
         """Compare what the ranks have seen with what was predicted. All ranks call it.
 
         Args:
             scored: what was predicted of the plan; None where nothing was.
             store: learns what the pieces took, and predicts a plan that was given; None keeps nothing.
+            trace_file: where one of the watched updates of all ranks is kept, if there was any; None keeps none.
         """
         session = self._session
         recipe, devices = session.recipe, session.devices
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
         clock = self._clock
+        alone = devices.num == 1
+        steps = [observed_events(one, devices.rank, alone) for one in self._watched]
         seen = _Seen(
             [clock.between(*both) for both in self._timed],
-            len(self._watched),
-            middle([observed(one, devices.num == 1) for one in self._watched]) if self._watched else None,
+            [sum(event.seconds for event in step) for step in steps],
+            middle([observed(one, alone) for one in self._watched]) if self._watched else None,
             observed_pieces(self._apart, devices.rank, recipe.batch_norm, size),
         )
         placement = self._watched[0].placements[0] if self._watched and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
         everyone = devices.gather(seen)
-        return devices.first(lambda: _compared(session, everyone, scored, placement, store, self._unseen))
+        step: list[list[Event]] = []
+        if steps and trace_file is not None:
+            step = devices.gather(steps[typical([one.watched for one in everyone])])
+
+        def first() -> Comparison:
+            notes = [self._unseen] if self._unseen is not None else []
+            before = scored
+            if before is None and placement is not None and store is not None:
+                before = _known(session, store, placement)
+                notes.append(_HOW[before is not None])
+            if step and trace_file is not None:
+                _keep(trace_file, before, step)
+            return _compared(session, everyone, before, placement, store, notes)
+
+        return devices.first(first)
 
 
 def _why_unseen(session: Session) -> str | None:
@@ -154,23 +176,37 @@ def _why_unseen(session: Session) -> str | None:
     return None
 
 
+def _here(session: Session) -> Device:
+    return measuring(session.recipe, session.device, session.devices.ranks.on_host)
+
+
+def _known(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
+    """What the store predicts of the plan, before it learns more."""
+    passes = len(session.division.passes(session.merge))
+    recipe = session.recipe
+    by_microbatch = recipe.batch_norm == "microbatch"
+    microbatch = session.division.sizes[0] if by_microbatch else 0
+    here, optimizer = _here(session), recipe.optimizer.name
+    return recalled(store, here, optimizer, session.plan, placement, passes, recipe.batch_norm, microbatch)
+
+
+def _keep(path: Path, scored: Scored | None, step: Sequence[Sequence[Event]]) -> None:
+    """Write an update of all ranks as a trace, with the predicted one, if there is one."""
+    predicted = {"predicted": events(scored.timeline)} if scored is not None else {}
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
+        write_text(path, to_json(trace(**predicted, measured=[event for own in step for event in own])))
+
+
 def _compared(
     session: Session,
     everyone: Sequence[_Seen],
     scored: Scored | None,
     placement: Placement | None,
     store: ProfileStore | None,
-    unseen: str | None,
+    notes: Sequence[str],
 ) -> Comparison:
-    """What rank 0 makes of it; what the store knows is asked before it learns more."""
-    recipe, ranks = session.recipe, session.devices.ranks
-    here = measuring(recipe, session.device, ranks.on_host)
-    notes = [unseen] if unseen is not None else []
-    if scored is None and placement is not None and store is not None:
-        passes = len(session.division.passes(session.merge))
-        scored = recalled(store, here, recipe.optimizer.name, session.plan, placement, passes)
-        notes.append(_HOW[scored is not None])
-    learned = _learn(everyone, here, store)
+    """What rank 0 makes of it; the store learns."""
+    learned = _learn(everyone, _here(session), store)
     rank = scored.timeline.busiest if scored is not None else _busiest(everyone)
     own = everyone[rank]
     before = predicted(scored) if scored is not None else None
@@ -183,7 +219,7 @@ def _compared(
         batch=session.recipe.batch,
         rank=rank,
         timed=len(own.updates),
-        watched=own.watched,
+        watched=len(own.watched),
         learned=learned,
         update=Both(
             scored.seconds if scored is not None else None,

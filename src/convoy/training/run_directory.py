@@ -35,6 +35,11 @@ class RunDirectory:
         return self.path / "prediction.json"
 
     @property
+    def trace(self) -> Path:
+        """The same for viewers of traces: one of the updates that were watched, and the predicted one."""
+        return self.path / "trace.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a line."""
         return self.path / "metrics.jsonl"
