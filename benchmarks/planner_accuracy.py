@@ -7,8 +7,8 @@
 A device is one core and one thread, or an emulated one with a share of a core. For each network and batch the planner
 measures the layers and the link on the devices, predicts one device, all plans and the plan that it would choose
 itself, and only then are they trained and timed. Printed are the relative error of each, its mean over all and over
-`sample` plans, how the order of the plans agrees (Kendall's tau-b), how far the chosen plan is from the best measured
-one, and how much better the errors are than those of "N devices are N times as fast".
+`sample` plans, how the order of the plans agrees (Kendall's tau, ties left out), how far the chosen plan is from the
+best measured one, and how much better the errors are than those of "N devices are N times as fast".
 """
 
 import argparse

@@ -36,6 +36,13 @@ def keep_freed_memory(device: torch.device) -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, 2**31 - 1) and mallopt(_TRIM_THRESHOLD, -1))
 
 
+def release_freed_memory() -> None:
+    """Give back to the kernel what the process has freed and kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def page_faults() -> int:
     """How many pages of memory this process has got from the kernel so far; 0 where nobody counts them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0

@@ -90,6 +90,7 @@ class Rehearsal:
         place = mesh.coordinates(rank)
 
         self._timed: list[TimedTransfer] = []
+        self._ahead = 4
 
         def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> NoTransfer:
             return NoTransfer(steps, shape, placement, place, channels_last)
@@ -126,18 +127,19 @@ class Rehearsal:
         }
 
     @property
-    def transfers(self) -> list[tuple[Step, tuple[int, ...], CallTimes]]:
-        """After a run with others: the steps, shapes of the whole tensors, and times of redistributions.
+    def transfers(self) -> list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]:
+        """After a run with others: the steps, shapes of the whole tensors, types, and times of redistributions.
 
         A rank that comes first to one waits for the others: that is part of the time.
         """
-        return [(each.step, each.shape, CallTimes(*map(_usual, each.seconds))) for each in self._timed]
+        return [(each.step, each.shape, each.dtype, CallTimes(*map(_usual, each.seconds))) for each in self._timed]
 
     def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """A pass; where memory still grew in it, it need not grow in the next ones."""
         before = page_faults()
         times = self._pass()
-        if self._device.type == "cpu" and (grown := page_faults() - before) > _GROWS:
+        if self._device.type == "cpu" and self._ahead and (grown := page_faults() - before) > _GROWS:
+            self._ahead -= 1
             get_ahead(4 * grown)
         return times
 

@@ -17,6 +17,7 @@ class TimedTransfer(Transfer):
 
     Attributes:
         shape: of the whole tensor.
+        dtype: of what was sent last.
         seconds: of each time, forward and backward.
     """
 
@@ -31,10 +32,12 @@ class TimedTransfer(Transfer):
     ) -> None:
         super().__init__(step, mesh, coordinates, groups, shape, channels_last)
         self.shape = tuple(shape)
+        self.dtype = torch.float32
         self.seconds: tuple[list[float], list[float]] = [], []
 
     def forward(self, x: Tensor) -> Tensor:
         """The step without autograd."""
+        self.dtype = x.dtype
         return _timed(super().forward, x, self.seconds[0])
 
     def backward(self, gradient: Tensor) -> Tensor:

@@ -96,11 +96,16 @@ def _ask(otherwise: object, ranks: Ranks) -> Link:
 
 
 def _faster_link(link: Link, factor: float) -> Link:
-    curves = [
-        Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
-        for curve in (link.all_reduce, link.exchange)
-    ]
-    return replace(link, all_reduce=curves[0], exchange=curves[1])
+    def faster(curve: Curve) -> Curve:
+        return Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
+
+    return replace(
+        link,
+        all_reduce=faster(link.all_reduce),
+        exchange=faster(link.exchange),
+        reduce_scatter=link.reduce_scatter and faster(link.reduce_scatter),
+        gather=link.gather and faster(link.gather),
+    )
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def plan(
     batch = len(first) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:
         raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
+    if passes > 0 and batch % passes:
+        raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
     workload = workload_of(
         model,
         example,

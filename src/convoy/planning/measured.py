@@ -14,6 +14,7 @@ from convoy.cost.link import Links
 from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
+from convoy.engine.allocation import release_freed_memory
 from convoy.engine.groups import Groups
 from convoy.planning.overhead import with_overhead
 from convoy.planning.ranks import Ranks
@@ -21,6 +22,7 @@ from convoy.planning.rehearse import mean, piece_of, rehearse
 from convoy.planning.uniform import placements
 from convoy.planning.update import measure_update
 from convoy.planning.workload import Workload
+from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 
@@ -49,6 +51,7 @@ def measure(
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
     per_transfer: float = 0.0,
+    memory_limit: float | None = None,
 ) -> Knowledge:
     """Rehearse the network on the devices at hand; all ranks call it.
 
@@ -62,12 +65,15 @@ def measure(
         store: of what was measured before; None keeps nothing.
         progress: is told of every rehearsal.
         per_transfer: seconds of the engine for a redistribution in one direction.
+        memory_limit: bytes of a device; what needs more is not rehearsed.
     """
     serial = Mesh((), ())
     jobs = [(name, placement, True) for name, placement in placements(workload, serial)]
     for mesh in meshes:
         if mesh.num_devices > 1:
             jobs += [(name, placement, False) for name, placement in placements(workload, mesh)]
+    if memory_limit is not None:
+        jobs = [job for job in jobs if max(each.total for each in predict_memory(job[1])) <= memory_limit]
     neighbours = {True: 1, False: ranks.on_host}
     devices = {alone: _device(workload, neighbours[alone]) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
@@ -87,7 +93,9 @@ def measure(
         if store is not None and ranks.rank == 0:
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
                 store.put(devices[alone], found)
-                store.note(devices[alone], "around", [rest.forward, rest.backward])
+                store.note(devices[alone], _around_of(workload, alone), [rest.forward, rest.backward])
+    if workload.device.type == "cpu":
+        release_freed_memory()
     progress("rehearsing", len(jobs), len(jobs))
     updates = {True: ranks.first(lambda: measure_update(workload.optimizer, workload.device))}
     everyone = ranks.gather(measure_update(workload.optimizer, workload.device)) if ranks.num > 1 else [updates[True]]
@@ -95,9 +103,9 @@ def measure(
     found_costs = {}
     for alone in (True, False):
         moved = any(one.op == "redistribute" for one in known[alone])  # with what the engine takes for it
-        around = ranks.first(partial(_around, outside[alone], store, devices[alone]))
+        around = ranks.first(partial(_around, outside[alone], store, devices[alone], _around_of(workload, alone)))
         found_costs[alone] = Costs(
-            times=Calibrated(known[alone] or known[True]),
+            times=Calibrated(known[alone] or known[not alone]),
             links=links,
             update=updates[alone],
             loss=around,
@@ -116,7 +124,8 @@ def _pieces(workload: Workload, placement: Placement, places: Iterable[int]) -> 
 
 
 def _device(workload: Workload, neighbours: int) -> Device:
-    precision = str(workload.precision or torch.float32).removeprefix("torch.")
+    weights = next((value.dtype for value in workload.graph.parameters()), torch.float32)
+    precision = str(workload.precision or weights).removeprefix("torch.")
     return this_device(
         workload.device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours
     )
@@ -126,8 +135,13 @@ def _stored(store: ProfileStore | None, device: Device) -> dict[Piece, Times]:
     return {} if store is None else store.times(device)
 
 
-def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device) -> Around:
+def _around_of(workload: Workload, alone: bool) -> str:
+    """Under which name it is kept what a pass of a network takes outside of its calls."""
+    return f"around {workload.name} {workload.samples} {'alone' if alone else 'together'}"
+
+
+def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> Around:
     if measured:
         return Around(per_pass=mean(measured).total)
-    noted = store.noted(device, "around") if store is not None else None
+    noted = store.noted(device, name) if store is not None else None
     return Around(per_pass=sum(noted)) if isinstance(noted, list) else Around()

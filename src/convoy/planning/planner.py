@@ -99,6 +99,7 @@ def know(
     links: Links | None = None,
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
+    memory_limit: float | None = None,
 ) -> tuple[Knowledge, tuple[str, ...]]:
     """Measure what is needed to predict plans on some meshes; all ranks call it.
 
@@ -117,7 +118,8 @@ def know(
             notes.append(
                 f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
             )
-    return measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer), tuple(notes)
+    found = measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer, memory_limit)
+    return found, tuple(notes)
 
 
 def make_plan(
@@ -154,7 +156,9 @@ def make_plan(
     for plan in plans:
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
-    knowledge, notes = know(workload, shapes, ranks, links=links, store=store, progress=progress)
+    knowledge, notes = know(
+        workload, shapes, ranks, links=links, store=store, progress=progress, memory_limit=memory_limit
+    )
     alone, together = (replace(one, input=input or one.input) for one in (knowledge.alone, knowledge.together))
     costs = together if devices > 1 else alone
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans

@@ -61,17 +61,24 @@ class Ranks:
 
         Raises:
             ConvoyError: it was rank 0's mistake.
+            RuntimeError: rank 0 failed otherwise; there, what it failed with.
         """
         if self.num == 1:
             return work()
-        found: T | ConvoyError | None = None
+        found: T | ConvoyError | RuntimeError | None = None
+        failure: Exception | None = None
         if self.rank == 0:
             try:
                 found = work()
             except ConvoyError as error:
                 found = error
+            except Exception as error:  # the others wait for an answer
+                failure = error
+                found = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
         known = self.broadcast(found)
-        if isinstance(known, ConvoyError):
+        if failure is not None:
+            raise failure
+        if isinstance(known, ConvoyError | RuntimeError):
             raise known
         return cast(T, known)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from convoy.cost.about import dtype_name
 from convoy.cost.copies import moved
 from convoy.cost.inside import Inside, inside
 from convoy.cost.link import Kind, Links
@@ -70,7 +71,9 @@ def rehearse(
                 messages = inside(placed, placement.graph, mesh, one, workload.batch_norm) if together else Inside()
                 own.append((one, _without(of_call, messages, mesh, links)))
         if together:
-            own += [_redistribution(placement, place, *each, links) for each in rehearsal.transfers]
+            for step, shape, dtype, taken in rehearsal.transfers:
+                named = torch.float32 if workload.precision else dtype  # in the graph's type, autocast or not
+                own.append(_redistribution(placement, place, step, shape, named, taken, links))
         rest = times[OUTSIDE]
         around = rest.forward, rest.backward
     measured: dict[Piece, list[Times]] = {}
@@ -93,18 +96,24 @@ def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Ti
 
 
 def _redistribution(
-    placement: Placement, rank: int, step: Step, shape: tuple[int, ...], found: CallTimes, links: Links
+    placement: Placement,
+    rank: int,
+    step: Step,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    found: CallTimes,
+    links: Links,
 ) -> tuple[Piece, Times]:
     """What a rank copies for a redistribution, and how long that takes."""
     mesh = placement.mesh
     place = mesh.coordinates(rank)
-    one = moved(step, shape, "float32", found.backward > 0, mesh, place)
+    one = moved(step, shape, dtype_name(dtype), found.backward > 0, mesh, place)
     axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
     traffic = step_elements(step, mesh, place, shape)
     whole = one.inputs[0].bytes
     reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
     kind: Kind = "exchange" if reduced is None else "all_reduce"
-    sizes = (4 * traffic.forward, 4 * traffic.backward) if reduced is None else reduced
+    sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
     return one, _without(found, Inside(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links)
 
 

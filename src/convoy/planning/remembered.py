@@ -11,7 +11,7 @@ from convoy.cost.calibrated import Calibrated
 from convoy.cost.costs import Around, Costs
 from convoy.cost.device import Device
 from convoy.cost.link import Links
-from convoy.cost.local import piece
+from convoy.cost.local import BatchNorm, piece
 from convoy.cost.memory import most, rank_memory
 from convoy.cost.piece import VIEWS
 from convoy.cost.step import predict
@@ -44,15 +44,20 @@ def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, 
                 "loss": asdict(costs.loss),
                 "per_transfer": asdict(costs.per_transfer),
                 "per_parameter": costs.per_parameter,
-                "batch_norm": costs.batch_norm,
-                "microbatch": costs.microbatch,
                 "on_cpu": costs.on_cpu,
             },
         )
 
 
 def recalled(
-    store: ProfileStore, device: Device, optimizer: str, plan: Plan, placement: Placement, passes: int
+    store: ProfileStore,
+    device: Device,
+    optimizer: str,
+    plan: Plan,
+    placement: Placement,
+    passes: int,
+    batch_norm: BatchNorm = "sync",
+    microbatch: int = 0,
 ) -> Scored | None:
     """A prediction from what is kept; None where not all of it is known.
 
@@ -61,11 +66,13 @@ def recalled(
         plan: that is predicted.
         placement: of a pass of it.
         passes: of an update.
+        batch_norm, microbatch: as the run has them.
     """
     try:
         costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
+    costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch)
     known = store.times(device)
     for rank in range(placement.mesh.num_devices):
         for placed in placement.calls:
@@ -92,8 +99,6 @@ def _costs(noted: Any) -> Costs:
         links=Links.from_list(noted["links"]),
         update=Update(**noted["update"]),
         loss=Around(**noted["loss"]),
-        batch_norm=noted["batch_norm"],
-        microbatch=int(noted["microbatch"]),
         on_cpu=bool(noted["on_cpu"]),
         per_transfer=Times(**noted["per_transfer"]),
         per_parameter=float(noted["per_parameter"]),

@@ -126,6 +126,10 @@ def workload_of(
         ConvoyError: the network cannot be seen as one graph, or the batch is too small.
     """
     examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    if any(x.is_meta for x in examples):
+        raise ConvoyError("the example is on the meta device: give one that is where the network is to be trained")
+    if passes < 1:
+        raise ConvoyError(f"an update of {passes} passes cannot be: it must have at least 1")
     if global_batch < 1:
         raise ConvoyError(f"a batch of {global_batch} samples cannot be trained: it must be at least 1")
     samples = math.ceil(global_batch / passes)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -99,6 +100,8 @@ class Choice:
         winner = best.plan
         if others and best.seconds > CLEAR * min(others):
             seconds = self._race(racers, ahead)
+            racers = [plan for plan, took in zip(racers, seconds, strict=True) if took < math.inf] or [winner]
+            seconds = [took for took in seconds if took < math.inf] or [best.seconds]
             winner = min(zip(seconds, range(len(racers)), racers, strict=True))[2]
             result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
             said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
@@ -126,7 +129,11 @@ class Choice:
         for number, plan in enumerate(plans):
             self.progress(f"racing {plan}", number, len(plans))
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                step = self.make_step(copy.deepcopy(self.model), plan)
+                try:
+                    step = self.make_step(copy.deepcopy(self.model), plan)
+                except ConvoyError:  # on all ranks: the network cannot have this plan in training
+                    found.append(math.inf)
+                    continue
                 samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
                 waits = max(self.devices.gather(ahead.seconds(samples)))
                 seconds = self._time(step)
