@@ -22,6 +22,7 @@ from convoy.planning.verdict import Explained, explained
 from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.training.derived import num_microbatches
+from convoy.training.device_memory import device_memory
 from convoy.training.numerics import set_numerics
 from convoy.training.precision import check_precision
 from convoy.training.workloads import measuring, workload_of_recipe
@@ -69,6 +70,7 @@ def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
             store=ProfileStore() if request.keep else None,
             fixes=request.fixes,
             memory_limit=request.memory_limit,
+            room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
             plans=request.scores,
             input=request.input(device),
             progress=progress,

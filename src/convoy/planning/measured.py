@@ -26,6 +26,8 @@ from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 
+_ROOM = 0.6
+
 Progress = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and of how much."""
 
@@ -51,7 +53,7 @@ def measure(
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
     per_transfer: float = 0.0,
-    memory_limit: float | None = None,
+    room: float | None = None,
 ) -> Knowledge:
     """Rehearse the network on the devices at hand; all ranks call it.
 
@@ -65,15 +67,16 @@ def measure(
         store: of what was measured before; None keeps nothing.
         progress: is told of every rehearsal.
         per_transfer: seconds of the engine for a redistribution in one direction.
-        memory_limit: bytes of a device; what needs more is not rehearsed.
+        room: bytes that a rank has; what needs more than `_ROOM` of them is not rehearsed, as what kernels hold while
+            they run comes on top.
     """
     serial = Mesh((), ())
     jobs = [(name, placement, True) for name, placement in placements(workload, serial)]
     for mesh in meshes:
         if mesh.num_devices > 1:
             jobs += [(name, placement, False) for name, placement in placements(workload, mesh)]
-    if memory_limit is not None:
-        jobs = [job for job in jobs if max(each.total for each in predict_memory(job[1])) <= memory_limit]
+    if room is not None:
+        jobs = [job for job in jobs if max(each.total for each in predict_memory(job[1])) <= _ROOM * room]
     neighbours = {True: 1, False: ranks.on_host}
     devices = {alone: _device(workload, neighbours[alone]) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}

@@ -22,6 +22,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.search.costs import redistributions
+from convoy.search.layers import Layers
 from convoy.search.search import TOLERANCE, SearchResult, search
 from convoy.search.space import meshes
 
@@ -99,7 +100,7 @@ def know(
     links: Links | None = None,
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
-    memory_limit: float | None = None,
+    room: float | None = None,
 ) -> tuple[Knowledge, tuple[str, ...]]:
     """Measure what is needed to predict plans on some meshes; all ranks call it.
 
@@ -118,7 +119,7 @@ def know(
             notes.append(
                 f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
             )
-    found = measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer, memory_limit)
+    found = measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer, room)
     return found, tuple(notes)
 
 
@@ -131,6 +132,7 @@ def make_plan(
     store: ProfileStore | None = None,
     fixes: Sequence[str] = (),
     memory_limit: float | None = None,
+    room: float | None = None,
     plans: Sequence[Plan] = (),
     input: Around | None = None,
     progress: Progress = lambda what, done, total: None,
@@ -145,6 +147,7 @@ def make_plan(
         store: of what was measured before.
         fixes: strategies that are given, such as `classifier.*=filter`.
         memory_limit: bytes that each device has.
+        room: bytes that a rank has here, for rehearsals; what needs more is predicted from what needs less.
         plans: are only scored, instead of a search.
         input: of a pass on each rank; None costs nothing.
         progress: is told of long work.
@@ -156,8 +159,10 @@ def make_plan(
     for plan in plans:
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
+    Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
+    rooms = [limit for limit in (memory_limit, room) if limit is not None]
     knowledge, notes = know(
-        workload, shapes, ranks, links=links, store=store, progress=progress, memory_limit=memory_limit
+        workload, shapes, ranks, links=links, store=store, progress=progress, room=min(rooms, default=None)
     )
     alone, together = (replace(one, input=input or one.input) for one in (knowledge.alone, knowledge.together))
     costs = together if devices > 1 else alone
