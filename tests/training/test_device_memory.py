@@ -23,13 +23,13 @@ def test_ranks_of_a_host_share_its_memory() -> None:
 
 @pytest.mark.parametrize(
     ("line", "file"),
-    [("0::/work/job", "memory.max"), ("4:cpu,memory:/work/job", "memory/memory.limit_in_bytes")],
+    [("0::/batch/job", "memory.max"), ("4:cpu,memory:/batch/job", "memory/memory.limit_in_bytes")],
 )
 def test_control_groups_and_those_around_them_limit(tmp_path: Path, line: str, file: str) -> None:
     mount, name = (tmp_path / file).parent, Path(file).name
     write(tmp_path / "cgroup", f"9:pids:/other\n{line}\n")
-    write(mount / "work/job" / name, "max\n")
-    write(mount / "work" / name, "3000\n")
+    write(mount / "batch/job" / name, "max\n")
+    write(mount / "batch" / name, "3000\n")
     write(mount / name, "5000\n")
     assert sorted(group_limits(tmp_path / "cgroup", tmp_path)) == [3000, 5000]
 
