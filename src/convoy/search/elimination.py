@@ -63,7 +63,7 @@ class Elimination:
     def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
         self._sizes = dict(sizes)
         self._buckets: list[_Bucket] = []
-        merged = merged_by_scope(tables)
+        merged = merged_by_scope(open_tables(tables, sizes))
         self._constant = float(sum(float(table.numbers) for table in merged if not table.scope))
         order = order_of([table.scope for table in merged], self._sizes, limit)
         self._place = {variable: place for place, (variable, _) in enumerate(order)}
@@ -147,6 +147,19 @@ def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
     sizes = iter(numbers.shape)
     members = set(scope)
     return numbers.reshape([next(sizes) if v in members else 1 for v in target])
+
+
+def open_tables(tables: Sequence[Table], sizes: Mapping[int, int]) -> list[Table]:
+    """Tables without the variables that have only one state.
+
+    Those decide nothing, but each would be a dimension, of which numpy broadcasts no more than 32.
+    """
+    found = []
+    for table in tables:
+        closed = tuple(axis for axis, v in enumerate(table.scope) if sizes[v] == 1)
+        scope = tuple(v for v in table.scope if sizes[v] != 1)
+        found.append(Table(scope, table.numbers.squeeze(axis=closed)) if closed else table)
+    return found
 
 
 def merged_by_scope(tables: Sequence[Table]) -> list[Table]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from convoy.search.elimination import Numbers, Scope, Table, aligned, order_of
+from convoy.search.elimination import Numbers, Scope, Table, aligned, open_tables, order_of
 
 
 @dataclass
@@ -57,6 +57,7 @@ class _Counting:
     ) -> None:
         self._sizes = sizes
         self._most = most
+        seconds, counts = open_tables(seconds, sizes), open_tables(counts, sizes)
         order = order_of([table.scope for table in (*seconds, *counts)], sizes, limit // (most + 1))
         self._place = {variable: place for place, (variable, _) in enumerate(order)}
         self._buckets = [_Bucket(variable, scope) for variable, scope in order]
