@@ -1,7 +1,6 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
 import errno
-import importlib
 import os
 import sys
 import traceback
@@ -10,12 +9,14 @@ from collections.abc import Sequence
 import click
 
 import convoy
+from convoy.cli.lazy import LazyGroup
 from convoy.errors import ConvoyError
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
     "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
     "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
+    "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
     "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
     "export": ("convoy.cli.export", "Write a trained network as ONNX."),
@@ -26,28 +27,11 @@ VERBS = {
 }
 
 
-class Verbs(click.Group):
-    """Imports a verb's module when it is asked for: torch takes a second to load, and `--help` should not wait."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order in which one meets them."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The verb's command, or None."""
-        if name not in VERBS:
-            return None
-        command = importlib.import_module(VERBS[name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of verbs, without importing them."""
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
-
-
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(
+    cls=LazyGroup,
+    verbs=VERBS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(convoy.__version__, prog_name="convoy")
 def convoy_command() -> None:
     """Train convolutional networks, with the same result on every number of devices.
