@@ -15,6 +15,7 @@ from rich.console import Console
 from convoy.cli import options
 from convoy.cli.planning import Progress
 from convoy.experiments.scaling.command import Ask, measure
+from convoy.experiments.scaling.convergence_table import CONVERGENCE_NUMBERS, convergence_lines, convergence_records
 from convoy.experiments.scaling.files import write_files
 from convoy.experiments.scaling.table import NUMBERS, lines, records
 from convoy.plans.explain import table
@@ -28,12 +29,15 @@ Examples:
   convoy bench alexnet --devices 1,2,4 --plans "sample;filter;sample=2,filter=2;auto" --batch 256
   convoy bench mine.nets:make_net --devices 1,2 --batch-per-device 32 --peers ddp,fabric,accelerate
   convoy bench lenet --data mnist-mini --devices 1,2 --batch 256 --rounds 9 --out studies/lenet
+  convoy bench lenet --data mnist-mini --recipe lenet-mnist --devices 1,2 --train-epochs 3
 """,
 )
 @click.argument("model")
 @click.option("--devices", metavar="N,N,…", help="Numbers of devices. [default: 1 and all that there are]")
 @click.option("--plans", metavar="P;P;…", default="sample;auto", show_default=True, help="Plans; without size: on all.")
-@click.option("--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [default: 256]")
+@click.option(
+    "--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [--recipe's, or 256]"
+)
 @click.option("--batch-per-device", type=int, metavar="N", help="Weak scaling: the batch grows with the devices.")
 @click.option("--peers", metavar="P,P,…", default="", help="Other tools on the same work: ddp, fabric, accelerate.")
 @click.option("--shares", metavar="S;S;…", default="", help="Rows for unequal devices: even, auto or 3,3,2. [even]")
@@ -42,6 +46,9 @@ Examples:
 @click.option("--classes", metavar="N", type=int, help="Classes of made-up pictures. [default: the network's]")
 @click.option("--recipe", metavar="NAME|FILE", help="How to train. [default: default]")
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any key of the recipe; repeatable.")
+@click.option(
+    "--train-epochs", type=float, metavar="E", help="Train each as well, and compare the curves; with --data."
+)
 @click.option("--rounds", type=int, default=5, show_default=True, help="Turns of every configuration.")
 @click.option("--updates", type=int, help="Timed updates of a turn. [default: about two seconds on one device]")
 @click.option("--warm-up", type=int, default=2, show_default=True, help="Updates before them, in every turn.")
@@ -72,16 +79,22 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
         return 1
     written = write_files(ask.folder)
     if as_json:
-        document = {"configurations": records(written.results), "remarks": written.remarks}
+        document: dict[str, Any] = {"configurations": records(written.results), "remarks": written.remarks}
+        if written.convergence is not None:
+            document["convergence"] = convergence_records(written.convergence)
         click.echo(json.dumps(document, indent=2, allow_nan=False))
         return 0
-    rows = lines(written.results)
-    for line in table(list(rows[0]), [list(row.values()) for row in rows], NUMBERS) if rows else ():
-        click.echo(line)
+    _print(lines(written.results), NUMBERS)
+    _print(convergence_lines(written.convergence) if written.convergence is not None else [], CONVERGENCE_NUMBERS)
     for sentence in written.remarks:
         click.echo(sentence)
     click.echo(f"report: {written.report}")
     return 0
+
+
+def _print(rows: list[dict[str, str]], numbers: Sequence[str]) -> None:
+    for line in table(list(rows[0]), [list(row.values()) for row in rows], numbers) if rows else ():
+        click.echo(line)
 
 
 @contextmanager

@@ -119,6 +119,21 @@ def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def soonest(total: int, times: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers that add up to `total`, none zero, so that the last rank to end ends as soon as can be.
+
+    Args:
+        total: microbatches.
+        times: that one takes each rank.
+    """
+    assert total >= len(times) and min(times) > 0
+    counts = [1] * len(times)
+    for _ in range(total - len(times)):
+        rank = min(range(len(times)), key=lambda i: ((counts[i] + 1) * times[i], i))
+        counts[rank] += 1
+    return tuple(counts)
+
+
 def text(counts: Sequence[int]) -> str:
     """Shares as `--shares` writes them."""
     return ",".join(map(str, counts))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from convoy.training.devices import Devices
-from convoy.training.division import Division, divide
+from convoy.training.division import Division, soonest
 
 WARM_UP, MEASURED = 3, 5
 
@@ -31,7 +31,7 @@ class SpeedTest:
             self.seconds.append(seconds)
 
     def shares(self, devices: Devices, division: Division) -> tuple[Division, list[float]]:
-        """A division in proportion to the speeds; the same on every rank. All ranks call it.
+        """The division by which the slowest rank ends soonest; the same on every rank. All ranks call it.
 
         Returns:
             The division, and milliseconds that a microbatch takes each part of the batch.
@@ -41,4 +41,4 @@ class SpeedTest:
         times = [max(s for part, s in said if part == rank) for rank in range(devices.num_sample_ranks)]
         if min(times) <= 0:  # a rank's only pass is the one that waits for the others
             return division, [1e3 * time for time in times]
-        return divide(division.sizes, len(times), [1 / time for time in times]), [1e3 * time for time in times]
+        return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]

@@ -1,9 +1,10 @@
 """From what is asked for to a study that has been measured, and to its files."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,16 +12,20 @@ import torch
 
 from convoy.data import open_data
 from convoy.errors import ConvoyError
+from convoy.experiments.scaling.coarseness import too_coarse
 from convoy.experiments.scaling.configuration import Configuration, check_peers, configurations
 from convoy.experiments.scaling.machine import machine_of
 from convoy.experiments.scaling.peer_visit import check_recipe
 from convoy.experiments.scaling.peers import check_installed
 from convoy.experiments.scaling.processes import Place, Say
 from convoy.experiments.scaling.schedule import Schedule
+from convoy.experiments.scaling.seats import Seats
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.study import IMAGENET, Study, check_gpus, cores_per_device, made_for
+from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, choose_device, load_recipe
+from convoy.training.derived import num_microbatches
 
 DEFAULT_BATCH = 256
 
@@ -42,6 +47,7 @@ class Ask:
     classes: int | None = None
     recipe: str | None = None
     settings: tuple[str, ...] = ()
+    train_epochs: float | None = None
     rounds: int = 5
     updates: int | None = None
     warm_up: int = 2
@@ -78,7 +84,7 @@ class Ask:
             ("--batch-per-device", self.batch_per_device, 1),
             ("--image-size", self.image_size, 1),
             ("--classes", self.classes, 1),
-            ("--rounds", self.rounds, 1),
+            ("--rounds", self.rounds, 1 if self.train_epochs is None else 0),
             ("--updates", self.updates, 1),
             ("--warm-up", self.warm_up, 0),
             ("--dataset-size", self.dataset_size, 1),
@@ -86,8 +92,19 @@ class Ask:
         ):
             if number is not None and number < least:
                 raise ConvoyError(f"{option} is {number}: give a whole number of at least {least}")
-        for option, amount in (("--epochs", self.epochs), ("--timeout", self.timeout)):
-            if not amount > 0:
+        if self.train_epochs is not None and self.data is None:
+            raise ConvoyError("--train-epochs trains on real pictures: name them with --data, e.g. --data mnist-mini")
+        if self.train_epochs is not None and self.batch_per_device is not None:
+            raise ConvoyError(
+                "--train-epochs compares one experiment on any number of devices, but --batch-per-device makes it "
+                "another on each: give --batch"
+            )
+        for option, amount in (
+            ("--epochs", self.epochs),
+            ("--timeout", self.timeout),
+            ("--train-epochs", self.train_epochs),
+        ):
+            if amount is not None and not 0 < amount < math.inf:
                 raise ConvoyError(f"{option} is {amount:g}: give a number above 0")
 
     def numbers(self, available: int) -> list[int]:
@@ -128,8 +145,9 @@ class Ask:
     def recipe_of(self) -> Recipe:
         """How the network is trained; its batch is that of a device where it grows with the devices."""
         given = [f"model.name={self.model}"] if self.model else []
-        batch = self.batch or self.batch_per_device or DEFAULT_BATCH
-        given += [f"data.path={self.data or 'mnist-mini'}", f"batch={batch}"]
+        given.append(f"data.path={self.data or 'mnist-mini'}")
+        batch = self.batch or self.batch_per_device or (DEFAULT_BATCH if self.recipe is None else None)
+        given += [f"batch={batch}"] if batch is not None else []
         return load_recipe(self.recipe or "default", [*given, *self.settings])
 
 
@@ -165,7 +183,10 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         on_cpu = device.type == "cpu"
         available = len(places) or (len(own_cores()) if on_cpu else torch.cuda.device_count())
         numbers = ask.numbers(available)
-        rows = configurations(numbers, plans, peers, ask.shares_of())
+        shares = ask.shares_of()
+        alone = len(places) or torch.cuda.device_count()
+        unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
+        rows = configurations(numbers, plans, peers, shares, min(alone, max(numbers)) if unequal else 1)
         if not rows:
             raise ConvoyError("--plans names none: write e.g. sample;auto")
         recipe = _divisible(ask, recipe, max(numbers))
@@ -186,10 +207,28 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
         _make_folder(ask.folder)
         store = Store.open(ask.folder, study, machine_of(device))
-        store.document["table"] = {"epochs": ask.epochs, "dataset_size": size}
+        store.document["table"] = {"epochs": ask.epochs, "dataset_size": size, "rounds": ask.rounds}
+        if ask.train_epochs is not None:
+            store.begin_training(ask.train_epochs)
         store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
-        Schedule(study, rows, store, ask.rounds, ask.timeout, ask.predict, places, progress, tell)()
+        seats = Seats(each, places)
+        for sentence in _coarse(study, rows):
+            tell(sentence)
+        predict = ask.predict and ask.rounds > 0
+        Schedule(study, rows, store, seats, ask.rounds, ask.timeout, predict, progress, tell)()
+        if ask.train_epochs is not None:
+            said = any(setting.startswith("evaluate_every") for setting in ask.settings)
+            trained = replace(study, recipe=recipe_for_training(recipe, ask.train_epochs, said))
+            TrainingRuns(trained, rows, store, ask.folder, seats, ask.timeout, ask.command, progress, tell)()
     return Measured(ask, store)
+
+
+def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
+    """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
+    size = -(-study.recipe.batch // num_microbatches(study.recipe))
+    wanted = dict.fromkeys(row.devices for row in rows if row.shares)
+    found = [too_coarse(study.batch(number), size, study.speeds[:number]) for number in wanted if study.speeds]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def _share(ask: Ask, numbers: list[int], places: list[Place], on_cpu: bool) -> int:

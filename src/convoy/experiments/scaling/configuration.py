@@ -26,6 +26,7 @@ class Configuration:
         plan: of Convoy, as a recipe has it; `auto` is the planner's.
         series: rows of one series differ by their devices only.
         shares: parts of the batch, as a recipe has them: empty for even ones, `auto`, or `3,3,2`.
+        place: of one device alone, which one it is, from 0.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Configuration:
     plan: str | None
     series: str
     shares: str = ""
+    place: int = 0
 
     @property
     def label(self) -> str:
@@ -48,6 +50,8 @@ class Configuration:
             return PEERS[self.kind]
         if self.kind == TORCH:
             return "plain PyTorch"
+        if self.place:
+            return f"device {self.place + 1} alone"
         if self.devices == 1:
             return "one device"
         assert self.plan is not None
@@ -56,7 +60,11 @@ class Configuration:
 
 
 def configurations(
-    devices: Sequence[int], plans: Sequence[str], peers: Sequence[str], shares: Sequence[str] = ("",)
+    devices: Sequence[int],
+    plans: Sequence[str],
+    peers: Sequence[str],
+    shares: Sequence[str] = ("",),
+    alone: int = 1,
 ) -> list[Configuration]:
     """All rows: for every number of devices the plans that are for so many, and the peers.
 
@@ -65,16 +73,22 @@ def configurations(
         plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration.
         peers: keys of `PEERS`; with any, plain PyTorch on one device is measured too.
         shares: of unequal devices, as in `Configuration`; plans that divide the samples have a row for each.
+        alone: so many devices are measured each by itself, where one device is asked for.
 
     Raises:
         ConvoyError: a plan is wrong, or for a number of devices that is not asked for.
     """
     found: list[tuple[str, int, str | None, str, str]] = []
+    places: list[Configuration] = []
     used: set[str] = set()
     for number in devices:
         if number == 1:
             found.append((CONVOY, 1, "serial", "", ""))
             found += [(TORCH, 1, None, TORCH, "")] if peers else []
+            places = [
+                Configuration(f"serial on device {place + 1}", CONVOY, 1, "serial", "", place=place)
+                for place in range(1, alone)
+            ]
             used |= {text for text in plans if _fixed_size(text) in (None, 1)}
             continue
         for text in plans:
@@ -98,7 +112,8 @@ def configurations(
         times[name] += 1
         key = name if times[name] == 1 else f"{name} #{times[name]}"
         rows.append(Configuration(key, kind, number, used_plan, f"{series}, shares {part}" if part else series, part))
-    return rows
+    after = max((number for number, row in enumerate(rows, 1) if row.devices == 1), default=0)
+    return [*rows[:after], *places, *rows[after:]]
 
 
 def _fits(shares: str, text: str, plan: str, devices: int) -> bool:

@@ -11,6 +11,15 @@ from matplotlib.figure import Figure
 from convoy.errors import ConvoyError
 from convoy.experiments import axes
 from convoy.experiments.plots import Panel
+from convoy.experiments.scaling.convergence_plots import convergence_panels
+from convoy.experiments.scaling.convergence_table import (
+    convergence_csv,
+    convergence_latex,
+    convergence_missing,
+    convergence_remarks,
+    curves_csv,
+)
+from convoy.experiments.scaling.curves import Convergence, convergence
 from convoy.experiments.scaling.plots import panels
 from convoy.experiments.scaling.remarks import missing, remarks
 from convoy.experiments.scaling.report import Drawn, page
@@ -24,9 +33,10 @@ DPI = 300
 
 @dataclass(frozen=True)
 class Written:
-    """A study's results, what is to be said of them, and the report."""
+    """A study's results, what its trainings came to, what is to be said of them, and the report."""
 
     results: Results
+    convergence: Convergence | None
     remarks: list[str]
     report: Path
 
@@ -40,20 +50,30 @@ def write_files(folder: Path) -> Written:
     document = read(folder)
     table = document["table"]
     found = results(document, table["epochs"], table["dataset_size"])
-    pictures = [_drawn(panel) for panel in panels(found)]
-    tables = {
-        "table.csv": csv_text(found).encode(),
-        "table.tex": latex_text(found, document).encode(),
-    }
-    raw = {NAME: (folder / NAME).read_bytes(), **tables}
-    files = {**tables, "report.html": page(document, found, pictures, raw).encode("utf-8", errors="replace")}
+    trained = convergence(document)
+    timed = bool(found.rows) or trained is None
+    drawn = [*(panels(found) if timed else ()), *(convergence_panels(trained) if trained is not None else ())]
+    pictures = [_drawn(panel) for panel in drawn]
+    tables = {"table.csv": csv_text(found), "table.tex": latex_text(found, document)} if timed else {}
+    said = [*remarks(document, found), *missing(found)] if timed else missing(found)
+    if trained is not None:
+        tables |= {
+            "convergence.csv": convergence_csv(trained),
+            "convergence.tex": convergence_latex(trained, document),
+            "curves.csv": curves_csv(trained),
+        }
+        said += [*convergence_remarks(trained), *convergence_missing(trained)]
+    encoded = {name: text.encode() for name, text in tables.items()}
+    raw = {NAME: (folder / NAME).read_bytes(), **encoded}
+    html = page(document, found, trained, pictures, raw)
+    files = {**encoded, "report.html": html.encode("utf-8", errors="replace")}
     for one in pictures:
         files |= one.files
     try:
         _write(folder, files)
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(found, [*remarks(document, found), *missing(found)], folder / "report.html")
+    return Written(found, trained, said, folder / "report.html")
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

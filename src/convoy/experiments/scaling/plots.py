@@ -11,6 +11,7 @@ from convoy.experiments import axes as ax
 from convoy.experiments import formats
 from convoy.experiments.plots import Panel
 from convoy.experiments.scaling.configuration import CONVOY, TORCH, short
+from convoy.experiments.scaling.curves import Curve
 from convoy.experiments.scaling.forecast import COMPUTE
 from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
@@ -27,8 +28,10 @@ PARTS = {
     OPTIMIZER: ("optimiser", ax.EMA),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
-_ROW, _SIDE, _LEGEND, _PLOT = 31, 8, 15, 170
-"""In points: of a row, of the margin left of rows, of a line of a legend, of the plot of speed-ups."""
+LEGEND, PLOT = 15, 170
+"""In points: height of a line of a legend, and of a plot."""
+_ROW, _SIDE = 31, 8
+"""In points: height of a row, and the margin left of rows."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def speedups(found: Results) -> Panel:
     if not lines:
         return Panel(name, title, "Nothing has been measured on several devices yet.", None)
     numbers = sorted({row.devices for line in lines for row in line.rows})
-    above = ax.TOP + _LEGEND * (-(-(len(lines) + 1) // 3) - 1)
-    figure, axes = _panel(title, "devices", _PLOT, above, ax.LEFT)
+    above = ax.TOP + LEGEND * (-(-(len(lines) + 1) // 3) - 1)
+    figure, axes = panel_axes(title, "devices", PLOT, above, ax.LEFT)
     axes.grid(axis="y")
     largest = numbers[-1]
     ideals = {row.devices: row.ideal for line in lines for row in line.rows}
@@ -82,7 +85,7 @@ def speedups(found: Results) -> Panel:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
-    _legend(axes, *axes.get_legend_handles_labels(), columns=3, left=ax.LEFT)
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=3, left=ax.LEFT)
     said = [
         f"{line.name}: {row.speedup:.2f} on {row.devices}." for line in lines for row in line.rows if row.devices > 1
     ]
@@ -123,9 +126,9 @@ def parts(found: Results) -> Panel:
 
     figure, axes = _rows_figure(title, found.rows, longest, lambda row: time_of(row.seconds), draw)
     handles = [axes.barh(-9, 0, color=colour) for _, colour in PARTS.values()]
-    _legend(axes, handles, [word for word, _ in PARTS.values()])
+    legend_above(axes, handles, [word for word, _ in PARTS.values()])
     said = (
-        f"{_name(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
+        f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
         for row in found.rows
     )
     return Panel(name, title, " ".join(said), figure)
@@ -152,8 +155,10 @@ def predictions(found: Results) -> Panel:
     figure, axes = _rows_figure(title, rows, longest, lambda row: signed(row.error), draw)
     measured = axes.errorbar([-1], [-9], xerr=[0], color=ax.TRAIN, marker="o", markersize=6, capsize=3, elinewidth=1)
     predicted = axes.plot([-1], [-9], color=ax.TEST, marker="D", markerfacecolor="none", linestyle="none")[0]
-    _legend(axes, [measured, predicted], ["measured, ± spread", "predicted"])
-    said = (f"{_name(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows)
+    legend_above(axes, [measured, predicted], ["measured, ± spread", "predicted"])
+    said = (
+        f"{name_of(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows
+    )
     return Panel(name, title, " ".join(said), figure)
 
 
@@ -166,7 +171,7 @@ def _rows_figure(
 ) -> tuple[Figure, Axes]:
     """A panel with a line for each row, its name above what is drawn, on one axis of milliseconds or seconds."""
     unit, factor = ("s", 1.0) if longest >= 2 else ("ms", 1e3)
-    figure, axes = _panel(title, f"{unit} an update", _ROW * len(rows), ax.TOP + _LEGEND, _SIDE)
+    figure, axes = panel_axes(title, f"{unit} an update", _ROW * len(rows), ax.TOP + LEGEND, _SIDE)
     axes.set_xlim(0, 1.02 * longest)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.yaxis.set_major_locator(NullLocator())
@@ -174,13 +179,13 @@ def _rows_figure(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(round(value * factor, 6))))
     for level, row in enumerate(rows):
-        axes.text(0, level - 0.14, _name(row), va="bottom", ha="left", size=10.5)
+        axes.text(0, level - 0.14, name_of(row), va="bottom", ha="left", size=10.5)
         axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=10.5, color=ax.MUTED)
         draw(axes, row, level + 0.16)
     return figure, axes
 
 
-def _panel(title: str, xlabel: str, height: float, above: float, left: float) -> tuple[Figure, Axes]:
+def panel_axes(title: str, xlabel: str, height: float, above: float, left: float) -> tuple[Figure, Axes]:
     """A panel as wide as all, with axes of a height in points, `above` points under its upper edge."""
     whole = above + height + ax.BOTTOM
     figure = Figure(figsize=(ax.WIDTH / 72, whole / 72), dpi=144)
@@ -195,10 +200,12 @@ def _panel(title: str, xlabel: str, height: float, above: float, left: float) ->
     return figure, axes
 
 
-def _legend(axes: Axes, handles: Sequence[object], words: Sequence[str], columns: int = 2, left: float = _SIDE) -> None:
+def legend_above(
+    axes: Axes, handles: Sequence[object], words: Sequence[str], columns: int = 2, left: float = _SIDE
+) -> None:
     """Between the title and the axes, which are `left` points from the edge."""
     height = axes.figure.get_figheight() * 72  # type: ignore[union-attr]
-    bottom, top = ax.BOTTOM / height, axes.get_position().y1
+    bottom, top = axes.get_position().y0, axes.get_position().y1
     axes.legend(
         handles,  # type: ignore[call-overload]
         words,
@@ -214,6 +221,7 @@ def _legend(axes: Axes, handles: Sequence[object], words: Sequence[str], columns
     )
 
 
-def _name(row: Row) -> str:
+def name_of(row: Row | Curve) -> str:
+    """A row or its curve in a picture: short, with its devices."""
     devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
     return f"{formats.shorten(short(row.label), 38)}{devices}"

@@ -27,6 +27,7 @@ Say = Callable[[str, int, int], None]
 """Is told of long work: what, done, of how many."""
 
 _PORT = 29500
+_PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = ["torch", "torch.distributed", "convoy.training", "convoy.planning", "convoy.experiments.scaling.visit"]
 
@@ -90,8 +91,10 @@ def run_ranks(
     seats: Sequence[Seat],
     *args: Any,
     seconds: float = 600.0,
+    renewed: bool = False,
     say: Say | None = None,
     quiet: bool = False,
+    end_softly: bool = False,
 ) -> list[Any]:
     """What `function(*args, say)` returns on each of the ranks.
 
@@ -100,8 +103,10 @@ def run_ranks(
         seats: of all ranks.
         args: for the function; they and the results are pickled.
         seconds: until all are ended.
+        renewed: the seconds begin again with all that rank 0 says.
         say: is told what rank 0 says.
         quiet: what the ranks print is lost. Otherwise it goes to the standard error, all of it.
+        end_softly: on Ctrl-C the ranks have it too, and some time to save what they have.
 
     Raises:
         ConvoyError: a rank found a mistake of the user.
@@ -122,7 +127,11 @@ def run_ranks(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, processes, time.monotonic() + seconds, say or _silent)
+        return _collect(pipes, processes, seconds, renewed, say or _silent)
+    except KeyboardInterrupt:
+        if end_softly:
+            _end_softly(pipes, processes)
+        raise
     finally:
         for process in processes:
             process.kill()
@@ -135,8 +144,26 @@ def _silent(what: str, done: int, total: int) -> None:
     """Tell nobody."""
 
 
-def _collect(pipes: list[Connection], processes: list[BaseProcess], deadline: float, say: Say) -> list[Any]:
+def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
+    """Ask the ranks to end until they have, and hear what they still say."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and any(process.is_alive() for process in processes):
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGINT)  # ignored by those that do not save, and after the first
+        for pipe in wait(pipes, timeout=0.2):
+            with contextlib.suppress(EOFError, OSError):
+                assert isinstance(pipe, Connection)
+                pipe.recv()
+        time.sleep(0.05)
+
+
+def _collect(
+    pipes: list[Connection], processes: list[BaseProcess], seconds: float, renewed: bool, say: Say
+) -> list[Any]:
     results: dict[int, Any] = {}
+    deadline = time.monotonic() + seconds
     while len(results) < len(pipes):
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
@@ -152,6 +179,7 @@ def _collect(pipes: list[Connection], processes: list[BaseProcess], deadline: fl
                 raise RankFailed(f"rank {rank} {_end(processes[rank].exitcode)}") from error
             if kind == "says":
                 say(*value)
+                deadline = time.monotonic() + seconds if renewed else deadline
             elif kind == "mistake":
                 raise ConvoyError(value)
             elif kind == "failed":

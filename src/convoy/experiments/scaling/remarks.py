@@ -93,7 +93,7 @@ def _same(found: Results) -> str:
 
 
 def _over(found: Results) -> str:
-    if found.reference is None or [row.devices for row in found.rows].count(1) == 1:
+    if found.reference is None or sum(row.devices == 1 and not row.place for row in found.rows) == 1:
         return ""
     reference = found.reference
     if reference.devices > 1:

@@ -14,6 +14,14 @@ from convoy.experiments.pictures import data_uri
 from convoy.experiments.plots import Panel
 from convoy.experiments.report import COMPRESS_FROM, Download
 from convoy.experiments.scaling.configuration import CONVOY, short
+from convoy.experiments.scaling.convergence_table import (
+    CONVERGENCE_NUMBERS,
+    convergence_lines,
+    convergence_missing,
+    convergence_remarks,
+    points,
+)
+from convoy.experiments.scaling.curves import Convergence
 from convoy.experiments.scaling.remarks import missing, remarks
 from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
@@ -35,40 +43,58 @@ class Drawn:
     files: Mapping[str, bytes]
 
 
-def page(document: Mapping[str, Any], found: Results, pictures: Sequence[Drawn], files: Mapping[str, bytes]) -> str:
+def page(
+    document: Mapping[str, Any],
+    found: Results,
+    trained: Convergence | None,
+    pictures: Sequence[Drawn],
+    files: Mapping[str, bytes],
+) -> str:
     """The page as HTML.
 
     Args:
         document: of the study.
         found: its results.
+        trained: its trainings, where there are any.
         pictures: in their order.
         files: others that are to be downloaded from the page: name and content.
     """
     return pages.render(
-        "bench.html.jinja", ("report.css", "bench.css"), "report.js", **_content(document, found, pictures, files)
+        "bench.html.jinja",
+        ("report.css", "bench.css"),
+        "report.js",
+        **_content(document, found, trained, pictures, files),
     )
 
 
 def _content(
-    document: Mapping[str, Any], found: Results, pictures: Sequence[Drawn], files: Mapping[str, bytes]
+    document: Mapping[str, Any],
+    found: Results,
+    trained: Convergence | None,
+    pictures: Sequence[Drawn],
+    files: Mapping[str, bytes],
 ) -> dict[str, Any]:
     study, table = document["study"], document["table"]
     numbers = sorted({row["devices"] for row in document["configurations"]})
-    whole = not found.waiting and not found.failed
+    whole = not found.waiting and not found.failed and not (trained and (trained.waiting or trained.failed))
     return {
         "model": formats.shorten(study["model"], 60),
         "devices": _devices(numbers),
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(document, found),
-        "tiles": _tiles(found),
+        "tiles": [*_tiles(found), *(_convergence_tiles(trained) if trained else ())],
         "reference": _reference(found),
         "panels": [(one.panel, _inline(one.panel), _links(one.files)) for one in pictures],
         "rows": [_cells(row, found) for row in found.rows],
         "epochs": formats.value(table["epochs"]),
         "dataset_size": table["dataset_size"],
-        "remarks": remarks(document, found),
-        "missing": missing(found),
+        "timed": bool(found.rows) or trained is None,
+        "remarks": remarks(document, found) if found.rows or trained is None else [],
+        "trained": convergence_lines(trained) if trained else None,
+        "trained_numbers": CONVERGENCE_NUMBERS,
+        "trained_remarks": convergence_remarks(trained) if trained else [],
+        "missing": [*missing(found), *(convergence_missing(trained) if trained else ())],
         "notes": list(found.notes),
         "chosen": _chosen(found),
         "commands": list(dict.fromkeys(session["command"] for session in document["sessions"])),
@@ -98,7 +124,7 @@ def _facts(document: Mapping[str, Any], found: Results) -> list[str]:
 def _reference(found: Results) -> str:
     if found.reference is None:
         return "one device"
-    if sum(row.devices == 1 for row in found.rows) == 1:
+    if sum(row.devices == 1 and not row.place for row in found.rows) == 1:
         return "one device"
     if found.reference.devices == 1:
         return f"the fastest row on one device ({short(found.reference.label)})"
@@ -127,6 +153,17 @@ def _tiles(found: Results) -> list[Tile]:
         note = f"mean of {formats.plural(len(errors), 'prediction')}, the worst {worst}"
         tiles.append(Tile("Prediction error", formats.percent(statistics.mean(errors)), note))
     return tiles
+
+
+def _convergence_tiles(trained: Convergence) -> list[Tile]:
+    """How far the curves are from each other."""
+    worst, reference = trained.worst_error, trained.reference
+    if worst is None or worst.distance is None or reference is None:
+        return []
+    of = "of test error from one device" if reference.devices == 1 else f"of test error from {short(reference.label)}"
+    if all(trained.same_weights(curve) for curve in trained.others):
+        of += ", and the same weights bit for bit"
+    return [Tile("Largest distance", points(worst.distance.error), of)]
 
 
 def _cells(row: Row, found: Results) -> dict[str, Any]:

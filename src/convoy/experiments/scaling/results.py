@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy.experiments.scaling.configuration import CONVOY, PEERS
+from convoy.experiments.scaling.curves import where
 from convoy.experiments.scaling.forecast import COMPUTE
 from convoy.experiments.scaling.spread import repeatability
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
@@ -25,10 +26,12 @@ class Row:
         batch: samples of an update.
         seconds: of an update: the median over the rounds of each round's median.
         spread: by which two such medians differ at most; None of one round.
+        place: of one device alone, which one it is, from 0.
         speedup: images per second over those of the fastest row on one device.
         speedup_spread: by which that would differ at most.
         efficiency: the speed-up by the ideal one.
-        ideal: the number of devices; of unequal ones, the sum of their speeds by the first one's.
+        ideal: the number of devices; of unequal ones, the sum of their speeds by the first one's, as they were
+            measured one by one or else as the emulated cluster's file says.
         days: that the training would take.
         parts: seconds of an update that go to what, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
@@ -60,6 +63,7 @@ class Row:
     predicted_memory: int | None
     rounds: int
     overhead: float
+    place: int = 0
 
     @property
     def images_per_s(self) -> float:
@@ -93,6 +97,7 @@ class Results:
 
     Attributes:
         reference: the row that speed-ups are over.
+        alone: images per second of each device by itself; empty where that was not measured.
         failed: label and reason of those that could not be measured.
         waiting: labels of those that have not had a turn yet.
         loss_difference: largest difference of the first update's loss between rows of Convoy, as a part of it.
@@ -101,6 +106,7 @@ class Results:
 
     rows: tuple[Row, ...]
     reference: Row | None
+    alone: tuple[float, ...]
     failed: tuple[tuple[str, str], ...]
     waiting: tuple[str, ...]
     loss_difference: float | None
@@ -120,16 +126,20 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
     measured = [row for row in configurations if row["visits"]]
     reference = _reference(measured)
     rates = {row["key"]: _rates(row, _batch(document, row)) for row in measured}
+    alone = _alone(measured, rates)
     rows = []
     for row in measured:
-        rows.append(_row(document, row, rates, reference, epochs * dataset_size))
+        rows.append(_row(document, row, rates, reference, alone, epochs * dataset_size))
     sessions = document["sessions"]
     timed = sum(_timed(one) for row in measured for one in row["visits"])
     return Results(
         rows=tuple(rows),
         reference=next((row for row in rows if reference is not None and row.key == reference["key"]), None),
-        failed=tuple((_where(row), str(row["failed"])) for row in configurations if row["failed"]),
-        waiting=tuple(_where(row) for row in configurations if not row["visits"] and not row["failed"]),
+        alone=tuple(alone),
+        failed=tuple((where(row), str(row["failed"])) for row in configurations if row["failed"]),
+        waiting=tuple(where(row) for row in configurations if not row["visits"] and not row["failed"])
+        if document["table"].get("rounds", 1)
+        else (),
         loss_difference=None if document["study"]["weak"] else _loss_difference(measured),
         cost=Cost(sum(s["wall_s"] for s in sessions), sum(s["planning_s"] for s in sessions), timed),
         notes=tuple(
@@ -140,10 +150,6 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
     )
 
 
-def _where(row: Mapping[str, Any]) -> str:
-    return f"{row['label']} on {row['devices']} device{'s' if row['devices'] > 1 else ''}"
-
-
 def _batch(document: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     study = document["study"]
     return int(study["batch"]) * (int(row["devices"]) if study["weak"] else 1)
@@ -151,7 +157,8 @@ def _batch(document: Mapping[str, Any], row: Mapping[str, Any]) -> int:
 
 def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What is fastest on the fewest devices, whoever it is: a slow start would flatter all that comes after it."""
-    return min(rows, key=lambda row: (row["devices"], _seconds(row)), default=None)
+    usual = [row for row in rows if not row.get("place")]
+    return min(usual or rows, key=lambda row: (row["devices"], _seconds(row)), default=None)
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
@@ -178,6 +185,7 @@ def _row(
     row: Mapping[str, Any],
     rates: Mapping[str, Mapping[int, float]],
     reference: Mapping[str, Any] | None,
+    alone: Sequence[float],
     images: float,
 ) -> Row:
     devices, batch, visits = int(row["devices"]), _batch(document, row), row["visits"]
@@ -187,14 +195,14 @@ def _row(
     base = rates[reference["key"]]
     over = int(reference["devices"])
     own = rates[row["key"]]
-    speeds = document["study"].get("speeds") or [1.0] * devices
+    speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
     ideal = sum(speeds[:devices]) / speeds[0]
     ratios = [over * own[number] / base[number] for number in own if number in base]
     speedup = over * statistics.median(own.values()) / statistics.median(base.values())
     forecast = document["forecasts"].get(str(devices)) or {"auto": None, "predictions": {}}
     plan = row["plan"] if row["plan"] != "auto" else forecast["auto"] or f"sample={devices}"
-    even = not row.get("shares")  # the planner knows of no other shares
-    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and even else None
+    plain = not row.get("shares") and not row.get("place")  # the planner knows of no other shares and devices
+    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and plain else None
     return Row(
         key=row["key"],
         label=row["label"],
@@ -217,7 +225,16 @@ def _row(
         predicted_memory=predicted["memory"] if predicted else None,
         rounds=len(visits),
         overhead=statistics.median(rank["overhead"] for visit in visits for rank in visit["ranks"]),
+        place=row.get("place", 0),
     )
+
+
+def _alone(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[int, float]]) -> list[float]:
+    """Images per second of each device by itself, as far as they were measured without a gap; none of one alone."""
+    ones = [row for row in rows if row["kind"] == CONVOY and row["devices"] == 1]
+    found = {row.get("place", 0): statistics.median(rates[row["key"]].values()) for row in reversed(ones)}
+    known = [found[place] for place in range(len(found)) if place in found]
+    return known if len(known) > 1 else []
 
 
 def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:

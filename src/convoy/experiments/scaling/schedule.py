@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import CONVOY, Configuration
 from convoy.experiments.scaling.forecast import Forecast, forecast
-from convoy.experiments.scaling.processes import Place, RankFailed, Say, Seat, run_ranks
+from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
+from convoy.experiments.scaling.seats import Seats
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes, Task, visit
-from convoy.launch.cores import own_cores
 
 TIMED_S, LEAST, MOST = 2.0, 3, 100
 """Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""
@@ -27,10 +27,10 @@ class Schedule:
     over the cores, so that neither a machine that becomes slower nor a core that is slower favours anyone.
 
     Attributes:
+        seats: where ranks run.
         rounds: visits of each configuration.
         timeout: seconds after which a visit is given up.
         predict: whether the planner predicts.
-        places: of an emulated cluster, one for each device.
         progress: is told of the work as a whole: what, done, of how many.
         tell: is told what was found, in sentences.
     """
@@ -38,10 +38,10 @@ class Schedule:
     study: Study
     configurations: Sequence[Configuration]
     store: Store
+    seats: Seats
     rounds: int
     timeout: float = 600.0
     predict: bool = True
-    places: Sequence[Place] = ()
     progress: Say = lambda what, done, total: None
     tell: Callable[[str], None] = lambda sentence: None
     _planning: float = field(default=0.0, init=False)
@@ -57,7 +57,8 @@ class Schedule:
         self._done = 0
         numbers = list(dict.fromkeys(row.devices for row in self.configurations if row.kind == CONVOY))
         self._total = len(numbers) + self.rounds * len(self.configurations)
-        self._choose_updates()
+        if self.rounds:
+            self._choose_updates()
         for number in numbers:
             self._forecast(number)
             self._done += 1
@@ -65,7 +66,8 @@ class Schedule:
             for row in self.configurations if round_ % 2 else reversed(self.configurations):
                 self._visit(row, round_)
                 self._done += 1
-        self.progress("measured", self._total, self._total)
+        if self._total:
+            self.progress("measured", self._total, self._total)
         failed = [self.store.row(row)["failed"] for row in self.configurations]
         if all(failed):
             raise ConvoyError(str(failed[0]))
@@ -77,7 +79,7 @@ class Schedule:
             first = self.configurations[0]
             self.progress(f"trying {first.label}", self._done, self._total)
             task = self._task(first, first.plan if first.plan != "auto" else None, updates=2, warm_up=2)
-            ranks: list[RankTimes] = run_ranks(visit, self._seats(first.devices, 1), task, seconds=self.timeout)
+            ranks: list[RankTimes] = run_ranks(visit, self.seats.of(first.devices), task, seconds=self.timeout)
             each = max(statistics.median(lap.seconds for lap in rank.laps) for rank in ranks)
             kept["updates"] = max(LEAST, min(MOST, round(TIMED_S / each)))
         elif kept["updates"] is None:
@@ -107,7 +109,7 @@ class Schedule:
         try:
             ranks: list[Forecast] = run_ranks(
                 forecast,
-                self._seats(devices, 1),
+                self.seats.of(devices),
                 task,
                 plans,
                 self.predict,
@@ -138,7 +140,7 @@ class Schedule:
             plan = (self.store.forecast(row.devices) or {}).get("auto") or f"sample={row.devices}"
         try:
             task = self._task(row, plan)
-            seats = self._seats(row.devices, round_)
+            seats = self.seats.of(row.devices, round_, row.place)
             quiet = row.kind != CONVOY  # some greet at every start
             ranks: list[RankTimes] = run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
         except ConvoyError as error:
@@ -159,22 +161,10 @@ class Schedule:
             kind=row.kind,
             recipe=study.recipe_for(row, plan if plan != "auto" else None),
             made=study.made,
-            device_type=study.device_type,
+            device_type=f"{study.device_type}:{row.place}" if row.place and not study.on_cpu else study.device_type,
             updates=updates or study.updates or LEAST,
             warm_up=study.warm_up if warm_up is None else warm_up,
         )
-
-    def _seats(self, num: int, round_: int) -> list[Seat]:
-        """Places for the ranks of a visit."""
-        if self.places:
-            return [Seat(rank, num, place=self.places[rank]) for rank in range(num)]
-        each = self.study.cores_per_device
-        if not each:
-            return [Seat(rank, num) for rank in range(num)]
-        cores = own_cores()
-        blocks = len(cores) // each
-        firsts = [(rank + round_ - 1) % blocks * each for rank in range(num)]
-        return [Seat(rank, num, tuple(cores[first : first + each])) for rank, first in enumerate(firsts)]
 
     def _save(self) -> None:
         self.store.spent(time.perf_counter() - self._began, self._planning)

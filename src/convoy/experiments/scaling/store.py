@@ -29,10 +29,12 @@ class Store:
         table            epochs and dataset_size, for the days that training would take
         sessions         command, started, wall_s and planning_s of every call of the command
         forecasts        by number of devices: auto, predictions by plan, notes
-        configurations   key, kind, devices, plan, series, failed, and visits: round, started, wall_s, loss, ranks
+        training         epochs of all trainings, where there are any
+        configurations   key, kind, devices, plan, series, failed, visits: round, started, wall_s, loss, ranks, and
+                         training: run, finished, failed, wall_s, images, sha256, evaluations (`curves.EVALUATION`)
 
     A rank of a visit has seconds, communication, input and optimizer, each a list over the timed updates, and memory in
-    bytes, overhead in seconds, and for peers `without`: seconds of updates without exchange.
+    bytes, overhead in seconds, microbatches of an update, and for peers `without`: seconds of updates without exchange.
     """
 
     def __init__(self, path: Path, document: dict[str, Any]) -> None:
@@ -78,6 +80,24 @@ class Store:
             fresh: dict[str, Any] = {**asdict(configuration), "label": configuration.label, "visits": []}
             there.setdefault(configuration.key, fresh)["failed"] = None
         self.document["configurations"] = list(there.values())
+
+    def begin_training(self, epochs: float) -> None:
+        """All configurations are trained for so long.
+
+        Raises:
+            ConvoyError: they were trained for another time.
+        """
+        before = self.document.setdefault("training", {"epochs": epochs})["epochs"]
+        if before != epochs:
+            raise ConvoyError(
+                f"{self.path} has trainings of {before:g} epochs, which --train-epochs {epochs:g} would not go on "
+                "with: give another --out, or remove it"
+            )
+
+    def add_training(self, configuration: Configuration) -> None:
+        """Make room for a training; one that has failed may be tried again."""
+        fresh = {"run": "", "finished": False, "wall_s": 0.0, "images": 0, "sha256": "", "evaluations": []}
+        self.row(configuration).setdefault("training", fresh)["failed"] = None
 
     def row(self, configuration: Configuration) -> dict[str, Any]:
         """What is kept of a configuration."""
@@ -151,7 +171,7 @@ def read(folder: Path) -> dict[str, Any]:
 def _rank(rank: RankTimes) -> dict[str, Any]:
     parts = ("seconds", "communication", "input", "optimizer")
     found: dict[str, Any] = {name: [round(getattr(lap, name), _DIGITS) for lap in rank.laps] for name in parts}
-    found |= {"memory": rank.memory, "overhead": round(rank.overhead, _DIGITS)}
+    found |= {"memory": rank.memory, "overhead": round(rank.overhead, _DIGITS), "microbatches": rank.microbatches}
     if rank.without:
         found["without"] = [round(seconds, _DIGITS) for seconds in rank.without]
     return found

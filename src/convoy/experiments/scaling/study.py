@@ -53,6 +53,11 @@ class Study:
     warm_up: int
     speeds: tuple[float, ...] = ()
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether devices are cores, or shares of them."""
+        return self.device_type == "cpu"
+
     def batch(self, devices: int) -> int:
         """Samples of an update on all of some devices."""
         return self.recipe.batch * (devices if self.weak else 1)

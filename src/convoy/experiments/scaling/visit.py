@@ -57,6 +57,7 @@ class RankTimes:
         loss: this rank's part of the mean loss of the first update; the parts of all ranks add up to it.
         overhead: seconds that taking the time has added to an update.
         without: seconds of updates without exchange of gradients, where that is how the exchange is measured.
+        microbatches: of an update, that were this rank's.
     """
 
     laps: list[Lap]
@@ -64,6 +65,7 @@ class RankTimes:
     loss: float
     overhead: float
     without: list[float] = field(default_factory=list)
+    microbatches: int = 0
 
 
 def visit(task: Task, say: Say) -> RankTimes:
@@ -91,7 +93,8 @@ def visit(task: Task, say: Say) -> RankTimes:
         batches = session.batches(first, task.warm_up + task.updates)
         run_updates(batches, update, stopwatch, task.warm_up, devices.barrier)
     loss = sum(float(part) for part in losses) if devices.leads else 0.0
-    return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead)
+    own = session.division.counts[devices.sample_rank]
+    return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead, microbatches=own)
 
 
 def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:

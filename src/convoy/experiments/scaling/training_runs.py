@@ -1,0 +1,134 @@
+"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run."""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from convoy.data import open_data
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import CONVOY, Configuration
+from convoy.experiments.scaling.curves import training_facts, where
+from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
+from convoy.experiments.scaling.seats import Seats
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.study import Study
+from convoy.experiments.scaling.training_visit import train_run
+from convoy.experiments.scaling.visit import Task
+from convoy.training import Recipe
+from convoy.training.derived import resolve
+from convoy.training.duration import Duration
+
+FOLDER = "training"
+"""In the folder of a study: the folders of the runs."""
+
+_LONGEST = 80
+_FEW, _OFTEN = 10, Duration(5, "%")
+"""Where a run would be evaluated less often than so many times, it is this often."""
+
+
+def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
+    """The recipe of all trainings.
+
+    Args:
+        recipe: of the study.
+        epochs: that are trained.
+        said: the user has said how often to evaluate.
+    """
+    changes: dict[str, Duration] = {"epochs": Duration(epochs, "ep")}
+    every = recipe.evaluate_every
+    if not said and every.unit == "ep" and epochs / every.value < _FEW:
+        changes["evaluate_every"] = _OFTEN
+    return recipe.model_copy(update=changes)
+
+
+@dataclass
+class TrainingRuns:
+    """Trains what is not finished yet; the store is saved after every run.
+
+    Attributes:
+        study: its recipe is that of the trainings.
+        folder: of the study.
+        seats: where ranks run.
+        timeout: seconds without a word from a run after which it is given up.
+        command: that repeats the study.
+        progress: is told of the work as a whole, in updates.
+        tell: is told what was found, in sentences.
+    """
+
+    study: Study
+    configurations: Sequence[Configuration]
+    store: Store
+    folder: Path
+    seats: Seats
+    timeout: float
+    command: str
+    progress: Say
+    tell: Callable[[str], None]
+
+    def __call__(self) -> None:
+        """Train.
+
+        Raises:
+            ConvoyError: no configuration at all can be trained, through a mistake of the user.
+        """
+        rows = [row for row in self.configurations if row.kind == CONVOY and not row.place]
+        for row in rows:
+            self.store.add_training(row)
+        updates = resolve(self.study.recipe, len(open_data(self.study.recipe.data).train)).total_updates
+        for number, row in enumerate(rows):
+            self._train(row, number * updates, len(rows) * updates)
+        self.progress("trained", len(rows) * updates, len(rows) * updates)
+        failed = [self.store.row(row)["training"]["failed"] for row in rows]
+        if rows and all(failed):
+            raise ConvoyError(str(failed[0]))
+
+    def _train(self, row: Configuration, before: int, total: int) -> None:
+        kept = self.store.row(row)["training"]
+        if kept["finished"]:
+            return
+        out = self.folder / FOLDER / _folder_name(row.key)
+        if out.is_dir() and not (out / "config.yaml").is_file():
+            shutil.rmtree(out)  # ended before it had begun
+        name = where(self.store.row(row))
+        task = Task(CONVOY, self._recipe(row), None, self.study.device_type, updates=0, warm_up=0)
+        began, took = time.perf_counter(), kept["wall_s"]
+        try:
+            run_ranks(
+                train_run,
+                self.seats.of(row.devices),
+                task,
+                out,
+                self.command,
+                seconds=self.timeout,
+                renewed=True,
+                end_softly=True,
+                say=lambda said, done, _: self.progress(f"training {name}: {said}", before + done, total),
+            )
+            kept["finished"] = True
+        except ConvoyError as error:
+            kept["failed"] = str(error)
+        except RankFailed as error:
+            kept["failed"] = str(error).strip().partition("\n")[0]
+        finally:
+            kept["wall_s"] = round(took + time.perf_counter() - began, 3)
+            if (out / "metrics.jsonl").is_file():
+                kept |= training_facts(out, self.study.batch(row.devices))
+            self.store.save()
+        if kept["failed"]:
+            self.tell(f"{name} was not trained: {kept['failed']}")
+
+    def _recipe(self, row: Configuration) -> Recipe:
+        plan = row.plan
+        if plan == "auto":
+            plan = (self.store.forecast(row.devices) or {}).get("auto") or f"sample={row.devices}"
+        return self.study.recipe_for(row, plan)
+
+
+def _folder_name(key: str) -> str:
+    """A row's key without what folders may not be called; plans that are files are told apart by a checksum."""
+    name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
+    return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"
