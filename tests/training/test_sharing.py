@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.engine.gradients.pieces import pieces_of
 from convoy.plans.plan import Plan
-from convoy.training.checkpoint import Checkpoint
+from convoy.training.checkpoints.checkpoint import Checkpoint
 from convoy.training.division import divide
 from convoy.training.state import RunState
 from convoy.training.under_plan import Method, UnderPlan

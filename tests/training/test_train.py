@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from convoy.errors import ConvoyError
 from convoy.training import Outcome, Recipe, load_recipe, train
-from convoy.training.checkpoint import CheckpointStore
+from convoy.training.checkpoints.store import CheckpointStore
 from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
 BASE = {

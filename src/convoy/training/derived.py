@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
+from convoy.training.duration import Duration
 from convoy.training.environment import num_cores
 from convoy.training.optimizers import REFERENCE_BATCH, learning_rate
 from convoy.training.recipe import Recipe
@@ -38,7 +39,8 @@ class Quantities:
 
     Attributes:
         sizes: samples of each microbatch of a global batch.
-        evaluate_every, checkpoint_every, log_every: in weight updates.
+        evaluate_every, log_every: in weight updates.
+        checkpoint_every: the same; None where it is measured.
     """
 
     updates_per_epoch: int
@@ -47,7 +49,7 @@ class Quantities:
     lr: float
     schedule: Schedule
     evaluate_every: int
-    checkpoint_every: int
+    checkpoint_every: int | None
     log_every: int
     threads: int
 
@@ -85,19 +87,20 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         total_updates=total,
         updates_per_epoch=updates_per_epoch,
     )
-    every = [
-        max(1, duration.updates(updates_per_epoch, total))
-        for duration in (recipe.evaluate_every, recipe.checkpoint.every, recipe.log_every)
-    ]
+
+    def updates(duration: Duration) -> int:
+        return max(1, duration.updates(updates_per_epoch, total))
+
+    save_every = recipe.checkpoint.every
     return Quantities(
         updates_per_epoch=updates_per_epoch,
         total_updates=total,
         sizes=microbatch_sizes(recipe.batch, num_microbatches(recipe)),
         lr=lr,
         schedule=schedule,
-        evaluate_every=every[0],
-        checkpoint_every=every[1],
-        log_every=every[2],
+        evaluate_every=updates(recipe.evaluate_every),
+        checkpoint_every=None if save_every == "auto" else updates(save_every),
+        log_every=updates(recipe.log_every),
         threads=num_threads(recipe),
     )
 
@@ -146,7 +149,7 @@ def derive(
         *_schedule(recipe, q),
         *_ema(recipe),
         Derived("evaluation every", q.evaluate_every, f"{recipe.evaluate_every} in weight updates", "the recipe"),
-        Derived("checkpoint every", q.checkpoint_every, f"{recipe.checkpoint.every} in weight updates", "the recipe"),
+        _checkpoints(recipe, q.checkpoint_every),
         _threads(recipe, q.threads),
         *([Derived("data workers", *workers, "one core each")] if workers is not None else []),
     ]
@@ -228,6 +231,17 @@ def _ema(recipe: Recipe) -> list[Derived]:
             "mean age of an exponential average",
         )
     ]
+
+
+def _checkpoints(recipe: Recipe, every: int | None) -> Derived:
+    if every is None:
+        return Derived(
+            "checkpoint every",
+            "auto",
+            f"sqrt(2 · cost · {recipe.checkpoint.mtbf}) when the cost is known",
+            "Young 1974",
+        )
+    return Derived("checkpoint every", every, f"{recipe.checkpoint.every} in weight updates", "the recipe")
 
 
 def _threads(recipe: Recipe, threads: int) -> Derived:

@@ -4,13 +4,13 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any
 
 from convoy.cost.store import ProfileStore
 from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
-from convoy.training.checkpoint import Checkpoint, CheckpointStore
+from convoy.training.checkpoints.build import create_saver, load_latest
+from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
@@ -47,6 +47,7 @@ class Loop:
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
+        self.saver = create_saver(self.store, session, self._tell)
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = Progress()
@@ -58,7 +59,6 @@ class Loop:
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
         self._shown = 0.0
-        self._saved: int | None = None
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -66,32 +66,15 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
-        checkpoint, refused = self._load()
+        checkpoint, refused = load_latest(self.store, self.identity, self.session.devices)
         for sentence in refused:
-            self.session.notes.append(f"{sentence}; the one before it was used")
-            self.reporter.say(self.session.notes[-1])
+            self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
             values = self.session.state.unpack(checkpoint)
             self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
-            self.done = self._saved = checkpoint.step
+            self.done = self.saver.newest = checkpoint.step
         if self.session.devices.rank == 0:
             self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
-
-    def _load(self) -> tuple[Checkpoint | None, list[str]]:
-        """What rank 0 finds, on every rank."""
-        devices = self.session.devices
-        found: Checkpoint | None = None
-
-        def read() -> tuple[tuple[int, str, dict[str, Any]] | None, list[str]]:
-            nonlocal found
-            found, refused = self.store.load_latest(self.identity)
-            return (found.step, found.identity, found.values) if found is not None else None, refused
-
-        facts, refused = devices.first(read)
-        if facts is None:
-            return None, refused
-        tensors = devices.broadcast_tensors(found.tensors if found is not None else None)
-        return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -103,7 +86,11 @@ class Loop:
         first = self.session.devices.rank == 0
         metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) if first else MetricsWriter.silent()
         agreement = Agreement(self.session.devices)
-        with Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt, metrics as self._metrics:
+        with (
+            Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
+            metrics as self._metrics,
+            self.saver.open(self.run.plan),
+        ):
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
@@ -115,12 +102,14 @@ class Loop:
                             if signal is not None:
                                 self._conclude()
                                 self._save()
+                                self.saver.finish(must=True)
                                 return signal
             finally:
                 self.reporter.end()
             self._conclude()
             self._evaluate()
             self._save()
+            self.saver.finish()
         return None
 
     def _updates(self) -> Generator[None, None, None]:
@@ -192,7 +181,7 @@ class Loop:
             self._conclude()
         if self.done % quantities.evaluate_every == 0 and self.done < total:
             self._evaluate()
-        if self.done % quantities.checkpoint_every == 0 and self.done < total:
+        if self.saver.due(self.done) and self.done < total:
             self._save()
 
     def _divide_anew(self, speed: SpeedTest) -> None:
@@ -205,6 +194,11 @@ class Loop:
             f"{self.done:,} on, by measured times of {', '.join(f'{ms:.3g}' for ms in times)} ms a microbatch"
         )
         self.reporter.say(session.notes[-1])
+
+    def _tell(self, sentence: str) -> None:
+        """Say something that stays with the run."""
+        self.session.notes.append(sentence)
+        self.reporter.say(sentence)
 
     def _collect(self) -> None:
         """Add up what the ranks have; the loss becomes the same number on all of them."""
@@ -232,7 +226,9 @@ class Loop:
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
-            saved = f"the newest checkpoint is of update {self._saved}" if self._saved else "there is no checkpoint yet"
+            self.saver.finish()
+            newest = self.saver.newest
+            saved = f"the newest checkpoint is of update {newest}" if newest else "there is no checkpoint yet"
             raise ConvoyError(
                 f"the loss became {loss} by update {self.done}: lower optimizer.lr, lengthen schedule.warmup or set "
                 f"clip_norm ({saved})"
@@ -264,7 +260,7 @@ class Loop:
             self._save()
 
     def _save(self) -> None:
-        if self._saved == self.done:
+        if self.saver.has(self.done):
             return
         self._time()
         self._collect()
@@ -272,10 +268,8 @@ class Loop:
         self._check_loss(window["loss"])
         self.session.network.synchronise()
         values = {"progress": vars(self.progress), "window": window}
-        checkpoint = self.session.state.pack(self.done, self.identity, values)
-        if self.session.devices.rank == 0:
-            self.store.save(checkpoint, self.progress.best_step)
-        self._saved = self.done
+        tensors, rest = self.session.state.contents(values)
+        self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
 
     def _epoch(self) -> float:
         return self.done / self.session.quantities.updates_per_epoch

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
 from convoy.errors import ConvoyError
+from convoy.training.checkpoints.config import CheckpointConfig
 from convoy.training.documents import dump, parse, read_mapping
 from convoy.training.duration import Duration
 from convoy.training.ema import EmaConfig
@@ -54,13 +55,6 @@ class LossConfig(Section):
 
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
-
-
-class CheckpointConfig(Section):
-    """When the state is saved."""
-
-    every: PositiveDuration = Duration(1, "ep")
-    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
 
 
 class Recipe(Section):
@@ -149,7 +143,7 @@ class Recipe(Section):
         if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
             notes.append(f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch")
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
-            if every.longer_than(self.epochs):
+            if isinstance(every, Duration) and every.longer_than(self.epochs):
                 notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
         return notes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.training.checkpoint import Checkpoint, DamagedCheckpointError
+from convoy.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError
 from convoy.training.ema import AveragedWeights
 from convoy.training.parallel import TrainedNetwork
 
@@ -49,18 +49,20 @@ class RunState:
 
     def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
         """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
-        tensors = self._whole("model.", self.model.state_dict())
-        if self.averaged is not None:
-            tensors |= self._whole("ema.", self.averaged.averages)
+        tensors, values = self.contents(loop)
+        return Checkpoint(step, identity, dict(tensors), values)
+
+    def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """The same in a form of which every rank can keep a share. All ranks call it, and go through the tensors.
+
+        Returns:
+            The tensors, whole, by name and one after the other, some of them the live ones; and all else.
+        """
+        entries = self._optimizer_entries()
         scalars: dict[str, dict[str, Any]] = {}
-        parameters = dict(self.model.named_parameters())
-        for name, entry in self._optimizer_entries().items():
+        for name, entry in entries.items():
             for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    like_weight = value.shape == parameters[name].shape and value.dim() > 0
-                    versions = self.network.versions(name, value) if like_weight else [value]
-                    tensors |= {f"{_optimizer(i)}.{key}.{name}": version for i, version in enumerate(versions)}
-                elif value is not None:
+                if not isinstance(value, Tensor) and value is not None:
                     scalars.setdefault(name, {})[key] = value
         groups = [
             {key: value for key, value in group.items() if isinstance(value, int | float)}
@@ -72,7 +74,22 @@ class RunState:
             "scaler": self.scaler.state_dict(),
             "ema": None if self.averaged is None else self.averaged.num_updates,
         }
-        return Checkpoint(step, identity, tensors, values)
+        return self._tensors(entries), values
+
+    def _tensors(self, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.model.state_dict().items():
+            yield f"model.{name}", self.network.whole(name, tensor)
+        if self.averaged is not None:
+            for name, tensor in self.averaged.averages.items():
+                yield f"ema.{name}", self.network.whole(name, tensor)
+        parameters = dict(self.model.named_parameters())
+        for name, entry in entries.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    like_weight = value.shape == parameters[name].shape and value.dim() > 0
+                    versions = self.network.versions(name, value) if like_weight else [value]
+                    for i, version in enumerate(versions):
+                        yield f"{_optimizer(i)}.{key}.{name}", version
 
     def unpack(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Take over a checkpoint's state; nothing is changed if it does not fit.
@@ -115,9 +132,6 @@ class RunState:
     def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
         state = self.optimizer.state_dict()["state"]
         return {name: state.get(index, {}) for index, (name, _) in enumerate(self._named_parameters())}
-
-    def _whole(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{prefix}{name}": self.network.whole(name, tensor) for name, tensor in tensors.items()}
 
     def _parts(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
         """This rank's parts of the checkpoint's tensors, which must be shaped as `own`."""

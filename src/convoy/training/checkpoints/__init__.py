@@ -1,0 +1,1 @@
+"""Checkpoints: what one is, how ranks write it together beside the training, and when it is time for one."""

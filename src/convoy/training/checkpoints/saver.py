@@ -1,0 +1,268 @@
+"""Saves a run's state while it trains: all ranks together, beside the training, one checkpoint at a time."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from convoy.errors import ConvoyError
+from convoy.training.checkpoints.draft import Draft
+from convoy.training.checkpoints.snapshot import snapshot
+from convoy.training.checkpoints.store import CheckpointStore
+from convoy.training.checkpoints.when import Pace, When
+from convoy.training.checkpoints.writing import State, Writing
+from convoy.training.devices import Devices
+from convoy.training.files import to_json
+
+LOOK_S = 0.5
+"""How often the ranks ask each other, beside the training, whether a checkpoint is written."""
+PATIENCE_S = 10.0
+"""How long a rank waits for its own thread before it hears of the others."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank knows of the checkpoint on its way.
+
+    Attributes:
+        failure: why this rank could not write.
+        waited_s: the run, for this checkpoint.
+        processor_s: that the thread had.
+        seconds: until it was written.
+        update_s: the time of an update.
+    """
+
+    state: State
+    failure: str | None
+    waited_s: float
+    processor_s: float
+    seconds: float
+    update_s: float
+
+
+class Saver:
+    """Writes the checkpoints of a run.
+
+    Every rank that sees the run directory writes a share of the tensors. The run waits while the shares are copied to
+    the host's memory, and, where one is due before the one before is on disk, for that one.
+
+    Args:
+        store: of the run.
+        when: one is due.
+        devices: the ranks.
+        tell: takes a sentence for whoever watches.
+        goes_on: whether the run goes on where a checkpoint cannot be written.
+        on_processor: whether the ranks compute on the processor that the writing thread needs as well.
+
+    Attributes:
+        newest: step of the newest checkpoint that is on disk; None without any.
+        waits: seconds that the run waited for each checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        when: When,
+        devices: Devices,
+        tell: Callable[[str], None],
+        *,
+        goes_on: bool = False,
+        on_processor: bool = True,
+    ) -> None:
+        self.newest: int | None = None
+        self.waits: list[float] = []
+        self._store = store
+        self._when = when
+        self._devices = devices
+        self._tell = tell
+        self._goes_on = goes_on
+        self._on_processor = on_processor
+        self._pace = Pace()
+        self._writing: Writing | None = None
+        self._writers: list[int] = [0]
+        self._token = ""
+        self._count = 0
+        self._look_at = 0
+        self._failed = False
+
+    @contextmanager
+    def open(self, seen: Path) -> Iterator[None]:
+        """While entered, checkpoints are written. All ranks enter it.
+
+        Args:
+            seen: a file of the run directory that rank 0 has just written.
+        """
+        if self._devices.rank == 0:
+            self._store.sweep()
+        here = _stamp(seen)
+        stamps = self._devices.gather((here, uuid.uuid4().hex))
+        self._token = stamps[0][1]
+        self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
+        try:
+            yield
+        except BaseException as error:
+            self._abandon(PATIENCE_S if isinstance(error, ConvoyError) else 0.0)
+            raise
+
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` updates is saved, or on its way."""
+        return self.newest == step or (self._writing is not None and self._writing.draft.step == step)
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due now. All ranks call it after every update.
+
+        Raises:
+            ConvoyError: the one before could not be written, and the run is not to go on then.
+        """
+        self._pace.updated(done)
+        if self._writing is not None and done >= self._look_at:
+            reports = self._ask()
+            self._look_at = done + max(1, int(LOOK_S / max(reports[0].update_s, 1e-6)))
+        return self._when.due(done, self._pace)
+
+    def save(
+        self,
+        step: int,
+        identity: str,
+        tensors: Iterable[tuple[str, Tensor]],
+        values: Mapping[str, Any],
+        best_step: int | None,
+    ) -> None:
+        """Begin a checkpoint of the state after `step` updates, when the one before is written. All ranks call it.
+
+        Args:
+            step: weight updates done.
+            identity: of the run.
+            tensors: the state's, whole and by serial names; each is asked for once.
+            values: all else.
+            best_step: of the checkpoint that stays.
+
+        Raises:
+            ConvoyError: the one before could not be written, and the run is not to go on then.
+        """
+        self.finish()
+        began = time.perf_counter()
+        number = self._writers.index(self._devices.rank) if self._devices.rank in self._writers else None
+        shard = snapshot(tensors, number, len(self._writers))
+        self._count += 1
+        draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
+        frozen = json.loads(to_json(values))
+
+        def put() -> None:
+            draft.put(self._store.place(step), identity, frozen)
+            self._store.prune(step, best_step)
+
+        self._writing = Writing(draft, number, shard, put if self._devices.rank == 0 else None)
+        self._look_at = step + 1
+        self._when.saved(step)
+        self.waits.append(0.0)
+        self._waited(began)
+
+    def finish(self, must: bool = False) -> None:
+        """Wait until the checkpoint on its way is written. All ranks call it.
+
+        Args:
+            must: a failure ends the run in any case.
+
+        Raises:
+            ConvoyError: it could not be written, and the run is not to go on then.
+        """
+        while self._writing is not None:
+            began = time.perf_counter()
+            self._writing.wait(PATIENCE_S)
+            self._waited(began)
+            self._ask(must)
+
+    def _waited(self, since: float) -> None:
+        seconds = time.perf_counter() - since
+        self.waits[-1] += seconds
+        self._pace.waited(seconds)
+
+    def _ask(self, must: bool = False) -> list[_Report]:
+        """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
+        writing = self._writing
+        assert writing is not None
+        state = writing.state
+        mine = _Report(
+            state,
+            None if state == "running" else _reason(writing.failure),
+            self.waits[-1],
+            writing.processor_s,
+            writing.seconds,
+            self._pace.update_s,
+        )
+        reports = self._devices.gather(mine)
+        states = [report.state for report in reports]
+        if "failed" in states:
+            writing.give_up()
+        if "running" not in states:
+            self._writing = None
+            if "failed" in states:
+                self._failure(writing, reports, must)
+            else:
+                self._success(writing.draft, reports)
+        return reports
+
+    def _success(self, draft: Draft, reports: list[_Report]) -> None:
+        self.newest = draft.step
+        if self._failed:
+            self._failed = False
+            self._tell(f"the checkpoint of update {draft.step:,} is written: a failure costs no more than that")
+        cost = max(report.waited_s + (report.processor_s if self._on_processor else 0.0) for report in reports)
+        write = max(report.seconds for report in reports)
+        sentence = self._when.measured(draft.step, cost, write, reports[0].update_s)
+        if sentence is not None:
+            self._tell(sentence)
+
+    def _failure(self, writing: Writing, reports: list[_Report], must: bool) -> None:
+        if self._devices.rank == 0:
+            writing.draft.discard()
+        if writing.failure is not None and not isinstance(writing.failure, OSError):
+            raise writing.failure
+        rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
+        where = f"rank {rank}: {reason}" if self._devices.num > 1 else reason
+        newest = f"the newest whole one is of update {self.newest:,}" if self.newest else "there is no older one"
+        sentence = (
+            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} ({where}): "
+            f"{newest}"
+        )
+        if must or not self._goes_on:
+            raise ConvoyError(
+                f"{sentence}; free what is in its way and go on with --resume, or let runs train on without it: "
+                "--set checkpoint.on_error=continue"
+            )
+        self._failed = True
+        self._tell(f"{sentence}; the run goes on")
+
+    def _abandon(self, timeout_s: float) -> None:
+        """The run ends in the middle: let what is on its way become a checkpoint if that does not take long."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        writing.wait(timeout_s)
+        writing.give_up()
+        if self._devices.rank == 0 and timeout_s and writing.state != "written":
+            writing.draft.discard()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What tells a file from one of the same name on another machine."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _reason(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,126 @@
+"""When a checkpoint is due: every so many updates as the recipe says, or as measurements tell."""
+
+import time
+from typing import Protocol
+
+from convoy.training.checkpoints.interval import Interval, Young
+from convoy.training.devices import Devices
+
+FIRST_UPDATES = 65
+"""Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""
+FIRST_S = 30.0
+"""The same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all."""
+
+
+class Pace:
+    """The time of an update on this rank, with evaluations and without checkpoints, from the second update on."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._began = 0.0
+        self._waited_s = 0.0
+        self._done = 0
+
+    def updated(self, done: int) -> None:
+        """`done` updates are done."""
+        self._done = done
+        if self._first is None:
+            self._first, self._began = done, time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """The run was kept by a checkpoint."""
+        self._waited_s += seconds
+
+    @property
+    def update_s(self) -> float:
+        """Seconds; 0 while nothing is known."""
+        if self._first is None or self._done == self._first:
+            return 0.0
+        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
+
+
+class When(Protocol):
+    """Says after which updates the state is saved; the same on all ranks."""
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
+
+    def saved(self, step: int) -> None:
+        """One was begun, due or not."""
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """One is on disk: what it cost; the same numbers on all ranks.
+
+        Returns:
+            A sentence, where there is something new to say.
+        """
+
+
+class Every:
+    """Every so many updates.
+
+    Args:
+        updates: at least 1.
+    """
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether the number is a multiple."""
+        return done % self._updates == 0
+
+    def saved(self, step: int) -> None:
+        """Changes nothing."""
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """Changes nothing."""
+        return None
+
+
+class Automatic:
+    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
+
+    Args:
+        young: derives the interval.
+        devices: the ranks, which follow the clock of rank 0.
+    """
+
+    def __init__(self, young: Young, devices: Devices) -> None:
+        self._young = young
+        self._devices = devices
+        self._calls = 0
+        self._next: int | None = None
+        self._last = 0
+        self._interval: Interval | None = None
+        self._said = 0
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether the interval is over."""
+        self._calls += 1
+        if self._calls == 2 and self._next is None:
+            updates = min(FIRST_UPDATES, max(1, int(FIRST_S / pace.update_s)))
+            (updates,) = self._devices.largest(updates if self._devices.rank == 0 else 0)
+            self._next = self._rounded(done + updates - 2)
+        return self._next is not None and done >= self._next
+
+    def saved(self, step: int) -> None:
+        """The interval begins anew."""
+        self._last = step
+        if self._interval is not None:
+            self._next = self._rounded(step + self._interval.updates)
+        else:
+            self._next = None if self._next is None else self._rounded(step + FIRST_UPDATES)
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """Derive the interval; it is said at first, and where it has changed to half or double of that."""
+        self._interval = self._young.decide(cost_s, write_s, update_s)
+        self._next = self._rounded(self._last + self._interval.updates)
+        if self._said and 0.5 < self._interval.updates / self._said < 2:
+            return None
+        self._said = self._interval.updates
+        return self._interval.sentence
+
+    def _rounded(self, step: int) -> int:
+        multiple = self._young.multiple
+        return -(-step // multiple) * multiple
