@@ -1,0 +1,10 @@
+"""Manifests for Kubernetes: a Kubeflow TrainJob, a JobSet, or an indexed Job with a headless Service.
+
+Each starts torch's elastic launcher in every pod; nothing here talks to a cluster.
+"""
+
+from convoy.launch.kubernetes.documents import to_yaml
+from convoy.launch.kubernetes.kinds import KINDS, manifest
+from convoy.launch.kubernetes.training import SecretVariable, Training
+
+__all__ = ["KINDS", "SecretVariable", "Training", "manifest", "to_yaml"]
