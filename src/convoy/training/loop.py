@@ -11,6 +11,7 @@ from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
 from convoy.training.checkpoints.build import create_saver, load_latest
 from convoy.training.checkpoints.store import CheckpointStore
+from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
@@ -73,6 +74,7 @@ class Loop:
             values = self.session.state.unpack(checkpoint)
             self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
             self.done = self.saver.newest = checkpoint.step
+            self.saver.tally = Tally(**self.progress.checkpoints)
         if self.session.devices.rank == 0:
             self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
 
@@ -83,8 +85,9 @@ class Loop:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
         self._clock = time.perf_counter() - self.progress.time_s
-        first = self.session.devices.rank == 0
-        metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done) if first else MetricsWriter.silent()
+        metrics = MetricsWriter.silent()
+        if self.session.devices.rank == 0:
+            metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         agreement = Agreement(self.session.devices)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
@@ -102,14 +105,14 @@ class Loop:
                             if signal is not None:
                                 self._conclude()
                                 self._save()
-                                self.saver.finish(must=True)
+                                self._finish_saving(must=True)
                                 return signal
             finally:
                 self.reporter.end()
             self._conclude()
             self._evaluate()
             self._save()
-            self.saver.finish()
+            self._finish_saving()
         return None
 
     def _updates(self) -> Generator[None, None, None]:
@@ -267,9 +270,16 @@ class Loop:
         window = self.window.pack()
         self._check_loss(window["loss"])
         self.session.network.synchronise()
+        self.progress.checkpoints = self.saver.tally.as_dict()
         values = {"progress": vars(self.progress), "window": window}
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
+
+    def _finish_saving(self, must: bool = False) -> None:
+        """Wait for what is on its way, and say what all of them took."""
+        self.saver.finish(must)
+        self.progress.checkpoints = self.saver.tally.as_dict()
+        self.reporter.say(str(self.saver.tally))
 
     def _epoch(self) -> float:
         return self.done / self.session.quantities.updates_per_epoch

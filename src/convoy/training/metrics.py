@@ -1,21 +1,40 @@
 """Writes the course of a run: `metrics.jsonl` for programs, TensorBoard events for people."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorboardX import SummaryWriter
-
+from convoy.training import events
+from convoy.training.appended import AppendedFile
 from convoy.training.files import to_json
 
 
 class MetricsWriter:
-    """Appends lines to the metrics of a run, each at once on disk's side of the process."""
+    """Appends lines to the metrics of a run, each at once on disk's side of the process.
 
-    def __init__(self, metrics: Path, tensorboard: Path, first_step: int = 0) -> None:
-        self._file = metrics.open("a", encoding="utf-8", buffering=1)
-        self._board = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+    A line that cannot be written, because the disk is full, does not end the run: it is kept, and written with a later
+    one. That is said once, and again when all is written.
+
+    Args:
+        metrics: file of lines.
+        tensorboard: folder of events.
+        first_step: updates done before.
+        tell: takes a sentence for whoever watches.
+
+    Raises:
+        ConvoyError: the files cannot be opened.
+    """
+
+    def __init__(
+        self, metrics: Path, tensorboard: Path, first_step: int = 0, tell: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self._lines = AppendedFile(metrics)
+        self._events = AppendedFile(events.new_file(tensorboard))
+        self._tell = tell
+        self._failed = False
+        self._append(self._events, events.beginning(first_step + 1))
 
     @staticmethod
     def silent() -> "MetricsWriter":
@@ -25,11 +44,21 @@ class MetricsWriter:
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
-        self._file.write(to_json(line) + "\n")
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._board.add_scalar(f"{split}/{name}", value, step)
+        self._append(self._lines, f"{to_json(line)}\n".encode())
+        finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
+        self._append(self._events, events.scalars(step, finite))
+        if self._failed and not self._lines.kept and not self._events.kept:
+            self._failed = False
+            self._tell("the metrics are written again, those that were kept too")
         return line
+
+    def _append(self, file: AppendedFile, content: bytes) -> None:
+        try:
+            file.write(content)
+        except OSError as error:
+            if not self._failed:
+                self._tell(f"{file.path} cannot be written ({error.strerror}): the metrics are kept until it can")
+            self._failed = True
 
     def __enter__(self) -> Self:
         return self
@@ -37,8 +66,11 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._board.close()
+        for file in (self._lines, self._events):
+            try:
+                file.close()
+            except OSError as failure:
+                self._tell(f"{file.path} could not be written to its end ({failure.strerror})")
 
 
 class _Silent(MetricsWriter):

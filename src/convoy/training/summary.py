@@ -22,6 +22,7 @@ class Progress:
         num_images: training images seen.
         best_top1, best_step: the best evaluation so far.
         bad_images: pictures that could not be read: name, reason, split.
+        checkpoints: what they have cost (`convoy.training.checkpoints.tally.Tally`).
     """
 
     time_s: float = 0.0
@@ -31,6 +32,7 @@ class Progress:
     best_top1: float | None = None
     best_step: int | None = None
     bad_images: list[dict[str, str]] = field(default_factory=list)
+    checkpoints: dict[str, Any] = field(default_factory=dict)
 
     def add_bad(self, name: str, reason: str, split: str) -> None:
         """Remember a bad picture, once."""
@@ -66,6 +68,7 @@ def write_summary(
         "time_s": progress.time_s,
         "images_per_s": progress.num_images / progress.train_s if progress.train_s else None,
         "data_wait_share": progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
+        "checkpoints": progress.checkpoints,
         "bad_images": progress.bad_images,
         "derived": [asdict(row) for row in session.derived],
         "notes": session.notes,

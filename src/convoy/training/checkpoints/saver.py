@@ -15,6 +15,7 @@ from convoy.errors import ConvoyError
 from convoy.training.checkpoints.draft import Draft
 from convoy.training.checkpoints.snapshot import snapshot
 from convoy.training.checkpoints.store import CheckpointStore
+from convoy.training.checkpoints.tally import Tally
 from convoy.training.checkpoints.when import Pace, When
 from convoy.training.checkpoints.writing import State, Writing
 from convoy.training.devices import Devices
@@ -62,7 +63,7 @@ class Saver:
 
     Attributes:
         newest: step of the newest checkpoint that is on disk; None without any.
-        waits: seconds that the run waited for each checkpoint.
+        tally: what the run's checkpoints have cost it.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Saver:
         on_processor: bool = True,
     ) -> None:
         self.newest: int | None = None
-        self.waits: list[float] = []
+        self.tally = Tally()
+        self._wait_s = 0.0
         self._store = store
         self._when = when
         self._devices = devices
@@ -146,8 +148,10 @@ class Saver:
         Raises:
             ConvoyError: the one before could not be written, and the run is not to go on then.
         """
+        came = time.perf_counter()
         self.finish()
         began = time.perf_counter()
+        self._wait_s = 0.0
         number = self._writers.index(self._devices.rank) if self._devices.rank in self._writers else None
         shard = snapshot(tensors, number, len(self._writers))
         self._count += 1
@@ -161,8 +165,8 @@ class Saver:
         self._writing = Writing(draft, number, shard, put if self._devices.rank == 0 else None)
         self._look_at = step + 1
         self._when.saved(step)
-        self.waits.append(0.0)
         self._waited(began)
+        self.tally.at_once(time.perf_counter() - came)
 
     def finish(self, must: bool = False) -> None:
         """Wait until the checkpoint on its way is written. All ranks call it.
@@ -173,15 +177,18 @@ class Saver:
         Raises:
             ConvoyError: it could not be written, and the run is not to go on then.
         """
+        came = time.perf_counter()
         while self._writing is not None:
             began = time.perf_counter()
             self._writing.wait(PATIENCE_S)
             self._waited(began)
             self._ask(must)
+        self.tally.at_once(time.perf_counter() - came)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
-        self.waits[-1] += seconds
+        self._wait_s += seconds
+        self.tally.waited_s += seconds
         self._pace.waited(seconds)
 
     def _ask(self, must: bool = False) -> list[_Report]:
@@ -192,7 +199,7 @@ class Saver:
         mine = _Report(
             state,
             None if state == "running" else _reason(writing.failure),
-            self.waits[-1],
+            self._wait_s,
             writing.processor_s,
             writing.seconds,
             self._pace.update_s,
@@ -211,6 +218,7 @@ class Saver:
 
     def _success(self, draft: Draft, reports: list[_Report]) -> None:
         self.newest = draft.step
+        self.tally.written += 1
         if self._failed:
             self._failed = False
             self._tell(f"the checkpoint of update {draft.step:,} is written: a failure costs no more than that")
@@ -238,6 +246,7 @@ class Saver:
                 "--set checkpoint.on_error=continue"
             )
         self._failed = True
+        self.tally.failed += 1
         self._tell(f"{sentence}; the run goes on")
 
     def _abandon(self, timeout_s: float) -> None:
