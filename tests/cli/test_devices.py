@@ -1,36 +1,18 @@
 """Runs on several devices as real processes: the result of one device, and a clean end whatever happens."""
 
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from started import ENVIRONMENT, Started, alive, below, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_mnist
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-
-
-def command(data: Path, out: Path, *options: str, model: str = "tiny:TinyNet", epochs: str = "24ba") -> list[str]:
-    settings = ["--set", "microbatch=3", "--set", "log_every=1ba", "--set", "data.augment.crop=pad"]
-    fixed = ["--data", str(data), "--batch", "24", "--lr", "0.05", "--reproducible", "--epochs", epochs]
-    return [sys.executable, "-m", "convoy", "train", model, *fixed, *settings, "--out", str(out), *options]
-
-
-def resume(out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "convoy", "train", str(out), "--resume", *options]
-
-
-def finish(arguments: list[str], status: int = 0) -> subprocess.CompletedProcess[str]:
-    found = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
-    assert found.returncode == status, found.stdout + found.stderr
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -42,90 +24,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serial(data: Path) -> Path:
     finish(command(data, data.parent / "serial"))
     return data.parent / "serial"
-
-
-class Started:
-    """A run in the background, with the processes below it."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.process = subprocess.Popen(
-            arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def ranks(self) -> dict[int, int]:
-        """Process numbers of the ranks."""
-        found = {}
-        for pid in below(self.process.pid):
-            rank = variable(pid, "RANK")
-            if rank is not None:
-                found[int(rank)] = pid
-        return found
-
-    def end(self, timeout: float) -> tuple[str, str]:
-        return self.process.communicate(timeout=timeout)
-
-
-def below(parent: int) -> list[int]:
-    children = []
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        children += [int(pid) for pid in task.read_text().split()]
-    return children
-
-
-def variable(pid: int, name: str) -> str | None:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((e.decode().partition("=")[2] for e in entries if e.startswith(f"{name}=".encode())), None)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.02)
-    return time.monotonic() - began
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[list[str]], Started]]:
-    runs: list[Started] = []
-
-    def begin(arguments: list[str]) -> Started:
-        runs.append(Started(arguments))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        ranks = run.ranks().values() if run.process.poll() is None else []
-        for pid in (*ranks, run.process.pid):
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        run.process.communicate()
-
-
-def steps(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole = [line for line in lines if line.endswith("}")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0
-
-
-def digest(out: Path) -> str:
-    return hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
-
-
-def curve(out: Path) -> list[tuple[object, ...]]:
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [tuple(line.get(key) for key in ("split", "step", "loss", "top1", "lr", "images")) for line in lines]
 
 
 @pytest.mark.parametrize("options", [("--devices", "2"), ("--devices", "3", "--shares", "3,3,2")], ids=["2", "3,3,2"])

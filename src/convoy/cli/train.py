@@ -1,7 +1,7 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
-import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +9,16 @@ import click
 import torch
 from rich.console import Console
 
-from convoy import launch
+from convoy import interfaces, launch
 from convoy.cli import options
+from convoy.cli.again import command_of, run_of
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
 from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
 from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
-from convoy.training.parallel_config import fitted, num_devices
+from convoy.training.parallel_config import LostGroupError, ParallelConfig, fitted, num_devices
 
 KEYS = {
     "data": "data.path",
@@ -40,7 +41,10 @@ KEYS = {
     "cores_per_device": "parallel.cores_per_device",
     "gradient_compression": "parallel.gradient_compression",
     "local_sgd": "parallel.local_sgd",
+    "lost_group": "parallel.lost_group",
 }
+
+_ADVICE = "--resume goes on from the newest checkpoint"
 
 
 @click.command(
@@ -75,6 +79,11 @@ Examples:
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @options.parallel
+@click.option(
+    "--max-restarts", metavar="N", type=click.IntRange(min=0), help="Start failed ranks again so often. [default: 0]"
+)
+@click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
+@click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
 @options.verbose
 @click.pass_obj
 def command(
@@ -86,6 +95,8 @@ def command(
     resume: bool,
     settings: tuple[str, ...],
     device: str | None,
+    max_restarts: int | None,
+    interface: str | None,
     **values: str | float | bool | None,
 ) -> int:
     """Train MODEL (convoy models lists them) and write a report.
@@ -101,13 +112,16 @@ def command(
         resume=resume,
         device=device,
     )
+    if interface is not None:
+        interfaces.use(interface)
     place = launch.find_place()
     if place is not None:
         devices_asked = values["devices"]
         place.check(int(devices_asked) if devices_asked is not None else None)
         with launch.as_rank(place):
             devices, own = Devices.join()
-            resolved, out = request.resolve(devices)
+            jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
+            resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
             if devices.num > 1:
                 cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
                 devices.ranks = Ranks.here()  # who shares a host is known now
@@ -118,6 +132,7 @@ def command(
                 devices,
                 _device_of(device, own, devices.num),
                 handed_on=place.folder is not None,
+                jobs=jobs,
             )
             Devices.leave()
             return launch.ended(place, status)
@@ -125,7 +140,10 @@ def command(
     number = num_devices(resolved.parallel)
     if number > 1:
         cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
-        return launch.start(arguments, number, verbose="-v" in arguments or "--verbose" in arguments)
+        verbose = "-v" in arguments or "--verbose" in arguments
+        return launch.start(arguments, number, verbose, max_restarts or 0, advice=_ADVICE)
+    if max_restarts:
+        request.notes.append("--max-restarts has no effect on one device: go on with a run by --resume")
     if resolved.parallel.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
     return _train(request, resolved, out, Devices(), choose_device(device))
@@ -138,6 +156,7 @@ def _train(
     devices: Devices,
     device: torch.device,
     handed_on: bool = False,
+    jobs: Sequence[str] = (),
 ) -> int:
     """Train on this rank, and on rank 0 write and say what came of it."""
     console = Console(highlight=False, quiet=devices.rank > 0)
@@ -151,10 +170,11 @@ def _train(
             resume=request.resume,
             device=device,
             devices=devices,
-            command=shlex.join(["convoy", *request.arguments]),
+            command=command_of(request.arguments),
             reporter=reporter,
-            on_start=lambda session: show_start(session, console),
+            on_start=lambda session: None if request.again else show_start(session, console),
             handed_on=handed_on,
+            jobs=jobs,
         )
     report = write_report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
@@ -195,6 +215,7 @@ class _Request:
 
     Attributes:
         notes: sentences on options that were put out of force.
+        again: the ranks were started again, and go on with a run that they have told of already.
     """
 
     arguments: Sequence[str]
@@ -207,6 +228,7 @@ class _Request:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
+        self.again = False
         if self.out is None and self.model is not None and RunDirectory(Path(self.model)).is_run():
             if not self.resume:
                 raise ConvoyError(f"{self.model} is a run: go on with it by convoy train {self.model} --resume")
@@ -215,8 +237,41 @@ class _Request:
             named = f"{self.model} is no run directory: " if self.model is not None else ""
             raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
 
-    def resolve(self, devices: Devices) -> tuple[Recipe, Path]:
-        """The recipe of this command line, and the folder of its run; the same on every rank."""
+    def resolve(self, devices: Devices, jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
+        """The recipe of this command line, and the folder of its run; the same on every rank.
+
+        A run that the same ranks began, before they were started again, is gone on with.
+
+        Args:
+            devices: the ranks.
+            jobs: names of what started them.
+            elastic: their number may be another one than the plan is for, which is fitted to it.
+        """
+        if jobs:
+            self.out, self.again = devices.first(
+                lambda: run_of(self.out, _folders(self._recipe()), jobs, command_of(self.arguments))
+            )
+        self.resume = self.resume or self.again
+        resolved = self._recipe()
+        number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
+        said = {override.partition("=")[0] for override in self.overrides}
+        if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
+            number = num_devices(resolved.parallel.model_copy(update={"devices": None}))
+        elastic = elastic or self.again
+        number = devices.num if elastic else number
+        parallel = _formed(
+            resolved.parallel,
+            number,
+            (not elastic and "parallel.plan" in said, not elastic and "parallel.shares" in said),
+            elastic,
+            self.notes,
+            quiet=devices.rank > 0,
+        )
+        resolved = resolved.model_copy(update={"parallel": parallel})
+        return resolved, self.out or devices.first(lambda: next(p for p in _folders(resolved) if not p.exists()))
+
+    def _recipe(self) -> Recipe:
+        """The recipe, as it is said here and, where a run is gone on with, there."""
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else list(self.overrides)
         if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
@@ -226,20 +281,28 @@ class _Request:
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes = []
-        resolved = load_recipe(recipe or "default", overrides, self.notes)
-        number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
-        said = {override.partition("=")[0] for override in self.overrides}
-        if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
-            number = num_devices(resolved.parallel.model_copy(update={"devices": None}))
-        parallel = fitted(resolved.parallel, number, "parallel.plan" in said, "parallel.shares" in said)
-        resolved = resolved.model_copy(update={"parallel": parallel})
-        return resolved, out or devices.first(lambda: _free_folder(resolved))
+        return load_recipe(recipe or "default", overrides, self.notes)
 
 
-def _free_folder(recipe: Recipe) -> Path:
+def _formed(
+    section: ParallelConfig, number: int, keep: tuple[bool, bool], elastic: bool, notes: list[str], quiet: bool
+) -> ParallelConfig:
+    """The section for so many devices. Where they are too few for the plan's groups, and others may come, it waits for
+    those: torch's launcher then starts all ranks anew."""
+    try:
+        return fitted(section, number, *keep, notes)
+    except LostGroupError as error:
+        if not elastic:
+            raise
+        if not quiet:
+            click.echo(f"{error}; waiting for others")
+        while True:
+            time.sleep(60)
+
+
+def _folders(recipe: Recipe) -> Iterator[Path]:
     name = f"{recipe.model.name}-{Path(recipe.data.path).resolve().name}".replace(":", "-").replace("/", "-")
-    candidates = (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10_000))
-    return next(path for path in candidates if not path.exists())
+    return (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10_000))
 
 
 def show_start(session: Session, console: Console) -> None:

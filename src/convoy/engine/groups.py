@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from convoy.engine.fresh import fresh
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
@@ -40,7 +42,10 @@ def join(timeout: float = 600.0) -> torch.device:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            limit = timedelta(seconds=timeout)
+            found, rank, world = next(iter(rendezvous("env://", timeout=limit)))
+            store = fresh(found, rank, world, limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ConvoyError(

@@ -11,8 +11,8 @@ from typing import Literal
 
 from convoy.errors import ConvoyError
 
-Kind = Literal["mistake", "error", "killed", "lost"]
-_ORDER: dict[Kind, int] = {"mistake": 0, "error": 0, "killed": 1, "lost": 2}
+Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
+_ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
 _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed")
 
 
@@ -21,7 +21,8 @@ class Failure:
     """Why a rank ended.
 
     Attributes:
-        kind: a mistake of the user, an unexpected error, a signal that killed it, or the loss of another rank.
+        kind: a mistake of the user or Ctrl-C, an unexpected error, a wait for others that took too long, a signal that
+            killed it, or the loss of another rank.
         sentence: what to say.
         trace: the traceback, where there is one.
         time: when, in seconds of the machine's clock.
@@ -37,6 +38,11 @@ class Failure:
     def status(self) -> int:
         """The exit status of the whole run."""
         return 2 if self.kind == "mistake" else 1
+
+    @property
+    def final(self) -> bool:
+        """Whether starting the ranks again would not mend it."""
+        return self.kind in ("mistake", "interrupted")
 
     def text(self, verbose: bool = False) -> str:
         """What is printed: the rank's name first, unless it is a mistake, which is nobody's."""
@@ -58,7 +64,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if isinstance(error, ConvoyError):
         return Failure(rank, "mistake", str(error), trace, time.time())
     if isinstance(error, KeyboardInterrupt):
-        return Failure(rank, "error", "interrupted", "", time.time())
+        return Failure(rank, "interrupted", "interrupted", "", time.time())
     first = str(error).partition("\n")[0]
     sentence = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if is_loss(error):
@@ -77,6 +83,16 @@ def is_loss(error: BaseException) -> bool:
 def read_failures(folder: Path) -> list[Failure]:
     """What the ranks left."""
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
+
+
+def silent_ends(folder: Path) -> list[Failure]:
+    """The ranks of an attempt that ended without a word, as only a kill does."""
+    found = []
+    for place in folder.glob("pid-*"):
+        rank = int(place.name.partition("-")[2])
+        if not any((folder / name).exists() for name in (f"failure-{rank}.json", f"ended-{rank}")):
+            found.append(Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime))
+    return found
 
 
 def cause(failures: Iterable[Failure]) -> Failure | None:

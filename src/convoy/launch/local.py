@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from convoy import interfaces
 from convoy.launch.failure import Failure, cause, read_failures
 from convoy.launch.place import FOLDER
 from convoy.launch.rank import PARENT
+from convoy.launch.torchrun import BACKEND, register
 
 # A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); what is asked of the run
 # as a whole comes to it as SIGUSR1.
@@ -27,17 +29,25 @@ FORWARDED = {
     signal.SIGTERM: signal.SIGUSR1,
 }
 
+SHUTDOWN_S = 10
+"""Seconds that torch's launcher leaves the ranks to end by themselves before it kills them."""
 
-def start(arguments: Sequence[str], num_devices: int, verbose: bool = False) -> int:
+
+def start(
+    arguments: Sequence[str], num_devices: int, verbose: bool = False, max_restarts: int = 0, advice: str = ""
+) -> int:
     """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
 
     SIGINT, SIGTERM and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and reason are
-    printed. When this process ends, whatever ends it, so do the ranks.
+    printed; unless it was a mistake of the user, all are started again as often as `max_restarts` says. When this
+    process ends, whatever ends it, so do the ranks.
 
     Args:
         arguments: of the command line.
         num_devices: how many ranks.
         verbose: print the traceback of a mistake too.
+        max_restarts: how often the ranks may be started again.
+        advice: what to do when a rank was killed.
 
     Returns:
         The exit status: that of rank 0, 2 for a mistake of the user, 1 for any other failure.
@@ -46,36 +56,44 @@ def start(arguments: Sequence[str], num_devices: int, verbose: bool = False) -> 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    register()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
         folder = Path(name)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_devices,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            signals_to_handle="SIGQUIT",
-        )
         with _environment(folder), _forwarding(folder, num_devices):
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_devices,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend=BACKEND,
+                rdzv_endpoint="127.0.0.1:0",
+                max_restarts=max_restarts,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+                signals_to_handle="SIGQUIT",
+            )
+            killed: list[Failure] = []
             try:
                 elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
             except ChildFailedError as error:
-                found = [*read_failures(folder), *_killed(error)]
-                failure = cause(found)
-                assert failure is not None
-                print(failure.text(verbose), file=sys.stderr, flush=True)
-                return failure.status
-        status = folder / "status"
+                killed += _killed(error, advice)
+        attempt = _newest(folder)
+        failure = cause([*read_failures(attempt), *killed])
+        if failure is not None:
+            print(failure.text(verbose), file=sys.stderr, flush=True)
+            return failure.status
+        status = attempt / "status"
         return int(status.read_text()) if status.exists() else 0
 
 
-def _killed(error: object) -> Iterator[Failure]:
+def _newest(folder: Path) -> Path:
+    """Where the ranks that were started last leave word."""
+    numbers = [int(path.name.partition("-")[2]) for path in folder.glob("attempt-*")]
+    return folder / f"attempt-{max(numbers, default=0)}"
+
+
+def _killed(error: object, advice: str) -> Iterator[Failure]:
     """Ranks that ended without a word."""
     failures = getattr(error, "failures", {})
     for rank, failed in failures.items():
@@ -86,7 +104,7 @@ def _killed(error: object) -> Iterator[Failure]:
             name = signal.Signals(-code).name
             memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
             sentence = f"it was ended by {name}{memory}"
-        yield Failure(rank, "killed", f"{sentence}; --resume goes on from the newest checkpoint", "", time.time())
+        yield Failure(rank, "killed", f"{sentence}; {advice}" if advice else sentence, "", time.time())
 
 
 @contextmanager
@@ -94,8 +112,10 @@ def _environment(folder: Path) -> Iterator[None]:
     """What the ranks are to find in their environment."""
     before = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve here
+        for name in interfaces.VARIABLES:  # nobody else can reach them there
+            os.environ.setdefault(name, "lo")
     try:
         yield
     finally:
@@ -112,13 +132,13 @@ def _forwarding(folder: Path, num_devices: int) -> Iterator[None]:
     done = threading.Event()
 
     def hand_on(number: int) -> None:
-        left = set(range(num_devices))
-        while left and not done.wait(0.02):
-            for rank in sorted(left):
-                place = folder / f"pid-{rank}"
+        told: set[Path] = set()
+        while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
+            attempt = _newest(folder)
+            for place in {attempt / f"pid-{rank}" for rank in range(num_devices)} - told:
                 with contextlib.suppress(OSError, ValueError):
                     pid = int(place.read_text())
-                    left.discard(rank)
+                    told.add(place)
                     os.kill(pid, number)
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from convoy.errors import ConvoyError
 
@@ -17,13 +19,20 @@ class Place:
 
     Attributes:
         source: who started it, for sentences: `--devices`, `torchrun` or `Slurm`.
-        folder: where the ranks that `convoy.launch.start` started leave word for it; None for those of others.
+        folder: where the ranks that `convoy.launch.start` started leave word for it, one for each attempt; None for
+            those of others.
+        job: name of what started the ranks, which they keep when they are started again; empty where there is none.
+        restarts: how often they were started again.
+        max_restarts: how often that may be.
     """
 
     rank: int
     num_ranks: int
     source: str
     folder: str | None = None
+    job: str = ""
+    restarts: int = 0
+    max_restarts: int = 0
 
     def check(self, devices: int | None) -> None:
         """Refuse a number of devices that contradicts the ranks that run.
@@ -53,11 +62,27 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> Place | No
             return None
         environment.update(found)
         source = "Slurm"
-    folder = environment.get(FOLDER)
+    launch = environment.get(FOLDER)
     rank, num_ranks = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if not rank < num_ranks:
         raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={num_ranks}: start the ranks with torchrun")
-    return Place(rank, num_ranks, "--devices" if folder else source, folder)
+    restarts, max_restarts = (
+        int(environment.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    folder = str(Path(launch) / f"attempt-{restarts}") if launch else None
+    return Place(rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts)
+
+
+def job(environment: Mapping[str, str] = os.environ) -> str:
+    """What started this process as one of several, in a word that stays the same when it starts them again.
+
+    For torch's elastic launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user
+    gave none; for Slurm the number of the job, which a requeued one keeps. Empty where nobody restarts anything.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        name = environment["TORCHELASTIC_RUN_ID"]
+        return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"
+    return f"slurm:{environment['SLURM_JOB_ID']}" if environment.get("SLURM_JOB_ID") else ""
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -1,7 +1,6 @@
 """What a process does because it is one of several: it ends with the others, and says why it failed."""
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -9,45 +8,76 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from convoy.launch.failure import Failure, failure_of, leave_word
+from convoy.launch.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
+from convoy.launch.follow import GRACE_S, follow, leave, status_of
 from convoy.launch.place import Place
 
 PARENT = "CONVOY_LAUNCHER"
-GRACE_S = 2.0
-"""Seconds after a rank's failure in which the others may find that out by themselves."""
-_POLL_S = 0.25
-_PR_SET_PDEATHSIG = 1
+Hang = Callable[[str], None]
+"""Ends this rank, from any thread, with a sentence on what it waited for in vain."""
 
 
 @contextmanager
-def as_rank(place: Place) -> Iterator[None]:
+def as_rank(place: Place) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
 
     A rank that `convoy.launch.start` started leaves its failure for the starting process to print; others print it
     themselves. Warnings of ranks other than 0 bear their number.
+
+    Returns:
+        What ends the rank where its main thread cannot.
     """
     if place.num_ranks > 1 and place.rank > 0:
         _prefix_warnings(place.rank)
     folder = Path(place.folder) if place.folder else None
+    ending = threading.Event()
     if folder is not None:
-        _follow(int(os.environ[PARENT]), folder)
-        (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
-        signal.signal(signal.SIGTERM, _terminate)
+        _prepare(place, folder, ending)
+
+    def hang(sentence: str) -> None:
+        _fail(Failure(place.rank, "hung", sentence, "", time.time()), folder)
+
     try:
-        yield
-    except Terminated:
+        try:
+            yield hang
+        except _StoppedEarly as stopped:
+            if place.rank == 0:
+                print(f"{stopped}: stopped at once, without saving", flush=True)
+            _end(ended(place, 1))
+        except (Exception, KeyboardInterrupt) as error:
+            ending.set()
+            if place.num_ranks == 1:
+                raise
+            _fail(failure_of(place.rank, error), folder)
+    except _Terminated:
         _end(1)
-    except BaseException as error:
-        failure = failure_of(place.rank, error)
-        if place.num_ranks == 1:
-            raise
-        _report(failure, folder)
-        _end(failure.status)
+    finally:
+        ending.set()
+
+
+def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
+    """Take the signals of a rank that `convoy.launch.start` started, and say that it is there."""
+
+    def terminate(number: int, frame: Any) -> None:
+        leave(folder, place.rank)
+        if ending.is_set():
+            _end(1)
+        ending.set()
+        raise _Terminated
+
+    folder.mkdir(exist_ok=True)
+    follow(int(os.environ[PARENT]), folder, place.rank)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _stop_early)
+    signal.signal(signal.SIGTERM, terminate)
+    (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
+    if place.restarts and place.rank == 0:
+        _say_why(place, folder)
 
 
 def ended(place: Place, status: int) -> int:
@@ -58,21 +88,27 @@ def ended(place: Place, status: int) -> int:
     """
     if place.folder is None:
         return status
+    folder = Path(place.folder)
+    leave(folder, place.rank)
     if place.rank == 0:
-        (Path(place.folder) / "status").write_text(str(status))
+        (folder / "status").write_text(str(status))
     return 0
 
 
-class Terminated(BaseException):
+class _Terminated(BaseException):
     """Another rank failed, so this one has to go."""
 
 
-def _terminate(number: int, frame: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+class _StoppedEarly(BaseException):
+    """The run is to stop, and has not begun or was asked before; the name of the signal."""
 
 
-def _report(failure: Failure, folder: Path | None) -> None:
+def _stop_early(number: int, frame: Any) -> None:
+    raise _StoppedEarly("SIGTERM" if number == signal.SIGUSR1 else signal.Signals(number).name)
+
+
+def _fail(failure: Failure, folder: Path | None) -> None:
+    """Report a failure and end."""
     if folder is not None:
         failure.write(folder)
     else:
@@ -81,8 +117,17 @@ def _report(failure: Failure, folder: Path | None) -> None:
         verbose = "-v" in sys.argv or "--verbose" in sys.argv
         print(failure.text(verbose), file=sys.stderr, flush=True)
     if failure.kind == "lost":  # who was lost has the word, and is to be noticed first
-        with contextlib.suppress(Terminated):
-            time.sleep(GRACE_S)
+        time.sleep(GRACE_S)
+    _end(failure.status if folder is None else status_of(folder, failure.status))
+
+
+def _say_why(place: Place, folder: Path) -> None:
+    """Print why the attempt before this one failed."""
+    before = folder.with_name(f"attempt-{place.restarts - 1}")
+    why = cause([*read_failures(before), *silent_ends(before)])
+    said = why.text().partition("\n")[0] if why is not None else "a rank failed"
+    number = f"restart {place.restarts} of {place.max_restarts}"
+    print(f"{said}; all ranks start again ({number})", file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> None:
@@ -91,26 +136,6 @@ def _end(status: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _follow(parent: int, folder: Path) -> None:
-    """End with the starting process, however that ended, and soon after any rank has failed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        _end(1)
-
-    def watch() -> None:
-        since = None
-        while since is None or time.monotonic() - since < GRACE_S:
-            time.sleep(_POLL_S)
-            if os.getppid() != parent:
-                os._exit(1)
-            if since is None and any(folder.glob("failure-*.json")):
-                since = time.monotonic()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="convoy-follow").start()
 
 
 def _prefix_warnings(rank: int) -> None:

@@ -5,11 +5,16 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from convoy.errors import ConvoyError
+from convoy.plans.fit import fit
 from convoy.plans.plan import Plan
 from convoy.training.section import Section
 
-PLACEMENT = ("devices", "plan", "shares", "cores_per_device")
+PLACEMENT = ("devices", "plan", "shares", "cores_per_device", "lost_group")
 """Keys that change where and how fast a run goes, but not its result."""
+
+
+class LostGroupError(ConvoyError):
+    """The ranks that there are cannot form the model groups of a plan, and the user wants them to wait for others."""
 
 
 class ParallelConfig(Section):
@@ -23,6 +28,10 @@ class ParallelConfig(Section):
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
     )
     cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each (its share of all, if not said)")
+    lost_group: Literal["form", "wait"] = Field(
+        "form",
+        description="where the ranks left cannot form the plan's model groups: form smaller ones, or wait for others",
+    )
     gradient_compression: Literal["bf16"] | None = Field(
         None, description="approximate: send gradients in this precision"
     )
@@ -60,14 +69,36 @@ def plan_text(plan: Plan) -> str:
         return plan.to_yaml()
 
 
-def fitted(section: ParallelConfig, num_devices: int, plan_is_new: bool, shares_are_new: bool) -> ParallelConfig:
-    """The section for the devices that there are. A plan and shares of before, for another number, are left out."""
+def fitted(
+    section: ParallelConfig, num_devices: int, keep_plan: bool, keep_shares: bool, notes: list[str] | None = None
+) -> ParallelConfig:
+    """The section for the devices that there are.
+
+    Args:
+        section: perhaps for another number.
+        num_devices: how many there are.
+        keep_plan, keep_shares: leave the plan, the shares as they are, even if they do not fit.
+        notes: takes up a sentence on what was changed.
+
+    Raises:
+        LostGroupError: the plan's model groups cannot be formed, and the section says to wait then.
+        ConvoyError: the plan is none.
+    """
     changes: dict[str, object] = {"devices": num_devices}
+    notes = [] if notes is None else notes
     if section.plan is not None and section.plan.strip() != "auto":
         plan = Plan.parse(section.plan)
-        fits = plan_is_new or plan.mesh.num_devices == num_devices
-        changes["plan"] = plan_text(plan) if fits else None
-    if not shares_are_new and isinstance(section.shares, tuple) and len(section.shares) != num_devices:
+        if not keep_plan and plan.mesh.num_devices not in (1, num_devices):
+            before, found = plan, fit(plan, num_devices)
+            if found.regrouped and section.lost_group == "wait":
+                raise LostGroupError(
+                    f"{num_devices} devices cannot form the model groups of {found.groups[0]} of the plan {before}, "
+                    "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
+                )
+            plan = found.plan
+            notes.append(f"the plan {before} was fitted to {num_devices} device{'s'[: num_devices > 1]}: {plan}")
+        changes["plan"] = plan_text(plan) if keep_plan or plan.mesh.num_devices == num_devices else None
+    if not keep_shares and isinstance(section.shares, tuple) and len(section.shares) != num_devices:
         changes["shares"] = None
     return section.model_copy(update=changes)
 

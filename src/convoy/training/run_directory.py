@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ class RunDirectory:
     def config(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """On what, by whom and when the run was begun."""
+        return self.path / "environment.json"
 
     @property
     def plan(self) -> Path:
@@ -63,6 +69,14 @@ class RunDirectory:
         """Whether a run was begun here."""
         return self.config.is_file()
 
+    def begun_by(self) -> dict[str, Any]:
+        """What `environment.json` says of who began the run; empty where that is not to be read."""
+        try:
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def check_free(self) -> None:
         """Refuse to begin a run where something is already.
 
@@ -75,7 +89,9 @@ class RunDirectory:
             )
         if self.path.is_file():
             raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        # What a process has left that was killed while it began its run is no run yet.
+        left = {self.environment.name} if "convoy" in self.begun_by() else set()
+        if self.path.is_dir() and any(entry.name not in left for entry in self.path.iterdir()):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
 
     def make(self) -> None:
@@ -90,22 +106,24 @@ class RunDirectory:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, patience_s: float = 0.0) -> Iterator[None]:
         """Keep other processes from training in this folder; the lock ends with the process.
+
+        Args:
+            patience_s: seconds to wait for one that is about to end.
 
         Raises:
             ConvoyError: another process does already.
         """
         folder = os.open(self.path, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConvoyError(
-                    f"another process is training in {self.path}: wait for its end, or choose another --out"
-                ) from None
-            except OSError:  # a file system without locks
-                pass
+            until = time.monotonic() + patience_s
+            while not _locked(folder):
+                if time.monotonic() >= until:
+                    raise ConvoyError(
+                        f"another process is training in {self.path}: wait for its end, or choose another --out"
+                    )
+                time.sleep(0.1)
             yield
         finally:
             os.close(folder)
@@ -118,7 +136,7 @@ class RunDirectory:
         """
         self.make()
         try:
-            write_json(self.path / "environment.json", environment)
+            write_json(self.environment, environment)
             write_text(self.config, config)
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
@@ -141,3 +159,14 @@ class RunDirectory:
             except (ValueError, KeyError, TypeError):
                 continue
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _locked(folder: int) -> bool:
+    """Whether this process has the lock now, or the file system knows none."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,7 +1,7 @@
 """Begins a run, or goes on with one, and leaves its folder complete."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,9 @@ from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
 from convoy.training.summary import Progress, Status, write_summary
 from convoy.training.weights import save_weights
+
+LOCK_PATIENCE_S = 30.0
+"""Seconds in which what is left of a killed process, its loader's workers, lets go of the run."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ def train(
     reporter: Reporter,
     on_start: Callable[[Session], None] = lambda session: None,
     handed_on: bool = False,
+    jobs: Sequence[str] = (),
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -69,6 +73,7 @@ def train(
         reporter: whom to tell how it goes.
         on_start: called with the session when everything is checked and before the first update, on rank 0.
         handed_on: another process hands signals on to this rank (`convoy.launch`).
+        jobs: names of what started the ranks, which know their run again by them when they are started again.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -84,7 +89,7 @@ def train(
         on_start(session)
     loop = Loop(session, run, reporter, handed_on)
     with contextlib.ExitStack() as stack:
-        devices.first(lambda: _begin(stack, run, session, command, resuming))
+        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming))
         if resuming:
             loop.resume()
             reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
@@ -113,15 +118,17 @@ def _check(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
     return False
 
 
-def _begin(stack: contextlib.ExitStack, run: RunDirectory, session: Session, command: str, resuming: bool) -> None:
+def _begin(
+    stack: contextlib.ExitStack, run: RunDirectory, session: Session, by: tuple[str, Sequence[str]], resuming: bool
+) -> None:
     """Make the folder, or take the one that is there, and keep others out."""
     if not resuming:
         run.make()
-    stack.enter_context(run.lock())
+    stack.enter_context(run.lock(LOCK_PATIENCE_S if resuming else 0))
     if not resuming:
         run.check_free()
-        facts = environment.describe(command, session.device, session.devices.num, str(session.plan))
-        run.create(to_yaml(session.recipe), {**facts, "input": network_input(session.data)})
+        facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
+        run.create(to_yaml(session.recipe), {**facts, "jobs": list(by[1]), "input": network_input(session.data)})
     write_text(run.plan, session.plan.to_yaml())
 
 

@@ -1,0 +1,88 @@
+"""Ranks that die are started again, and the run ends as if nothing had happened. Real processes."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from started import Started, command, curve, digest, finish, steps, wait_for
+from tiny import write_mnist
+
+UPDATES = "30ba"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("elastic") / "data")
+
+
+@pytest.fixture(scope="module")
+def serial(data: Path) -> Path:
+    finish(command(data, data.parent / "serial", epochs=UPDATES))
+    return data.parent / "serial"
+
+
+def kill(run: Started, rank: int, out: Path, after: int) -> None:
+    """SIGKILL a rank once so many updates are done, and wait until others run in its place."""
+    wait_for(lambda: steps(out) >= after and rank in run.ranks(), 60)
+    before = set(run.ranks().values())
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+    wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 60)
+
+
+def test_killed_ranks_are_started_again(
+    serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    options = ("--devices", "2", "--max-restarts", "3", "--set", "checkpoint.every=3ba")
+    run = start(command(data, out, *options, epochs=UPDATES))
+    kill(run, 1, out, 5)
+    kill(run, 0, out, 12)
+    output, errors = run.end(90)
+    assert run.process.returncode == 0, output + errors
+    assert errors.splitlines() == [
+        "rank 1 failed: it was killed, or ended without a word; all ranks start again (restart 1 of 3)",
+        "rank 0 failed: it was killed, or ended without a word; all ranks start again (restart 2 of 3)",
+    ]
+    assert output.count("going on after") == 2
+    assert digest(out) == digest(serial)
+    assert curve(out) == curve(serial)
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_mistake_is_not_repeated(data: Path, tmp_path: Path) -> None:
+    options = ("--devices", "2", "--max-restarts", "3")
+    found = finish(command(data, tmp_path / "run", *options, model="failing:Mistaken"), 2)
+    assert found.stderr == "convoy: rank 1 finds the data wanting: mend it\n"
+
+
+def test_an_error_ends_the_run_when_no_restart_is_left(data: Path, tmp_path: Path) -> None:
+    options = ("--devices", "2", "--max-restarts", "1")
+    found = finish(command(data, tmp_path / "run", *options, model="failing:Failing"), 1)
+    assert "rank 1 failed: KeyError: 'the odd key'; all ranks start again (restart 1 of 1)" in found.stderr
+    assert "rank 1 failed: KeyError: 'the odd key'\nTraceback" in found.stderr
+
+
+def test_under_torchrun_a_run_is_known_again(
+    serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    arguments = command(data, out, "--set", "checkpoint.every=3ba", epochs=UPDATES)[1:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = start([*torchrun, "--max-restarts", "2", *arguments])
+    kill(run, 1, out, 5)
+    output, errors = run.end(90)
+    assert run.process.returncode == 0, output + errors
+    assert "going on after" in output
+    assert digest(out) == digest(serial)
+
+
+def test_a_run_of_others_is_not_gone_on_with(serial: Path, data: Path) -> None:
+    before = digest(serial)
+    found = finish(command(data, serial, "--devices", "2", "--max-restarts", "2", epochs=UPDATES), 2)
+    assert f"{serial} already holds a run: add --resume to go on with it" in found.stderr
+    assert digest(serial) == before
