@@ -48,6 +48,17 @@ def test_a_plan_of_ones_own_is_scored(store: Path) -> None:
     assert str(found) in ("filter=2", "sample=2")
 
 
+def test_plans_of_ones_own_that_do_not_fit_are_left_out(store: Path) -> None:
+    options = {"devices": 2, "link": "pcie4", "store": store}
+    both = convoy.plan(create("lenet"), IMAGES, score=["filter=2", "sample=2"], **options)
+    needed = {str(one.plan): one.memory.total for one in both.planned.candidates}  # type: ignore[union-attr]
+    smaller, larger = sorted(needed, key=lambda plan: needed[plan])
+    limit = (needed[smaller] + needed[larger]) / 2
+    found = convoy.plan(create("lenet"), IMAGES, score=["filter=2", "sample=2"], memory_limit=limit, **options)
+    assert str(found) == smaller
+    assert f"the plan {larger} does not fit" in found.explain()
+
+
 def test_fixes_hold(store: Path) -> None:
     found = convoy.plan(create("lenet"), IMAGES, devices=2, fix="classifier.*=filter", link="pcie4", store=store)
     assert found.strategy("classifier.0", "linear") == ("filter",)
@@ -81,6 +92,11 @@ class Data(nn.Module):
         ({"devices": 2, "score": "sample=4"}, "4 devices"),
         ({"devices": 2, "memory_limit": 10.0, "link": "pcie4"}, "no plan fits"),
         ({"devices": 2, "microbatches": 20}, "microbatches=20"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the gradients several times"),
+        (
+            {"devices": 2, "link": "pcie4", "score": "sample=2", "memory_limit": 1e3},
+            r"the plan sample=2 does not fit: it needs .* more than the 1 kB there are; the most of all layers takes",
+        ),
     ],
 )
 def test_mistakes(options: dict, words: str, store: Path) -> None:

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from convoy.cost.costs import Around
+from convoy.data import Batch
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.planning import Planned, make_plan
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Session, auto_plan, load_recipe
 from convoy.training.session import set_up
+from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from tiny import write_mnist
 
@@ -66,9 +69,7 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     return plan, notes, distance
 
 
-def batch_of(choice: auto_plan.Choice, step: object) -> tuple[object, int]:
-    from convoy.data import Batch
-
+def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:
     samples = sum(len(piece.parts[step.rank]) for piece in step.passes)  # type: ignore[attr-defined]
     size = choice.data.image_size
     images = torch.zeros(samples, choice.data.channels, size, size, dtype=torch.uint8)
@@ -135,18 +136,58 @@ def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Pat
     assert kept
 
 
-def too_small(data: Path, cache: Path) -> tuple[str, list[str]]:
+def too_small(data: Path, cache: Path) -> str:
     with patch.object(auto_plan, "device_memory", lambda device, on_host: (1e4, "as said")):
-        found = session(data, cache, "auto")
-    return str(found.plan), found.notes
+        try:
+            session(data, cache, "auto")
+        except TooLargeError as error:
+            return str(error)
+    return ""
 
 
-def test_where_no_plan_fits_the_layer_and_by_how_much_are_said(data: Path, tmp_path: Path) -> None:
-    for plan, notes in run_ranks(too_small, 2, data, tmp_path):
-        assert plan == "sample=2"
-        (said,) = [note for note in notes if "no plan fits" in note]
+def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(data: Path, tmp_path: Path) -> None:
+    for said in run_ranks(too_small, 2, data, tmp_path):
+        assert said.startswith("no plan fits")
         assert "more than the 10 kB there are" in said
         assert "takes what the network itself computes" in said
+
+
+def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[str, list[str], float, str]:
+    """A race in which some plans run out of memory on rank 1, in their second update."""
+    step = TrainingStep.__call__
+
+    def failing(self: TrainingStep, batch: Batch, update: int) -> object:
+        if self.network.engine.groups.rank == 1 and str(self.network.engine.plan) in losers and update == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, batch, update)
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", 0.0),
+        patch.object(TrainingStep, "__call__", failing),
+    ):
+        try:
+            found = session(data, cache, "auto")
+        except ConvoyError as error:
+            return "", [], 0.0, str(error)
+    return str(found.plan), found.notes, sum(float(each.sum()) for each in weights(found).values()), ""
+
+
+def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
+    found = run_ranks(without_memory, 2, data, tmp_path, ("filter=2",))
+    assert len({(plan, total) for plan, _, total, _ in found}) == 1
+    for plan, notes, total, _ in found:
+        assert plan == "sample=2" and total == total
+        assert "filter=2 left the race: rank 1 ran out of memory while racing filter=2" in notes
+        assert any("in a race" in note and "filter=2" not in note for note in notes)
+
+
+def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
+    for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
+        assert failure == "rank 1 ran out of memory while racing filter=2"
 
 
 def slow_input(data: Path, cache: Path) -> list[str]:

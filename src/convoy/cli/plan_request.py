@@ -78,11 +78,8 @@ class Request:
                 f"a batch of {self.recipe.batch} is too small for {self.devices} devices: raise --batch, or plan for "
                 "fewer"
             )
-        if self.scores and (self.fixes or self.memory_limit is not None):
-            other = "--fix" if self.fixes else "--memory-limit"
-            raise ConvoyError(
-                f"{other} is for a search, but --score only predicts the plans that it is given: drop one"
-            )
+        if self.scores and self.fixes:
+            raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
         for plan in self.scores:
             size = plan.mesh.num_devices
             if size != self.devices:

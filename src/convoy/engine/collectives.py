@@ -231,6 +231,13 @@ def gather_ints(numbers: Sequence[int], group: Group, device: torch.device | Non
     return rows
 
 
+def close(group: dist.ProcessGroup) -> None:
+    """Nothing comes from this rank any more through the memory that it shares with the group: who waits there fails."""
+    channel = _channels.pop(group, None)
+    if channel is not None:
+        channel.close()
+
+
 def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether gloo carries tensors of this device."""
     return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")

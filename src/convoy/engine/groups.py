@@ -1,7 +1,12 @@
 """Joining the other ranks, and the process groups over the axes of a mesh."""
 
+import gc
+import itertools
 import os
-from collections.abc import Iterable, Mapping
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from convoy.engine.collectives import close
 from convoy.engine.fresh import fresh
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -69,10 +75,41 @@ def everyone() -> dist.ProcessGroup | None:
     """All ranks that have joined, in a group that carries tensors on the CPU; None for one alone. All ranks call it."""
     if num_ranks() == 1:
         return None
-    if "cpu:gloo" in dist.get_backend_config().split(","):
+    if not _temporary and "cpu:gloo" in dist.get_backend_config().split(","):
         return dist.group.WORLD
     own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    if _temporary:
+        _temporary[-1].append(own)
     return own
+
+
+_temporary: list[list[dist.ProcessGroup]] = []
+"""What was made within each `temporary` that is entered."""
+
+
+@contextmanager
+def temporary() -> Iterator[None]:
+    """Groups that are made within are for what is done there alone, those of all ranks too, and end with it.
+
+    All ranks enter it. One that leaves it with an error takes its groups with it: whoever waits there for its messages
+    gets an error too, while the groups outside still serve. That holds for messages through gloo and shared memory.
+    """
+    made: list[dist.ProcessGroup] = []
+    _temporary.append(made)
+    failed = False
+    try:
+        yield
+    except Exception as error:
+        failed = True
+        traceback.clear_frames(error.__traceback__)  # as long as anything knows a group, its connections stay
+        raise
+    finally:
+        _temporary.pop()
+        while made:
+            close(made[-1])
+            dist.destroy_process_group(made.pop())
+        if failed:
+            gc.collect()
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
@@ -99,7 +136,8 @@ def _number(name: str, default: int) -> int:
 class Groups:
     """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
 
-    A group is made when it is first asked for, which all ranks must do in the same order.
+    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once within
+    `temporary`, after which there are none.
 
     Args:
         mesh: its number of devices must be the number of ranks, if a process group is joined.
@@ -119,8 +157,8 @@ class Groups:
         self.mesh = mesh
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
-        self._made: dict[Axes, dist.ProcessGroup] = {}
-        for axes in subsets:
+        self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        for axes in _all_subsets(mesh) if _temporary else subsets:
             self.of(axes)
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
@@ -134,7 +172,7 @@ class Groups:
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
         assert dist.is_initialized(), "several devices without a process group"
-        if self.mesh.size(axes) == self.mesh.num_devices:
+        if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         mine: dist.ProcessGroup | None = None
@@ -143,7 +181,15 @@ class Groups:
             if self.rank in ranks:
                 mine = group
         assert mine is not None
+        if _temporary:
+            _temporary[-1].append(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":
         return self
+
+
+def _all_subsets(mesh: Mesh) -> Iterator[Axes]:
+    wide = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+    for count in range(1, len(wide) + 1):
+        yield from itertools.combinations(wide, count)

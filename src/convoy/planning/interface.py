@@ -96,7 +96,7 @@ def plan(
         global_batch: samples of one update on all devices together; by default as many as the example has.
         fix: strategies that layers must have, such as `classifier.*=filter`; the first that matches a layer counts.
         score: plans to predict instead of a search; the fastest of them is returned.
-        memory_limit: bytes that each device has.
+        memory_limit: bytes that each device has; of plans to score, those that need more are left out.
         link: between devices that are not at hand: a name of the catalogue, as `pcie4`, or a rate, as `10gbit`.
         batch_norm: over which samples its statistics are taken, as in `convoy.parallelize`.
         microbatches: pieces that the batch is made of, where it is; they stay whole.
@@ -106,6 +106,7 @@ def plan(
         store: whether measured times are kept for the next time, or the folder for them.
 
     Raises:
+        TooLargeError: no plan, or none of those to score, fits into the memory.
         ConvoyError: there is no such plan, or the network cannot be seen as one graph.
     """
     join()

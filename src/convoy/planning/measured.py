@@ -1,7 +1,7 @@
 """What the planner knows of the devices at hand: measured here, or in the profile store from before."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,18 +15,21 @@ from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
 from convoy.engine.allocation import release_freed_memory
-from convoy.engine.groups import Groups
 from convoy.planning.overhead import with_overhead
-from convoy.planning.ranks import Ranks
+from convoy.planning.ranks import RankFailedError, Ranks
 from convoy.planning.rehearse import mean, piece_of, rehearse
 from convoy.planning.uniform import placements
 from convoy.planning.update import measure_update
+from convoy.planning.words import shortened
 from convoy.planning.workload import Workload
 from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
 
 _ROOM = 0.6
+_LONGEST = 60
+"""Characters of a plan in what is said of a rehearsal."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and of how much."""
@@ -39,15 +42,46 @@ class Knowledge:
     Attributes:
         alone: of pieces, where one device computes and the others of the host rest.
         together: where all devices of the host compute at the same time.
+        notes: sentences on what could not be measured.
     """
 
     alone: Costs
     together: Costs
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rehearsal.
+
+    Attributes:
+        name: for people.
+        workload: that is placed.
+        alone: whether one device does it while the others rest.
+    """
+
+    name: str
+    workload: Workload
+    placement: Placement
+    alone: bool
+
+
+def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:
+    """What is rehearsed: one device by itself, and the plans that are given, or what a search of the meshes needs."""
+    alone = workload.alone or workload
+    jobs = [Job(f"{name}, one device", alone, placement, True) for name, placement in placements(alone, Mesh((), ()))]
+    for plan in plans:
+        if plan.mesh.num_devices > 1:
+            jobs.append(Job(shortened(str(plan), _LONGEST), workload, workload.place(plan), False))
+    for mesh in () if plans else meshes:
+        if mesh.num_devices > 1:
+            jobs += [Job(name, workload, placement, False) for name, placement in placements(workload, mesh)]
+    return jobs
 
 
 def measure(
     workload: Workload,
-    meshes: Sequence[Mesh],
+    jobs: Sequence[Job],
     ranks: Ranks,
     links: Links,
     store: ProfileStore | None = None,
@@ -57,11 +91,11 @@ def measure(
 ) -> Knowledge:
     """Rehearse the network on the devices at hand; all ranks call it.
 
-    What the store has is not measured again.
+    What the store has is not measured again, and what takes more memory than there is is left out.
 
     Args:
         workload: what is to be trained.
-        meshes: for which times are needed.
+        jobs: the rehearsals that times are needed from.
         ranks: the devices at hand.
         links: between the devices of the meshes.
         store: of what was measured before; None keeps nothing.
@@ -69,60 +103,74 @@ def measure(
         per_transfer: seconds of the engine for a redistribution in one direction.
         room: bytes that a rank has; what needs more than `_ROOM` of them is not rehearsed, as what kernels hold while
             they run comes on top.
+
+    Raises:
+        RankFailedError: a rank has failed otherwise than for want of memory.
     """
-    serial = Mesh((), ())
-    jobs = [(name, placement, True) for name, placement in placements(workload, serial)]
-    for mesh in meshes:
-        if mesh.num_devices > 1:
-            jobs += [(name, placement, False) for name, placement in placements(workload, mesh)]
     if room is not None:
-        jobs = [job for job in jobs if max(each.total for each in predict_memory(job[1])) <= _ROOM * room]
-    neighbours = {True: 1, False: ranks.on_host}
-    devices = {alone: _device(workload, neighbours[alone]) for alone in (True, False)}
+        jobs = [job for job in jobs if max(each.total for each in predict_memory(job.placement)) <= _ROOM * room]
+    devices = {alone: _device(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
     outside: dict[bool, list[Times]] = {True: [], False: []}
-    groups: dict[Mesh, Groups] = {}
-    for number, (name, placement, alone) in enumerate(jobs):
-        progress(f"rehearsing {name}", number, len(jobs))
-        wanted = _pieces(workload, placement, {0} if alone else ranks.places(placement.mesh))
-        if all(one in known[alone] for one in wanted):
+    notes: list[str] = []
+    for number, job in enumerate(jobs):
+        progress(f"rehearsing {job.name}", number, len(jobs))
+        if all(one in known[job.alone] for one in _pieces(job, ranks)):
             continue
-        mesh = placement.mesh
-        if not alone and mesh.num_devices == ranks.num and mesh not in groups:
-            groups[mesh] = Groups(mesh)
-        found, rest = rehearse(workload, placement, ranks, alone, links, groups.get(mesh))
-        known[alone] = found | known[alone]  # of several places of a piece the first counts: plain `sample`
-        outside[alone].append(rest)
+        rehearsed = partial(_rehearsed, job, links, partial(_passed, progress, job, number, len(jobs)))
+        try:
+            found, rest = ranks.trying(f"rehearsing {job.name}", rehearsed)
+        except RankFailedError as error:
+            if not error.out_of_memory:
+                raise
+            notes.append(f"{error}: its layers are predicted from what else was rehearsed")
+            continue
+        known[job.alone] = found | known[job.alone]  # of several places of a piece the first counts: plain `sample`
+        outside[job.alone].append(rest)
         if store is not None and ranks.rank == 0:
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                store.put(devices[alone], found)
-                store.note(devices[alone], _around_of(workload, alone), [rest.forward, rest.backward])
+                store.put(devices[job.alone], found)
+                store.note(devices[job.alone], _around_of(job.workload, job.alone), [rest.forward, rest.backward])
     if workload.device.type == "cpu":
         release_freed_memory()
     progress("rehearsing", len(jobs), len(jobs))
-    updates = {True: ranks.first(lambda: measure_update(workload.optimizer, workload.device))}
-    everyone = ranks.gather(measure_update(workload.optimizer, workload.device)) if ranks.num > 1 else [updates[True]]
-    updates[False] = max(everyone, key=lambda update: update.per_byte)
+    if not any(known.values()):
+        notes.append("nothing could be rehearsed in the memory there is: times are those of a typical slow core")
+    timed = partial(measure_update, workload.optimizer, workload.device)
+    updates = {True: ranks.first(timed)}
+    everyone = ranks.gather(ranks.trying("timing the optimiser", lambda _: timed())) if ranks.num > 1 else []
+    updates[False] = max(everyone, key=lambda update: update.per_byte, default=updates[True])
     found_costs = {}
     for alone in (True, False):
         moved = any(one.op == "redistribute" for one in known[alone])  # with what the engine takes for it
-        around = ranks.first(partial(_around, outside[alone], store, devices[alone], _around_of(workload, alone)))
+        name = _around_of((workload.alone if alone else None) or workload, alone)
         found_costs[alone] = Costs(
             times=Calibrated(known[alone] or known[not alone]),
             links=links,
             update=updates[alone],
-            loss=around,
+            loss=ranks.first(partial(_around, outside[alone], store, devices[alone], name)),
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
             per_transfer=Times() if moved else Times(per_transfer, per_transfer),
         )
-    return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks))
+    return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks), tuple(notes))
 
 
-def _pieces(workload: Workload, placement: Placement, places: Iterable[int]) -> set[Piece]:
-    """What is computed at some places of a placement, but for what takes no time."""
-    found = (piece_of(workload, placement, placed, place) for place in places for placed in placement.calls)
+def _rehearsed(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> tuple[dict[Piece, Times], Times]:
+    together = not job.alone and job.placement.mesh.num_devices == ranks.num
+    return rehearse(job.workload, job.placement, ranks, job.alone, links, together, passed=passed)
+
+
+def _passed(progress: Progress, job: Job, done: int, total: int, number: int) -> None:
+    progress(f"rehearsing {job.name}, pass {number}", done, total)
+
+
+def _pieces(job: Job, ranks: Ranks) -> set[Piece]:
+    """What the ranks compute in a rehearsal, but for what takes no time."""
+    placement = job.placement
+    places = {0} if job.alone else set(ranks.places(placement.mesh))
+    found = (piece_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
     return {one for one in found if not one.is_empty and one.op not in VIEWS}
 
 

@@ -3,6 +3,7 @@ there is little else."""
 
 import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -28,14 +29,15 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
     """
     if ranks.num == 1:
         return costs
-    few, many = (_residue(costs, workload, ranks, layers) for layers in _LAYERS)
+    what = "measuring the engine"
+    few, many = (ranks.trying(what, partial(_residue, costs, workload, layers)) for layers in _LAYERS)
     per_parameter = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
     fixed = max(0.0, few - 2 * _LAYERS[0] * per_parameter)
     update = replace(costs.update, fixed=costs.update.fixed + fixed)
     return replace(costs, update=update, per_parameter=per_parameter)
 
 
-def _residue(costs: Costs, workload: Workload, ranks: Ranks, layers: int) -> float:
+def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
     """Seconds of an update of a chain of layers that are not predicted."""
     plan = Plan.parse(f"sample={ranks.num}")
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)

@@ -15,14 +15,16 @@ from convoy.cost.store import ProfileStore
 from convoy.cost.timeline import Timeline
 from convoy.errors import ConvoyError
 from convoy.planning.links import measured_links
-from convoy.planning.measured import Knowledge, Progress, measure
+from convoy.planning.measured import Knowledge, Progress, jobs_for, measure
 from convoy.planning.ranks import Ranks
+from convoy.planning.update import check_optimizer
 from convoy.planning.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.search.costs import redistributions
 from convoy.search.layers import Layers
+from convoy.search.memory import nothing_fits
 from convoy.search.search import TOLERANCE, SearchResult, search
 from convoy.search.space import meshes
 
@@ -101,8 +103,9 @@ def know(
     store: ProfileStore | None = None,
     progress: Progress = lambda what, done, total: None,
     room: float | None = None,
+    plans: Sequence[Plan] = (),
 ) -> tuple[Knowledge, tuple[str, ...]]:
-    """Measure what is needed to predict plans on some meshes; all ranks call it.
+    """Measure what is needed to predict the plans that are given, or all on some meshes; all ranks call it.
 
     Returns:
         The costs, and notes on what was assumed.
@@ -113,14 +116,17 @@ def know(
     if links is None and devices > 1:
         if ranks.num == devices:
             progress("measuring the links", 0, 1)
-            links, per_transfer = measured_links(shapes, workload.largest, workload.device)
+            links, per_transfer = ranks.trying(
+                "measuring the links", lambda _: measured_links(shapes, workload.largest, workload.device)
+            )
         else:
             links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
             notes.append(
                 f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
             )
-    found = measure(workload, shapes, ranks, links or Links(), store, progress, per_transfer, room)
-    return found, tuple(notes)
+    jobs = jobs_for(workload, shapes, plans)
+    found = measure(workload, jobs, ranks, links or Links(), store, progress, per_transfer, room)
+    return found, (*notes, *found.notes)
 
 
 def make_plan(
@@ -146,23 +152,25 @@ def make_plan(
         links: between the devices; None measures them where as many ranks run, and assumes them otherwise.
         store: of what was measured before.
         fixes: strategies that are given, such as `classifier.*=filter`.
-        memory_limit: bytes that each device has.
+        memory_limit: bytes that each device has; of `plans`, those that need more are left out.
         room: bytes that a rank has here, for rehearsals; what needs more is predicted from what needs less.
         plans: are only scored, instead of a search.
         input: of a pass on each rank; None costs nothing.
         progress: is told of long work.
 
     Raises:
-        ConvoyError: no plan fits into memory, a fix cannot be, or a plan is for another number of devices.
+        TooLargeError: no plan fits into memory.
+        ConvoyError: a fix cannot be, or a plan is for another number of devices.
     """
     shapes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes(devices)
     for plan in plans:
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
+    check_optimizer(workload.optimizer)
     Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
     rooms = [limit for limit in (memory_limit, room) if limit is not None]
     knowledge, notes = know(
-        workload, shapes, ranks, links=links, store=store, progress=progress, room=min(rooms, default=None)
+        workload, shapes, ranks, links=links, store=store, progress=progress, room=min(rooms, default=None), plans=plans
     )
     alone, together = (replace(one, input=input or one.input) for one in (knowledge.alone, knowledge.together))
     costs = together if devices > 1 else alone
@@ -170,9 +178,29 @@ def make_plan(
     if not plans:
         progress("searching", 0, 1)
         plans = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
-    scored = _ordered([score(workload, plan, costs) for plan in plans])
-    serial = score(workload, Plan(Mesh((), ())), alone)
+    found = [score(workload, plan, costs) for plan in plans]
+    if memory_limit is not None:
+        found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
+        notes = (*notes, *left_out)
+    scored = _ordered(found)
+    serial = score(workload.alone or workload, Plan(Mesh((), ())), alone)
     return Planned(workload, devices, tuple(scored), serial, next(iter(results), None), costs, notes)
+
+
+def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
+    """Those that fit into memory, and a note on each of the others.
+
+    Raises:
+        TooLargeError: none fits.
+    """
+    too_large = [one for one in scored if one.memory.total > limit]
+    errors = [
+        nothing_fits(one.placement, costs, one.memory.total, limit, f"the plan {one.plan} does not fit: it")
+        for one in sorted(too_large, key=lambda one: one.memory.total)
+    ]
+    if len(too_large) == len(scored):
+        raise errors[0]
+    return [one for one in scored if one not in too_large], [str(error) for error in errors]
 
 
 def _ordered(scored: Sequence[Scored]) -> list[Scored]:

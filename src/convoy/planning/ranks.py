@@ -2,16 +2,33 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
+
+import torch
 
 from convoy.engine import messages
 from convoy.engine.collectives import Group, gather_ints, place, size
-from convoy.engine.groups import everyone
+from convoy.engine.groups import everyone, temporary
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 
 T = TypeVar("T")
+
+
+class RankFailedError(ConvoyError):
+    """What all ranks tried together failed on one of them.
+
+    Attributes:
+        out_of_memory: whether for want of memory.
+    """
+
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.out_of_memory)
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,71 @@ class Ranks:
         if isinstance(known, ConvoyError | RuntimeError):
             raise known
         return cast(T, known)
+
+    def trying(self, what: str, work: Callable[["Ranks"], T]) -> T:
+        """What this rank finds in what all try together; where one of them fails, all do. All ranks call it.
+
+        Args:
+            what: is tried, as it follows "while": `measuring the links`.
+            work: is given the ranks to talk to meanwhile. Groups that it makes end with it, so that nobody waits for a
+                rank that has failed.
+
+        Raises:
+            RankFailedError: one of them has failed.
+            ConvoyError: it was a mistake of the user.
+        """
+        found: T | None = None
+        failure: Exception | None = None
+        said: list[_Failure | None] = []
+        done = False
+        try:
+            with temporary():
+                found = work(self if self.num == 1 else replace(self, group=everyone()))
+                done = True
+                said = self.gather(None)  # before the groups end: somebody may still read its last messages
+        except Exception as error:
+            if done:
+                raise
+            failure = error
+            said = self.gather(_Failure.of(error))
+        failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
+        if failed:
+            first, rank = min(failed, key=lambda each: (each[0].sort, each[1]))
+            raise first.error(rank, what) from failure
+        return cast(T, found)
+
+
+_LOST_MEMORY, _MISTAKE, _BROKEN, _CUT_OFF = range(4)
+_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank has failed; the sort says which of several ranks' failures is the cause of the others'."""
+
+    sort: int
+    text: str
+
+    @staticmethod
+    def of(error: Exception) -> "_Failure":
+        first_line = str(error).partition("\n")[0].rstrip(".")
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+            words in str(error) for words in _NO_MEMORY if isinstance(error, RuntimeError)
+        ):
+            return _Failure(_LOST_MEMORY, first_line)
+        if isinstance(error, ConvoyError):
+            return _Failure(_MISTAKE, str(error))
+        cut_off = isinstance(error, RuntimeError) and any(words in str(error) for words in _ENDED)
+        return _Failure(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
+
+    def error(self, rank: int, what: str) -> ConvoyError:
+        """For every rank."""
+        if self.sort == _MISTAKE:
+            return ConvoyError(self.text)
+        if self.sort == _LOST_MEMORY:
+            return RankFailedError(f"rank {rank} ran out of memory while {what}", True)
+        return RankFailedError(f"rank {rank} failed while {what} ({self.text}): -v shows where")
 
 
 def _on_host(ranks: int) -> int:

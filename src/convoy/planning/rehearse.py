@@ -1,7 +1,8 @@
 """Rehearsals on the devices at hand: how long every piece of a placement takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 
@@ -28,14 +29,15 @@ def rehearse(
     ranks: Ranks,
     alone: bool,
     links: Links,
-    groups: Groups | None = None,
+    together: bool = False,
     enough: int = 3,
+    passed: Callable[[int], None] = lambda number: None,
 ) -> tuple[dict[Piece, Times], Times]:
     """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
-    Where they are the ranks of the mesh they exchange what they will exchange. What that takes beside the time of its
-    messages on the links, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
+    Where they do so together they exchange what they will exchange. What that takes beside the time of its messages on
+    the links, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
 
     Args:
         workload: what is rehearsed.
@@ -43,11 +45,17 @@ def rehearse(
         ranks: the devices at hand.
         alone: whether the first rehearses by itself.
         links: between the ranks of the mesh.
-        groups: of the mesh, where the ranks are its ranks.
+        together: whether they are the ranks of the mesh.
         enough: passes of each rank that must be near its fastest.
+        passed: is told after every pass how many there were.
     """
     mesh = placement.mesh
-    together = groups is not None
+    passes = count(1)
+
+    def agree(done: bool) -> bool:
+        passed(next(passes))
+        return done if alone else ranks.agree(done)
+
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
     around = (0.0, 0.0)
@@ -60,10 +68,10 @@ def rehearse(
             batch_norm=workload.batch_norm,
             microbatches=workload.sizes,
             contents=workload.contents,
-            groups=groups,
+            groups=Groups(mesh) if together else None,
         )
         with _precision(workload):
-            times = rehearsal.run((lambda done: done) if alone else ranks.agree, enough)
+            times = rehearsal.run(agree, enough)
         for placed in placement.calls:
             one = piece_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:

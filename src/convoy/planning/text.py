@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from convoy.planning.layers import Layer
 from convoy.planning.planner import Scored
 from convoy.planning.verdict import Explained
-from convoy.planning.words import extra, per_second, percent, seconds, shape
+from convoy.planning.words import extra, per_second, percent, seconds, shape, shortened
 from convoy.plans.explain import size, table
 from convoy.plans.place import COMPUTE
 
@@ -97,8 +97,7 @@ def _candidates(found: Explained) -> Iterator[str]:
 
 def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
     gain = f"{serial / one.seconds:.2f} ×" if one.seconds else "-"
-    plan = str(one.plan)
-    short = plan if len(plan) <= _LONGEST else f"{plan[: _LONGEST - 1]}…"
+    short = shortened(str(one.plan), _LONGEST)
     return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
 
 

@@ -1,5 +1,6 @@
 """Measures the optimiser: seconds for a byte and for a tensor."""
 
+import inspect
 import time
 from statistics import median
 
@@ -8,10 +9,27 @@ from torch import nn
 
 from convoy.cost.update import Update
 from convoy.engine.gradients.sharded import ELEMENTWISE
+from convoy.errors import ConvoyError
 from convoy.planning.workload import MakeOptimizer
 
 _POINTS = ((1, 2**24), (16, 2**20), (256, 2**16), (128, 64))
 """Tensors, and numbers in each: large ones do not fit into the caches, as in training."""
+
+
+def check_optimizer(make: MakeOptimizer) -> None:
+    """Refuse an optimiser whose updates cannot be timed.
+
+    Raises:
+        ConvoyError: its step calls a function that computes loss and gradients, as often as it likes.
+    """
+    optimizer = make([nn.Parameter(torch.zeros(1))])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ConvoyError(
+            f"{name} computes the gradients several times in a step, so an update cannot be predicted: plan with "
+            "another optimiser, e.g. SGD, and leave the optimiser's time out of account"
+        )
 
 
 def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int = 5) -> Update:

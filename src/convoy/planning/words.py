@@ -11,6 +11,11 @@ def seconds(number: float) -> str:
     return "-" if number < 5e-10 else f"{number * 1e6:.2f} µs"
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters; one that was longer ends with `…`."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def extra(number: float) -> str:
     """By how much longer: `+1.20 ms`."""
     return f"+{seconds(number)}" if number >= 5e-10 else "+0" if number > -5e-10 else f"-{seconds(-number)}"

@@ -42,6 +42,7 @@ class Workload:
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimiser for some parameters.
+        alone: the update as one device by itself does it, in passes of its own; None where they are the same.
         contents: parameters and buffers by name, and images of any number, as far as they are at hand.
         resized: the same at another number of samples of a pass; None where the network is not at hand.
     """
@@ -56,6 +57,7 @@ class Workload:
     microbatch: int = 0
     precision: torch.dtype | None = None
     optimizer: MakeOptimizer = momentum
+    alone: "Workload | None" = field(default=None, repr=False, compare=False)
     contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
 

@@ -8,7 +8,7 @@ that fit.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from convoy.errors import ConvoyError
+from convoy.errors import TooLargeError
 from convoy.plans.explain import size
 from convoy.plans.memory import kept_by
 from convoy.plans.place import Placement
@@ -80,7 +80,9 @@ def _key(solution: Solution) -> tuple[Strategy, ...]:
     return tuple(solution.layers.values())
 
 
-def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float) -> ConvoyError:
+def nothing_fits(
+    placement: Placement, costs: Costs, needed: float, limit: float, what: str = "no plan fits: the smallest"
+) -> TooLargeError:
     """The sentence for where even the smallest plan is too large.
 
     Args:
@@ -88,6 +90,7 @@ def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float
         costs: for the memory of parameters.
         needed: bytes on its rank that needs most.
         limit: bytes that a rank has.
+        what: needs as much.
     """
     layers: dict[str, float] = {}
     mesh, graph = placement.mesh, placement.graph
@@ -106,8 +109,8 @@ def nothing_fits(placement: Placement, costs: Costs, needed: float, limit: float
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
-    return ConvoyError(
-        f"no plan fits: the smallest needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
+    return TooLargeError(
+        f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
         f"{size(int(limit))} there are; the most of all layers takes {name}, {size(int(layers[largest]))}: use more "
         "devices, smaller microbatches or smaller images"
     )

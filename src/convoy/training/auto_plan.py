@@ -2,11 +2,11 @@
 
 import copy
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from convoy.cost.costs import Around
 from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet
 from convoy.engine.steady import steady
-from convoy.errors import ConvoyError
-from convoy.planning import Planned, Scored, make_plan
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.planning import Planned, Ranks, Scored, make_plan
 from convoy.planning.remembered import remember
 from convoy.planning.verdict import explained
 from convoy.plans.explain import size
@@ -33,8 +33,8 @@ CLEAR = 2 / 3
 _ENOUGH, _MOST = 3, 8
 """Updates of a racer that must be near its fastest, and after how many it ends in any case."""
 
-MakeStep = Callable[[nn.Module, Plan], TrainingStep]
-"""The update of a network under a plan; it changes the network, and which samples this rank has."""
+MakeStep = Callable[[nn.Module, Plan, Devices], TrainingStep]
+"""The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Choice:
         model: the plain network; it is left as it is.
         sizes: samples of each microbatch of an update.
         merge: microbatches that one device takes in a pass.
-        make_step: the update of a copy of it under a plan.
+        make_step: the update of a copy of it under a plan, by the devices that are given.
     """
 
     recipe: Recipe
@@ -79,7 +79,11 @@ class Choice:
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
     def __call__(self) -> Chosen:
-        """Plan, and race where the prediction is not clear. All ranks call it."""
+        """Plan, and race where the prediction is not clear. All ranks call it.
+
+        Raises:
+            TooLargeError: no plan fits into the memory of the devices.
+        """
         plain = Plan.parse(f"sample={self.devices.num}")
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
@@ -89,6 +93,8 @@ class Choice:
         ahead = measure_input(self.recipe, self.data, self.device, self.devices) or Around()
         try:
             planned = self._planned(limit, ahead)
+        except TooLargeError:
+            raise
         except ConvoyError as error:
             return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
         plans = [scored.plan for scored in planned.candidates]
@@ -99,12 +105,11 @@ class Choice:
         others = [scored.seconds for scored in planned.candidates[1:]]
         winner = best.plan
         if others and best.seconds > CLEAR * min(others):
-            seconds = self._race(racers, ahead)
-            racers = [plan for plan, took in zip(racers, seconds, strict=True) if took < math.inf] or [winner]
-            seconds = [took for took in seconds if took < math.inf] or [best.seconds]
-            winner = min(zip(seconds, range(len(racers)), racers, strict=True))[2]
-            result = ", ".join(f"{plan} {_each(took)}" for plan, took in zip(racers, seconds, strict=True))
+            took, failures = self._race(racers, ahead)
+            winner = min(took, key=lambda plan: took[plan])
+            result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
+            said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
         chosen = Chosen(winner, planned, tuple(said))
         verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
         return replace(chosen, notes=(*said, f"{winner}: {verdict}"))
@@ -123,23 +128,33 @@ class Choice:
             remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
         return planned
 
-    def _race(self, plans: Sequence[Plan], ahead: Around) -> list[float]:
-        """Seconds of an update under each plan, of the slowest rank, with what its input takes."""
-        found = []
+    def _race(self, plans: Sequence[Plan], ahead: Around) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
+        """Seconds of an update under each plan, of the slowest rank, with what its input takes; and why others failed.
+
+        Raises:
+            ConvoyError: none of them can be run.
+        """
+        took: dict[Plan, float] = {}
+        failures: dict[Plan, ConvoyError] = {}
         for number, plan in enumerate(plans):
             self.progress(f"racing {plan}", number, len(plans))
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
-                    step = self.make_step(copy.deepcopy(self.model), plan)
-                except ConvoyError:  # on all ranks: the network cannot have this plan in training
-                    found.append(math.inf)
-                    continue
-                samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
-                waits = max(self.devices.gather(ahead.seconds(samples)))
-                seconds = self._time(step)
-                found.append(max(seconds, waits) if ahead.beside else seconds + waits)
+                    took[plan] = self.devices.ranks.trying(f"racing {plan}", partial(self._raced, plan, ahead))
+                except ConvoyError as error:
+                    failures[plan] = error
         self.progress("racing", len(plans), len(plans))
-        return found
+        if not took:
+            raise failures[plans[0]]
+        return took, failures
+
+    def _raced(self, plan: Plan, ahead: Around, ranks: Ranks) -> float:
+        here = replace(self, devices=Devices(ranks))
+        step = self.make_step(copy.deepcopy(self.model), plan, here.devices)
+        samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+        waits = max(ranks.gather(ahead.seconds(samples)))
+        seconds = here._time(step)
+        return max(seconds, waits) if ahead.beside else seconds + waits
 
     def _time(self, step: TrainingStep) -> float:
         data = self.data

@@ -262,8 +262,8 @@ def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
     devices, sizes = ready.devices, ready.quantities.sizes
     merge, _ = devices.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
 
-    def make_step(model: nn.Module, plan: Plan) -> TrainingStep:
-        return _assemble(replace(ready, model=model), plan, []).step()
+    def make_step(model: nn.Module, plan: Plan, racing: Devices) -> TrainingStep:
+        return _assemble(replace(ready, model=model, devices=racing), plan, []).step()
 
     return Choice(
         recipe=ready.recipe,

@@ -1,6 +1,7 @@
 """What a recipe's training is to the planner: passes, microbatches, precision, optimiser."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -53,19 +54,24 @@ def workload_in_passes(
         sizes: samples of each microbatch of an update.
         merge: microbatches of one device in a pass.
     """
-    per_pass = min(len(sizes), merge * devices)
-    return workload_of(
-        model,
-        torch.empty(1, *image_shape, device=device),
-        recipe.batch,
-        name=recipe.model.name,
-        passes=math.ceil(len(sizes) / per_pass),
-        channels_last=recipe.channels_last,
-        batch_norm=recipe.batch_norm,
-        microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
-        precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
-        optimizer=partial(_optimizer, recipe=recipe),
-    )
+
+    def in_passes(passes: int) -> Workload:
+        return workload_of(
+            model,
+            torch.empty(1, *image_shape, device=device),
+            recipe.batch,
+            name=recipe.model.name,
+            passes=passes,
+            channels_last=recipe.channels_last,
+            batch_norm=recipe.batch_norm,
+            microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
+            precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
+            optimizer=partial(_optimizer, recipe=recipe),
+        )
+
+    together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
+    found = in_passes(together)
+    return found if alone == together else replace(found, alone=in_passes(alone))
 
 
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
