@@ -1,0 +1,72 @@
+"""Where the ranks meet before they have a process group: a key-value store, which listens on one address alone."""
+
+import os
+from collections.abc import MutableMapping
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from convoy import interfaces
+from convoy.errors import ConvoyError
+
+
+def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT.
+
+    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR, or of
+    the interface that was chosen; torch would listen on all interfaces.
+
+    Args:
+        rank: this one.
+        num_ranks: of all.
+        timeout: to wait for rank 0.
+
+    Raises:
+        ConvoyError: rank 0 cannot listen where the others look for it.
+        RuntimeError: the store is not to be reached.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank > 0 or kept:
+        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+    interface = interfaces.chosen()
+    own = interfaces.address_of(interface) if interface is not None else host
+    try:
+        listening = interfaces.listen(own, port)
+    except OSError as error:
+        raise ConvoyError(f"rank 0 {error}: set MASTER_PORT to a free one, and MASTER_ADDR to rank 0's host") from error
+    if listening is None:
+        raise ConvoyError(
+            f"MASTER_ADDR={host} is no address of this host, which has rank 0: set it to one, or name the interface "
+            f"that the others reach by --interface ({', '.join(interfaces.names())})"
+        )
+    address = listening.getsockname()[0]
+    if interfaces.is_loopback(address) and num_ranks > _num_local():
+        listening.close()
+        raise ConvoyError(
+            f"MASTER_ADDR={host} is {address} on this host, where ranks on other hosts cannot reach it: set it to an "
+            f"address, or name the interface that they reach by --interface ({', '.join(interfaces.names())})"
+        )
+    port = listening.getsockname()[1]
+    return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
+
+
+def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo talk on the network on which the ranks meet, unless an interface was chosen.
+
+    By itself it would take the one that this host's name belongs to, which need not be one that others reach.
+    """
+    if interfaces.VARIABLES[0] in environment:
+        return
+    address = interfaces.towards(environment["MASTER_ADDR"])
+    if address is None or (interfaces.is_loopback(address) and num_ranks > _num_local(environment)):
+        return
+    name = interfaces.interface_with(address)
+    if name is not None:
+        environment[interfaces.VARIABLES[0]] = name
+
+
+def _num_local(environment: MutableMapping[str, str] = os.environ) -> int:
+    """Ranks of this host, as the launcher says."""
+    text = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1

@@ -1,0 +1,146 @@
+"""Which network interface the ranks talk through, and sockets that listen on one address alone.
+
+gloo and NCCL listen on the interface that a variable names. torch's key-value store listens on all of them, unless it
+is given a socket that listens already.
+"""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from convoy.errors import ConvoyError
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+def use(interface: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the collectives of this process, and of those that it starts, go through an interface.
+
+    Raises:
+        ConvoyError: this host has no such interface, or it has no address.
+    """
+    address_of(interface)
+    environment.update(dict.fromkeys(VARIABLES, interface))
+
+
+def chosen(environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """The one interface that the variables name, if they do: NCCL's may also be a list or a pattern."""
+    name = environment.get(VARIABLES[0], "")
+    return name if name and "," not in name else None
+
+
+def names() -> list[str]:
+    """The interfaces of this host."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def address_of(interface: str) -> str:
+    """An address of an interface of this host, of IPv4 if it has one.
+
+    Raises:
+        ConvoyError: there is no such interface, or it has no address.
+    """
+    if interface not in names():
+        raise ConvoyError(f"this host has no interface {interface!r}: --interface must be one of {', '.join(names())}")
+    found = _addresses(interface)
+    if not found:
+        raise ConvoyError(f"interface {interface!r} has no address: name another by --interface, or configure it")
+    return found[0]
+
+
+def interface_with(address: str) -> str | None:
+    """The interface of this host that has an address; None where none has."""
+    return next((name for name in names() if address in _addresses(name)), None)
+
+
+def towards(host: str) -> str | None:
+    """This host's address on the way to another, which is one of its own for its own names.
+
+    Returns:
+        The address, or None where the name is unknown or there is no way.
+    """
+    for family, _, _, _, place in _resolve(host, 9):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            try:
+                probe.connect(place)
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other host can reach an address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on the address of a host, and on no other.
+
+    Args:
+        host: a name or an address.
+        port: 0 for any that is free.
+
+    Returns:
+        The socket; None where the address is not one of this host.
+
+    Raises:
+        OSError: the port is taken, or nobody knows the name.
+    """
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+            listening.listen(1024)
+        except OSError as error:
+            listening.close()
+            if _can_bind(family, str(place[0])):
+                raise OSError(error.errno, f"cannot listen on {host}:{port} ({error.strerror})") from error
+            continue
+        return listening
+    return None
+
+
+def is_own(host: str) -> bool:
+    """Whether a name or an address is this host's."""
+    return any(_can_bind(family, str(place[0])) for family, _, _, _, place in _resolve(host, 0))
+
+
+def _can_bind(family: int, address: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _resolve(host: str, port: int) -> list[tuple]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+
+
+def _addresses(interface: str) -> list[str]:
+    """Of IPv4 (the first one), then of IPv6."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+            found.append(socket.inet_ntoa(answer[20:24]))
+        except OSError:
+            pass
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, _, _, _, name = line.split()
+        if name == interface:
+            address = ipaddress.IPv6Address(int(digits, 16))
+            found.append(f"{address}%{interface}" if address.is_link_local else str(address))
+    return found

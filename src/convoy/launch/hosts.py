@@ -1,0 +1,133 @@
+"""The commands that start one run on several hosts, through torchrun."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.errors import ConvoyError
+
+Rendezvous = Literal["convoy", "c10d", "static"]
+"""`convoy` is c10d that listens on one address (`convoy.launch.rendezvous`); the other two are torch's own, which
+listen on all interfaces."""
+
+_HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of them, and how many ranks it has."""
+
+    name: str
+    devices: int
+
+    @staticmethod
+    def parse(text: str, devices: int | None = None) -> "list[Host]":
+        """Hosts in a line: `node1,node2:4,[fe80::1]:2`.
+
+        Args:
+            text: names or addresses; those of IPv6 in brackets.
+            devices: of each host that does not say how many.
+
+        Raises:
+            ConvoyError: it is no such line.
+        """
+        found = []
+        for part in text.split(","):
+            match = re.fullmatch(rf"(?:{_HOST.pattern})(?::(?P<devices>\d+))?", part.strip())
+            if match is None or re.search(r"[\s/]", part.strip()):
+                raise ConvoyError(f"{part!r} is no host: write e.g. node1,node2:4 (an IPv6 address in brackets)")
+            number = int(match["devices"]) if match["devices"] else devices
+            if number is None:
+                raise ConvoyError(f"{part} says no number of devices: write e.g. {part}:4, or --devices-per-host 4")
+            if number < 1:
+                raise ConvoyError(f"{part} has {number} devices: write at least 1")
+            found.append(Host(match["bare"] or match["six"], number))
+        names = [host.name for host in found]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConvoyError(f"host {twice} is named twice: write {twice}:N with all of its devices")
+        return found
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is to be started on a host.
+
+    Attributes:
+        host: where.
+        arguments: the command line.
+        environment: variables that it needs.
+    """
+
+    host: Host
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+    def __str__(self) -> str:
+        """For a shell, in one line."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hosts that train together.
+
+    Attributes:
+        hosts: the first one is where they meet.
+        run_id: the same on all of them, and another one for every run.
+        port: of the first host.
+        rendezvous: how they meet.
+        least: so many hosts are enough to begin, and to go on; None for all.
+        max_restarts: how often the ranks are started again when one has failed.
+        interface: of every host, through which the ranks talk; None for the one on the way to the first host.
+    """
+
+    hosts: Sequence[Host]
+    run_id: str
+    port: int = 29_400
+    rendezvous: Rendezvous = "convoy"
+    least: int | None = None
+    max_restarts: int = 0
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.hosts)
+        if self.least is not None and not 1 <= self.least <= count:
+            raise ConvoyError(f"--min-hosts {self.least} must be from 1 to the {count} hosts that are named")
+        if self.rendezvous == "static" and self.least not in (None, count):
+            raise ConvoyError("--rendezvous static needs all hosts: leave --min-hosts out, or use convoy or c10d")
+        if not 0 < self.port < 1 << 16:
+            raise ConvoyError(f"--port {self.port} must be from 1 to 65535")
+        if self.max_restarts < 0:
+            raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
+        if self.interface is not None and not re.fullmatch(r"[^\s/,^=]{1,15}", self.interface):
+            raise ConvoyError(f"--interface {self.interface!r} is no name of an interface, such as eth1")
+
+    def commands(self, arguments: Sequence[str]) -> list[Command]:
+        """A command for each host.
+
+        Args:
+            arguments: of `convoy train`.
+        """
+        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        environment = dict.fromkeys(variables, self.interface) if self.interface is not None else {}
+        return [
+            Command(host, (*self._torchrun(number), "-m", "convoy", "train", *arguments), environment)
+            for number, host in enumerate(self.hosts)
+        ]
+
+    def _torchrun(self, number: int) -> list[str]:
+        count, least = len(self.hosts), self.least or len(self.hosts)
+        words = ["torchrun", f"--nnodes={count}" if least == count else f"--nnodes={least}:{count}"]
+        words.append(f"--nproc-per-node={self.hosts[number].devices}")
+        if self.max_restarts:
+            words.append(f"--max-restarts={self.max_restarts}")
+        first = self.hosts[0].name
+        if self.rendezvous == "static":
+            return [*words, f"--node-rank={number}", f"--master-addr={first}", f"--master-port={self.port}"]
+        endpoint = f"[{first}]:{self.port}" if ":" in first else f"{first}:{self.port}"
+        meeting = [f"--rdzv-backend={self.rendezvous}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.run_id}"]
+        return [*words, *meeting]

@@ -1,0 +1,97 @@
+"""torch's c10d rendezvous, listening on one address instead of on all interfaces.
+
+`torchrun --rdzv-backend=convoy --rdzv-endpoint=HOST:PORT` is otherwise used as with `c10d`. The stores of torch's
+agents listen on the address of the endpoint, or of the interface that GLOO_SOCKET_IFNAME names, and the hosts call
+themselves by these addresses, so that their names need not be known to each other.
+"""
+
+import contextlib
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from convoy import interfaces
+from convoy.errors import ConvoyError
+from convoy.launch.torchrun import BACKEND
+
+PORT = 29_400
+
+
+def make(params: RendezvousParameters) -> RendezvousHandler:
+    """A host's part in a rendezvous.
+
+    Raises:
+        ConvoyError: this host cannot listen where others would reach it.
+        RendezvousConnectionError: the store is not to be reached.
+    """
+    host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
+    interface = interfaces.chosen()
+    own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
+    if own is not None and interfaces.is_loopback(own) and params.max_nodes > 1 and not _says_local(host):
+        raise ConvoyError(
+            f"{host} is {own} on this host, where other hosts cannot reach it: give its address, or set "
+            f"GLOO_SOCKET_IFNAME to the interface that they reach ({', '.join(interfaces.names())})"
+        )
+    store = _open(host, port, own, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
+    handler: RendezvousHandler = OneAddress.from_backend(
+        params.run_id,
+        store,
+        C10dRendezvousBackend(store, params.run_id),
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr or own,
+        RendezvousTimeout(*(_timeout(params, name) for name in ("join", "last_call", "close", "heartbeat"))),
+        keep_alive_interval=params.get_as_int("keep_alive_interval", 5) or 5,
+        keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", 3) or 3,
+    )
+    return handler
+
+
+class OneAddress(DynamicRendezvousHandler):
+    """torch's handler, whose store for the ranks listens on this host's address alone."""
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return _serve(master_addr, master_port, timedelta(seconds=300))
+
+
+def _open(host: str, port: int, own: str | None, wait: timedelta) -> TCPStore:
+    """The store at the endpoint: the first process of the endpoint's host that comes serves it."""
+    if own is not None and interfaces.is_own(host):
+        with contextlib.suppress(OSError):  # another process of this host serves it
+            return _serve(own, port, wait)
+    try:
+        return TCPStore(host, port, is_master=False, timeout=wait)
+    except (ValueError, RuntimeError) as error:
+        raise RendezvousConnectionError(f"the rendezvous at {host}:{port} is not to be reached: {error}") from error
+
+
+def _serve(address: str, port: int, wait: timedelta) -> TCPStore:
+    listening = interfaces.listen(address, port)
+    if listening is None:
+        raise ConvoyError(f"{address} is no address of this host: set --local-addr, or --interface, to one that is")
+    address, port = listening.getsockname()[:2]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()
+    )
+
+
+def _says_local(host: str) -> bool:
+    """Whether the user means this host alone."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _timeout(params: RendezvousParameters, name: str) -> timedelta | None:
+    seconds = params.get_as_int(f"{name}_timeout")
+    return None if seconds is None else timedelta(seconds=seconds)
