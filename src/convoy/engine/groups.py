@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from convoy.engine.collectives import close
 from convoy.engine.fresh import fresh
+from convoy.engine.meeting_place import choose_interface, open_store
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
@@ -47,10 +47,11 @@ def join(timeout: float = 600.0) -> torch.device:
         if devices:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
+        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
-            found, rank, world = next(iter(rendezvous("env://", timeout=limit)))
-            store = fresh(found, rank, world, limit)
+            store = fresh(open_store(rank, world, limit), rank, world, limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
