@@ -55,18 +55,18 @@ def count_bytes(plan: str, classes: int) -> int:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, classes))
     net = convoy.parallelize(net, plan, example=torch.zeros(8, 4))
     largest = 0
-    original = dist.all_to_all_single
+    original = dist.isend
 
-    def counting(output, input, *args, **kwargs):
+    def counting(tensor, *args, **kwargs):
         nonlocal largest
-        largest = max(largest, input.numel())
-        return original(output, input, *args, **kwargs)
+        largest = max(largest, tensor.numel())
+        return original(tensor, *args, **kwargs)
 
-    dist.all_to_all_single = counting
+    dist.isend = counting
     try:
         convoy.cross_entropy(net, torch.randn(8, 4), torch.randint(0, classes, (8,))).backward()
     finally:
-        dist.all_to_all_single = original
+        dist.isend = original
     return largest
 
 

@@ -28,9 +28,7 @@ class Counter:
         collectives._SMALL = 0
         for owner, name, count in [
             (dist, "all_reduce", self._all_reduce),
-            (dist, "all_to_all_single", self._all_to_all),
-            (collectives, "_gather_single", self._gather),
-            (collectives, "_scatter_single", self._scatter),
+            (dist, "isend", self._send),
         ]:
             setattr(owner, name, self._counting(getattr(owner, name), count))
 
@@ -49,15 +47,8 @@ class Counter:
     def _all_reduce(self, group, x, *rest):
         return all_reduce_elements(x.numel(), dist.get_world_size(group))
 
-    def _all_to_all(self, group, received, given, wanted=None, sizes=None):
-        ranks, here = dist.get_world_size(group), dist.get_rank(group)
-        return given.numel() - (sizes[here] if sizes else given.numel() // ranks)
-
-    def _gather(self, group, received, given):
-        return given.numel() * (dist.get_world_size(group) - 1)
-
-    def _scatter(self, group, received, given):
-        return given.numel() - received.numel()
+    def _send(self, group, x):
+        return x.numel()
 
 
 def _sent(plan, steps=2):

@@ -4,10 +4,10 @@ Plain functions of tensors and a group; a group of None is one rank alone. All r
 function with shapes and dtypes that fit together, and wait for pending results in the same order. None has a gradient:
 `engine/transfer.py` builds on them what has.
 
-CPU tensors go through memory that the ranks share where all are on one host. On gloo, where latency counts, everything
-but the sum of a large tensor is one all-to-all: it takes one round and was the fastest of gloo's variants from 64 bytes
-to 4 MiB on 2 to 4 processes. gloo gets tensors of other devices by way of the CPU. Within a function that a user
-compiles the functional collectives of torch are used, a private module that only this file knows.
+CPU tensors go through memory that the ranks share where all are on one host. Over gloo everything but the sum of a
+large tensor goes straight from every rank to every other (`engine/point_to_point.py`). gloo gets tensors of other
+devices by way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
+private module that only this file knows.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from convoy.engine import shared_memory
+from convoy.engine import point_to_point, shared_memory
 from convoy.engine.shared_memory import Channel, operations
 from convoy.engine.waits import waits
 
@@ -36,20 +36,20 @@ _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weak
 class Pending:
     """A collective that may still run, or that runs when it is waited for; `wait` gives its result, once."""
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor]) -> None:
-        self._work = work
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
+        self._works = [work for work in works if work is not None]
         self._finish = finish
 
     @property
     def runs_beside(self) -> bool:
         """Whether it runs while this rank computes, not only when it is waited for."""
-        return self._work is not None
+        return bool(self._works)
 
     @waits
     def wait(self) -> Tensor:
         """Wait for the other ranks; the result."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         return self._finish()
 
 
@@ -75,17 +75,17 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """As `all_reduce`, but without waiting."""
     if group is None or x.numel() == 0:
-        return Pending(None, lambda: x)
+        return Pending((), lambda: x)
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     if (channel := _channel(x, group)) is not None:
-        return Pending(None, lambda: operations.all_reduce(x, channel))
+        return Pending((), lambda: operations.all_reduce(x, channel))
     if not _is_gloo(x, group):
-        return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+        return Pending([dist.all_reduce(x, group=group, async_op=True)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
-        return Pending(None, lambda: torch.sum(received.wait(), 0, out=x))
+        return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
     here = x.cpu()
-    return Pending(dist.all_reduce(here, group=group, async_op=True), lambda: x if here is x else x.copy_(here))
+    return Pending([dist.all_reduce(here, group=group, async_op=True)], lambda: x if here is x else x.copy_(here))
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -98,16 +98,18 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 def start_all_gather(x: Tensor, group: Group) -> Pending:
     """As `all_gather`, but without waiting."""
     if group is None:
-        return Pending(None, lambda: x.unsqueeze(0))
+        return Pending((), lambda: x.unsqueeze(0))
     if (channel := _channel(x, group)) is not None:
-        return Pending(None, lambda: operations.all_gather(x, channel))
+        return Pending((), lambda: operations.all_gather(x, channel))
     ranks = size(group)
-    if _is_gloo(x, group) and ranks * x.nbytes <= 1 << 24:
-        return start_all_to_all(x.expand(ranks, *x.shape).contiguous(), group)
     here = _for(group, x).contiguous()
     received = here.new_empty(ranks, *x.shape)
+    if _is_gloo(x, group):
+        received[place(group)] = here
+        works = point_to_point.start_all_to_all([here] * ranks, list(received), group)
+        return Pending(works, lambda: received.to(x.device))
     work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
-    return Pending(work, lambda: received.to(x.device))
+    return Pending([work], lambda: received)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -121,13 +123,17 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
     """As `all_to_all`, but without waiting."""
     if group is None:
-        return Pending(None, lambda: x)
+        return Pending((), lambda: x)
     if (channel := _channel(x, group)) is not None:
-        return Pending(None, lambda: operations.all_to_all(x, channel))
+        return Pending((), lambda: operations.all_to_all(x, channel))
     here = _for(group, x).contiguous()
     received = torch.empty_like(here)
+    if _is_gloo(x, group):
+        received[place(group)] = here[place(group)]
+        works = point_to_point.start_all_to_all(list(here), list(received), group)
+        return Pending(works, lambda: received.to(x.device))
     work = dist.all_to_all_single(received, here, group=group, async_op=True)
-    return Pending(work, lambda: received.to(x.device))
+    return Pending([work], lambda: received)
 
 
 @waits
@@ -146,21 +152,42 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     some = next(x for x in sends if x is not None)
     if group is not None and not torch.compiler.is_compiling() and (channel := _channel(some, group)) is not None:
         return operations.exchange(sends, shapes, channel)
-    given = [0 if x is None else x.numel() for x in sends]
     wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
+    if group is not None and not torch.compiler.is_compiling() and _is_gloo(some, group):
+        received = _exchange_over_gloo(sends, wanted, some, group)
+    else:
+        received = _exchange_at_once(sends, wanted, group)
+    parts = torch.split(received, wanted)
+    return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _exchange_over_gloo(
+    sends: Sequence[Tensor | None], wanted: list[int], like: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """What comes, flat and in the order of ranks."""
+    leaving = [None if x is None else _for(group, x).reshape(-1).contiguous() for x in sends]
+    received = torch.empty(sum(wanted), dtype=like.dtype)
+    parts = received.split(wanted)
+    own = leaving[place(group)]
+    if own is not None:
+        parts[place(group)].copy_(own)
+    for work in point_to_point.start_all_to_all(leaving, parts, group):
+        work.wait()
+    return received.to(like.device)
+
+
+def _exchange_at_once(sends: Sequence[Tensor | None], wanted: list[int], group: Group) -> Tensor:
+    given = [0 if x is None else x.numel() for x in sends]
     pieces = [x.reshape(-1) for x in sends if x is not None]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if group is None:
-        received = flat
-    elif torch.compiler.is_compiling():
-        received = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
-    else:
-        here = _for(group, flat)
-        received = here.new_empty(sum(wanted))
-        dist.all_to_all_single(received, here, wanted, given, group=group)
-        received = received.to(flat.device)
-    parts = torch.split(received, wanted)
-    return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
+        return flat
+    if torch.compiler.is_compiling():
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
+        return received
+    received = flat.new_empty(sum(wanted))
+    dist.all_to_all_single(received, flat, wanted, given, group=group)
+    return received
 
 
 def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
@@ -170,33 +197,25 @@ def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], gro
     received from the rank before this one, in the circle.
     """
     if group is None:
-        return Pending(None, lambda: receives[0])
-    ranks, here = size(group), group.rank()
+        return Pending((), lambda: receives[0])
+    here = group.rank()
     if (channel := _channel(receives[here], group)) is not None:
-        return Pending(None, lambda: operations.exchange_into(sends, receives, channel)[here - 1])
+        return Pending((), lambda: operations.exchange_into(sends, receives, channel)[here - 1])
     if not _is_gloo(receives[here], group):
         nothing = receives[here].new_empty(0)
         taken = [nothing if q == here else x for q, x in enumerate(receives)]
         given = [nothing if q == here else x for q, x in enumerate(sends)]
-        return Pending(dist.all_to_all(taken, given, group=group, async_op=True), lambda: receives[here - 1])
-    running: list[tuple[dist.Work | None, Tensor, Tensor]] = []
-    for distance in range(1, ranks):  # gloo sends from one tensor and fills one, so one neighbour at a time
-        to, source = (here + distance) % ranks, (here - distance) % ranks
-        taken_sizes, given_sizes = [0] * ranks, [0] * ranks
-        taken_sizes[source], given_sizes[to] = receives[source].numel(), sends[to].numel()
-        arriving, leaving = _for(group, receives[source]), _for(group, sends[to])
-        work = dist.all_to_all_single(arriving, leaving, taken_sizes, given_sizes, group=group, async_op=True)
-        running.append((work, arriving, receives[source]))
-    return Pending(None, lambda: _arrived(running, receives[here - 1]))
+        return Pending([dist.all_to_all(taken, given, group=group, async_op=True)], lambda: receives[here - 1])
+    arriving = [_for(group, x) for x in receives]
+    works = point_to_point.start_all_to_all([_for(group, x) for x in sends], arriving, group)
+    return Pending(works, lambda: _arrived(arriving, receives, here))
 
 
-def _arrived(running: Sequence[tuple[dist.Work | None, Tensor, Tensor]], result: Tensor) -> Tensor:
-    for work, arriving, target in running:
-        if work is not None:
-            work.wait()
-        if arriving is not target:
-            target.copy_(arriving)
-    return result
+def _arrived(arriving: Sequence[Tensor], receives: Sequence[Tensor], here: int) -> Tensor:
+    for q, (found, target) in enumerate(zip(arriving, receives, strict=True)):
+        if q != here and found is not target:
+            target.copy_(found)
+    return receives[here - 1]
 
 
 @waits
