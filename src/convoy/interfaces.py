@@ -79,37 +79,61 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on the address of a host, and on no other.
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on one address of this host, and on no other.
 
     Args:
-        host: a name or an address.
+        address: of IPv4 or IPv6.
         port: 0 for any that is free.
 
-    Returns:
-        The socket; None where the address is not one of this host.
-
     Raises:
-        OSError: the port is taken, or nobody knows the name.
+        OSError: the port is taken, or the address is not this host's.
     """
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(place)
-            listening.listen(1024)
-        except OSError as error:
-            listening.close()
-            if _can_bind(family, str(place[0])):
-                raise OSError(error.errno, f"cannot listen on {host}:{port} ({error.strerror})") from error
-            continue
-        return listening
-    return None
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise OSError(error.errno, f"cannot listen on {address}:{port} ({error.strerror})") from error
+    return listening
 
 
 def is_own(host: str) -> bool:
     """Whether a name or an address is this host's."""
-    return any(_can_bind(family, str(place[0])) for family, _, _, _, place in _resolve(host, 0))
+    return bool(_own_addresses(host))
+
+
+def meeting_address(host: str, alone: bool) -> str:
+    """The address of this host at which others look for it.
+
+    Args:
+        host: the name or address that they know it by.
+        alone: there are no other hosts.
+
+    Raises:
+        ConvoyError: others could not reach it there, and no interface was chosen.
+    """
+    own = _own_addresses(host)
+    interface = chosen()
+    preferred = address_of(interface) if interface is not None else None
+    if preferred in own:
+        return preferred
+    reached = next((address for address in own if alone or not is_loopback(address)), preferred)
+    if reached is None:
+        said = f"{own[0]} on this host, where other hosts cannot reach it" if own else "no address of this host"
+        raise ConvoyError(
+            f"{host}, where the ranks are to meet, is {said}: give the address that the others reach, or name its "
+            f"interface by --interface or GLOO_SOCKET_IFNAME ({', '.join(names())})"
+        )
+    return reached
+
+
+def _own_addresses(host: str) -> list[str]:
+    found = [str(place[0]) for family, _, _, _, place in _resolve(host, 0) if _can_bind(family, str(place[0]))]
+    return list(dict.fromkeys(found))
 
 
 def _can_bind(family: int, address: str) -> bool:

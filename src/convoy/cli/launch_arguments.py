@@ -29,3 +29,16 @@ def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = F
     if values["max_restarts"]:
         raise ConvoyError("--max-restarts after -- is for the ranks of one host: put it before the --")
     return values
+
+
+def without(arguments: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:
+    """Arguments without some options, whose values follow them or an equals sign, and without some flags."""
+    left, skip = [], False
+    for argument in arguments:
+        if skip or argument in flags:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif argument.partition("=")[0] not in options:
+            left.append(argument)
+    return left

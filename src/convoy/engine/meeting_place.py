@@ -13,8 +13,8 @@ from convoy.errors import ConvoyError
 def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """The store at MASTER_ADDR:MASTER_PORT.
 
-    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR, or of
-    the interface that was chosen; torch would listen on all interfaces.
+    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR alone;
+    torch would listen on all interfaces.
 
     Args:
         rank: this one.
@@ -29,24 +29,11 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if rank > 0 or kept:
         return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
-    interface = interfaces.chosen()
-    own = interfaces.address_of(interface) if interface is not None else host
+    address = interfaces.meeting_address(host, alone=num_ranks <= _num_local())
     try:
-        listening = interfaces.listen(own, port)
+        listening = interfaces.listen(address, port)
     except OSError as error:
-        raise ConvoyError(f"rank 0 {error}: set MASTER_PORT to a free one, and MASTER_ADDR to rank 0's host") from error
-    if listening is None:
-        raise ConvoyError(
-            f"MASTER_ADDR={host} is no address of this host, which has rank 0: set it to one, or name the interface "
-            f"that the others reach by --interface ({', '.join(interfaces.names())})"
-        )
-    address = listening.getsockname()[0]
-    if interfaces.is_loopback(address) and num_ranks > _num_local():
-        listening.close()
-        raise ConvoyError(
-            f"MASTER_ADDR={host} is {address} on this host, where ranks on other hosts cannot reach it: set it to an "
-            f"address, or name the interface that they reach by --interface ({', '.join(interfaces.names())})"
-        )
+        raise ConvoyError(f"rank 0 {error.strerror}: set MASTER_PORT to a free port") from error
     port = listening.getsockname()[1]
     return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
 

@@ -87,7 +87,7 @@ def ended(place: Place, status: int) -> int:
         The status of this process: torch's launcher takes everything but 0 as a failure.
     """
     if place.folder is None:
-        return status
+        return status if place.rank == 0 else 0  # srun and torchrun end the others with the first that fails
     folder = Path(place.folder)
     leave(folder, place.rank)
     if place.rank == 0:

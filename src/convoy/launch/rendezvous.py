@@ -1,8 +1,8 @@
 """torch's c10d rendezvous, listening on one address instead of on all interfaces.
 
 `torchrun --rdzv-backend=convoy --rdzv-endpoint=HOST:PORT` is otherwise used as with `c10d`. The stores of torch's
-agents listen on the address of the endpoint, or of the interface that GLOO_SOCKET_IFNAME names, and the hosts call
-themselves by these addresses, so that their names need not be known to each other.
+agents listen on the address of the endpoint and, for the ranks, of the interface that GLOO_SOCKET_IFNAME names or that
+is on the way to the endpoint; hosts call themselves by that address, so that their names need not be known to others.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from convoy import interfaces
-from convoy.errors import ConvoyError
 from convoy.launch.torchrun import BACKEND
 
 PORT = 29_400
@@ -33,14 +32,9 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
         RendezvousConnectionError: the store is not to be reached.
     """
     host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
+    store = _open(host, port, params.max_nodes == 1, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     interface = interfaces.chosen()
     own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
-    if own is not None and interfaces.is_loopback(own) and params.max_nodes > 1 and not _says_local(host):
-        raise ConvoyError(
-            f"{host} is {own} on this host, where other hosts cannot reach it: give its address, or set "
-            f"GLOO_SOCKET_IFNAME to the interface that they reach ({', '.join(interfaces.names())})"
-        )
-    store = _open(host, port, own, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     handler: RendezvousHandler = OneAddress.from_backend(
         params.run_id,
         store,
@@ -66,11 +60,12 @@ class OneAddress(DynamicRendezvousHandler):
         return _serve(master_addr, master_port, timedelta(seconds=300))
 
 
-def _open(host: str, port: int, own: str | None, wait: timedelta) -> TCPStore:
+def _open(host: str, port: int, alone: bool, wait: timedelta) -> TCPStore:
     """The store at the endpoint: the first process of the endpoint's host that comes serves it."""
-    if own is not None and interfaces.is_own(host):
+    if interfaces.is_own(host):
+        address = interfaces.meeting_address(host, alone or _says_local(host))
         with contextlib.suppress(OSError):  # another process of this host serves it
-            return _serve(own, port, wait)
+            return _serve(address, port, wait)
     try:
         return TCPStore(host, port, is_master=False, timeout=wait)
     except (ValueError, RuntimeError) as error:
@@ -79,8 +74,6 @@ def _open(host: str, port: int, own: str | None, wait: timedelta) -> TCPStore:
 
 def _serve(address: str, port: int, wait: timedelta) -> TCPStore:
     listening = interfaces.listen(address, port)
-    if listening is None:
-        raise ConvoyError(f"{address} is no address of this host: set --local-addr, or --interface, to one that is")
     address, port = listening.getsockname()[:2]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()

@@ -1,0 +1,147 @@
+"""A run as a script for `sbatch`."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from convoy.errors import ConvoyError
+from convoy.launch.slurm.times import seconds_of, time_limit
+
+OWN = frozenset(
+    ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "signal", "requeue", "open-mode", "output")
+)
+"""Options of `sbatch` that the script sets by options of Convoy's."""
+
+_SCRIPT = """\
+#!/bin/bash
+{options}
+# One task for each device; Convoy finds its place by Slurm's variables. Slurm sends USR2 before the time is over: the
+# run is saved and the job queued again, and goes on where it was, like after the loss of a node.
+
+out={out}
+stopping=
+step=
+trap 'stopping=yes; [ -z "$step" ] || kill -USR2 "$step"' USR2
+restarts=0
+while true; do
+    srun {srun} \\
+        {command} &
+    step=$!
+    wait "$step"
+    status=$?
+    if [ -n "$stopping" ]; then
+        wait "$step"  # the first one ended with the signal
+        status=$?
+    fi
+    if [ "$status" -eq 0 ] || [ "$status" -eq 2 ]; then
+        exit "$status"  # done, or a mistake that another try would not mend
+    fi
+    if [ -n "$stopping" ]; then
+        echo "queued again, to go on with $out"
+        exec scontrol requeue "$SLURM_JOB_ID"
+    fi
+    if [ "$restarts" -ge {max_restarts} ]; then
+        exit "$status"
+    fi
+    restarts=$((restarts + 1))
+    echo "restart $restarts of {max_restarts} after status $status"
+done
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and on what.
+
+    Attributes:
+        arguments: of `convoy train`, without `--out` and `--resume`.
+        out: the run directory, on a file system that all nodes share; None for a new one for each job.
+        python: the Python that has Convoy, on every node.
+        nodes: how many.
+        devices_per_node: ranks, each a task, and on GPUs each a GPU.
+        gpus: whether devices are GPUs.
+        cores_per_device: CPU cores of each; None for Slurm's default.
+        time: how long the job may take at once, as a person writes it.
+        save_before: seconds before its end at which the run is saved and queued again.
+        max_restarts: how often the ranks are started again, in the same job, when one has failed.
+        interface: of every node, through which the ranks talk; None for the one on the way to the first node.
+        options: other options of `sbatch`, by name.
+    """
+
+    arguments: Sequence[str]
+    out: str | None
+    python: str
+    name: str
+    nodes: int = 1
+    devices_per_node: int = 1
+    gpus: bool = True
+    cores_per_device: int | None = None
+    time: str = "1h"
+    save_before: int = 120
+    max_restarts: int = 3
+    interface: str | None = None
+    options: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
+        for option, number in {**counts, "--cores-per-device": self.cores_per_device}.items():
+            if number is not None and number < 1:
+                raise ConvoyError(f"{option} {number} must be at least 1")
+        if self.max_restarts < 0:
+            raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
+        seconds = seconds_of(time_limit(self.time))
+        if not 1 <= self.save_before < min(seconds, 1 << 16):
+            raise ConvoyError(f"--save-before {self.save_before} must be from 1 to below the {seconds:,} s of --time")
+        if self.interface is not None and not re.fullmatch(r"[^\s/,^=]{1,15}", self.interface):
+            raise ConvoyError(f"--interface {self.interface!r} is no name of an interface, such as eth1")
+        for name, value in self.options.items():
+            if name in OWN:
+                raise ConvoyError(f"--option {name} is set by an option of its own: see convoy launch slurm --help")
+            if not re.fullmatch(r"[a-z][a-z-]*", name) or (value is not None and not value.isprintable()):
+                raise ConvoyError(f"--option {name!r} is no option of sbatch: write e.g. --option partition=gpu")
+
+    def script(self) -> str:
+        """The text of the script."""
+        lines = [self._option(name, value) for name, value in self._options().items()]
+        srun = [f"--cpus-per-task={self.cores_per_device}"] if self.cores_per_device else []
+        words = [self.python, "-m", "convoy", "train", *self.arguments]
+        command = f'{shlex.join(words)} --out "$out" --resume'
+        if self.interface is not None:
+            command += f" --interface {shlex.quote(self.interface)}"
+        return _SCRIPT.format(
+            options="\n".join(lines),
+            out=shlex.quote(self.out) if self.out is not None else f"runs/{_word(self.name)}-$SLURM_JOB_ID",
+            srun=" ".join(["--kill-on-bad-exit=1", *srun]),
+            command=command,
+            max_restarts=self.max_restarts,
+        )
+
+    def _options(self) -> dict[str, str | None]:
+        own: dict[str, str | None] = {
+            "job-name": self.name,
+            "nodes": str(self.nodes),
+            "ntasks-per-node": str(self.devices_per_node),
+        }
+        if self.cores_per_device is not None:
+            own["cpus-per-task"] = str(self.cores_per_device)
+        if self.gpus:
+            own["gpus-per-node"] = str(self.devices_per_node)
+        own |= {
+            "time": time_limit(self.time),
+            "signal": f"B:USR2@{self.save_before}",
+            "requeue": None,
+            "open-mode": "append",
+            "output": f"{_word(self.name)}-%j.log",
+        }
+        return own | dict(self.options)
+
+    @staticmethod
+    def _option(name: str, value: str | None) -> str:
+        """A line for `sbatch`, which reads quotes as a shell does."""
+        return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
+
+
+def _word(name: str) -> str:
+    """A name for files."""
+    return re.sub(r"[^\w.-]+", "-", name)
