@@ -134,6 +134,14 @@ class Network:
         self.layouts = {name: self.layouts.get(name, WHOLE) for name in self.shapes}
         self._graphs = []
 
+    @property
+    def silent(self) -> bool:
+        """Whether passes exchange nothing between ranks, as far as they were seen; gradients do not count."""
+        return bool(self._programs) and not any(
+            any(any(call.transfers.values()) for call in placement.calls) or any(placement.outputs.values())
+            for placement, _ in self._programs.values()
+        )
+
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
         if self.undivided and self.context.batch_norm != "microbatch" and not self.compile:

@@ -32,6 +32,9 @@ class TrainedNetwork(Protocol):
     version: int
     """Which of the optimiser's states is this rank's, where a method lets them drift apart, else 0."""
 
+    def skips(self) -> bool:
+        """Whether this rank may leave out a pass without samples that is not the last: no other needs it there."""
+
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a training pass, with the samples of all ranks."""
 
@@ -98,6 +101,10 @@ class OneDevice:
         self.device = device
         self.forward = forward
         self._tree = GradientTree(list(model.parameters())) if tree else None
+
+    def skips(self) -> bool:
+        """One device has samples in every pass."""
+        return False
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a pass to the layers."""

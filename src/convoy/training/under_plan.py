@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from convoy.engine.collectives import all_gather
@@ -79,6 +80,7 @@ class UnderPlan:
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
         self._left_over = False
+        self._normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
         self._update = 0
         if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
             self.engine.reducer.remove()
@@ -86,9 +88,14 @@ class UnderPlan:
             if not method.tree:
                 self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
 
+    def skips(self) -> bool:
+        """Where passes exchange nothing and no layer keeps account of all ranks' microbatches."""
+        return not self._method.tree and not self._normed and self.engine.silent
+
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a pass with the samples of all ranks."""
         self._update = update
+        self._left_over = False  # the pass takes with it what paused ones before it have left
         self.engine.samples = tuple(map(len, piece.parts))
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
 
