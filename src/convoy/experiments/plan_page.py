@@ -106,7 +106,7 @@ def _facts(found: Explained) -> list[str]:
     facts = [f"{formats.count(batch)} samples an update"]
     if workload.passes > 1:
         facts.append(f"{workload.passes} passes of {workload.samples}")
-    facts.append(f"images of {shape(workload.graph.shape(workload.graph.inputs[0])[1:])}")
+    facts.append(f"images of {shape(workload.sample)}")
     if workload.microbatch:
         facts.append(f"microbatches of {workload.microbatch}")
     if workload.precision is not None:

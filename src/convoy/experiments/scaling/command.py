@@ -225,9 +225,9 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
 
 def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
     """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
-    size = -(-study.recipe.batch // num_microbatches(study.recipe))
+    microbatches = num_microbatches(study.recipe)
     wanted = dict.fromkeys(row.devices for row in rows if row.shares)
-    found = [too_coarse(study.batch(number), size, study.speeds[:number]) for number in wanted if study.speeds]
+    found = [too_coarse(study.batch(number), microbatches, study.speeds[:number]) for number in wanted if study.speeds]
     return list(dict.fromkeys(filter(None, found)))
 
 
