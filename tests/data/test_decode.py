@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from convoy.data.decode import BadImage, finish_picture, open_picture, printable, upright_size
+from convoy.data.decode import BadImage, finish_picture, open_picture, upright_size
+from convoy.printable import printable
 from data.made import encoded, picture
 
 

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import click
-from rich.console import Console
 
 from convoy.cli import options
 from convoy.cli.planning import Progress
@@ -19,6 +18,7 @@ from convoy.experiments.scaling.convergence_table import CONVERGENCE_NUMBERS, co
 from convoy.experiments.scaling.files import write_files
 from convoy.experiments.scaling.table import NUMBERS, lines, records
 from convoy.plans.explain import table
+from convoy.terminal import Console
 
 
 @click.command(

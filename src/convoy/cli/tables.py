@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from convoy.terminal import Console
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool, right: Sequence[str] = ()) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from convoy.printable import printable
+
 _ORIENTATION = 0x112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,11 +37,6 @@ class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets
 
     def __str__(self) -> str:
         return f"{printable(self.name)} {self.reason}"
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped: names from foreign archives must not steer a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def open_picture(data: bytes, name: str) -> Image.Image:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.data.decode import printable
 from convoy.data.sources import EncodedSource, PixelSource
 from convoy.errors import ConvoyError
+from convoy.printable import printable
 
 _WORDS = {
     "train": ("train", "training"),

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.decode import BadImage, printable
+from convoy.data.decode import BadImage
 from convoy.data.files import Opened, reading, shown
 from convoy.data.sources import EncodedSource, Names
 from convoy.errors import ConvoyError
+from convoy.printable import printable
 
 SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")

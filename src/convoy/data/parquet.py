@@ -16,12 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from convoy.data.decode import BadImage, printable
+from convoy.data.decode import BadImage
 from convoy.data.files import Opened, held_out, reading, shards, shown
 from convoy.data.labels import check_range, numbered_classes
 from convoy.data.shared_bytes import MemorySource, fits_in_memory
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
+from convoy.printable import printable
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 

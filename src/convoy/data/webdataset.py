@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.data.decode import BadImage, printable
+from convoy.data.decode import BadImage
 from convoy.data.files import Opened, held_out, reading, shards, shown
 from convoy.data.folder import SUFFIXES
 from convoy.data.labels import check_range, numbered_classes
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
+from convoy.printable import printable
 
 _MAX_LABEL_BYTES = 2**20
 CLASS_NAMES = "classes.txt"

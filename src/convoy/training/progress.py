@@ -4,8 +4,9 @@ import time
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from convoy.terminal import Console
 
 
 class Reporter(Protocol):
