@@ -8,7 +8,7 @@ from typing import Any
 
 from convoy.training.checkpoints.checkpoint import DamagedCheckpointError
 from convoy.training.checkpoints.shard import sha256
-from convoy.training.files import to_json, write_json
+from convoy.training.files import to_json, write_text
 
 FORMAT = "convoy-checkpoint-1"
 RECORD = "checkpoint.json"
@@ -34,7 +34,12 @@ def write_record(
         "values": json.loads(to_json(values)),
         "sha256": dict(checksums),
     }
-    write_json(folder / RECORD, record | {"record_sha256": _digest(record)})
+    write_text(folder / RECORD, as_text(record | {"record_sha256": _digest(record)}))
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """The one form in which a record is written: every byte of the file counts."""
+    return to_json(record, indent=2) + "\n"
 
 
 def checked_record(folder: Path, step: int) -> dict[str, Any]:
@@ -61,8 +66,9 @@ def checked_record(folder: Path, step: int) -> dict[str, Any]:
 def _read(folder: Path, step: int) -> dict[str, Any]:
     path = folder / RECORD
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = record["format"] == FORMAT
+        text = path.read_text(encoding="utf-8")
+        record: dict[str, Any] = json.loads(text)
+        known, as_written = record["format"] == FORMAT, text == as_text(record)
         digest = record.pop("record_sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
@@ -70,7 +76,7 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
         ) from error
     if not known:
         raise DamagedCheckpointError(f"checkpoint {folder} has the foreign format {record['format']!r}")
-    if digest != _digest(record) or record["step"] != step:
+    if not as_written or digest != _digest(record) or record["step"] != step:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
     return record
 

@@ -23,8 +23,10 @@ from convoy.training.files import to_json
 
 LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""
-PATIENCE_S = 10.0
-"""How long a rank waits for its own thread before it hears of the others."""
+MAX_UPDATES = 1000
+"""The same in updates, at most."""
+PATIENCE_S = (0.05, 10.0)
+"""How long a rank waits for its own thread before it hears of the others: at first, and at most."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Saver:
         try:
             yield
         except BaseException as error:
-            self._abandon(PATIENCE_S if isinstance(error, ConvoyError) else 0.0)
+            self._abandon(PATIENCE_S[1] if isinstance(error, ConvoyError) else 0.0)
             raise
 
     def has(self, step: int) -> bool:
@@ -125,7 +127,8 @@ class Saver:
         self._pace.updated(done)
         if self._writing is not None and done >= self._look_at:
             reports = self._ask()
-            self._look_at = done + max(1, int(LOOK_S / max(reports[0].update_s, 1e-6)))
+            update_s = reports[0].update_s
+            self._look_at = done + (min(MAX_UPDATES, max(1, int(LOOK_S / update_s))) if update_s else 1)
         return self._when.due(done, self._pace)
 
     def save(
@@ -178,9 +181,11 @@ class Saver:
             ConvoyError: it could not be written, and the run is not to go on then.
         """
         came = time.perf_counter()
+        patience, longest = PATIENCE_S
         while self._writing is not None:
             began = time.perf_counter()
-            self._writing.wait(PATIENCE_S)
+            self._writing.wait(patience)
+            patience = min(longest, 2 * patience)
             self._waited(began)
             self._ask(must)
         self.tally.at_once(time.perf_counter() - came)

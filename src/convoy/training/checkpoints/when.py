@@ -51,6 +51,12 @@ class When(Protocol):
     def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
         """One is on disk: what it cost; the same numbers on all ranks.
 
+        Args:
+            step: of the checkpoint.
+            cost_s: what it kept the run from its work.
+            write_s: until it was on disk.
+            update_s: the time of an update; 0 where that is not known yet.
+
         Returns:
             A sentence, where there is something new to say.
         """
@@ -99,7 +105,7 @@ class Automatic:
         """Whether the interval is over."""
         self._calls += 1
         if self._calls == 2 and self._next is None:
-            updates = min(FIRST_UPDATES, max(1, int(FIRST_S / pace.update_s)))
+            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
             (updates,) = self._devices.largest(updates if self._devices.rank == 0 else 0)
             self._next = self._rounded(done + updates - 2)
         return self._next is not None and done >= self._next
@@ -114,6 +120,8 @@ class Automatic:
 
     def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
         """Derive the interval; it is said at first, and where it has changed to half or double of that."""
+        if update_s == 0:
+            return None
         self._interval = self._young.decide(cost_s, write_s, update_s)
         self._next = self._rounded(self._last + self._interval.updates)
         if self._said and 0.5 < self._interval.updates / self._said < 2:
