@@ -58,22 +58,24 @@ class Division:
         own = self.microbatches(rank)
         return range(self._starts[own.start], self._starts[own.stop])
 
-    def passes(self, merge: int) -> list[Pass]:
+    def passes(self, merge: int, late: bool = False) -> list[Pass]:
         """The passes of an update, as many for every rank; a rank with too few microbatches has none in the last.
 
         Args:
             merge: microbatches that may run together.
+            late: it has none in the first instead, so that all have something in the last, which exchanges gradients.
         """
         num = max(-(-count // merge) for count in self.counts)
-        return [self._pass(number, num) for number in range(num)]
+        return [self._pass(number, num, late) for number in range(num)]
 
-    def _pass(self, number: int, num: int) -> Pass:
+    def _pass(self, number: int, num: int, late: bool) -> Pass:
         sizes, parts = [], []
         for rank in range(len(self.counts)):
             own = self.microbatches(rank)
             size, larger = divmod(len(own), num)
-            start = own.start + number * size + min(number, larger)
-            end = start + size + (number < larger)
+            first = num - larger if late else 0  # of the passes with one more
+            start = own.start + number * size + min(max(0, number - first), larger)
+            end = start + size + (first <= number < first + larger)
             sizes.append(self.sizes[start:end])
             parts.append(range(self._starts[start], self._starts[end]))
         return Pass(tuple(sizes), tuple(parts))
