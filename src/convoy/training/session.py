@@ -124,7 +124,8 @@ class Session:
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
-        recipe, passes = self.recipe, self.division.passes(self.merge)
+        recipe = self.recipe
+        passes = self.division.passes(self.merge, late=not recipe.reproducible)
         self.network.divide(self.division, len(passes))
         return TrainingStep(
             seed=recipe.seed,
