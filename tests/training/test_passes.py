@@ -31,8 +31,8 @@ def _serial() -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def _update(plan: str, normed: bool = False, skip: bool = True) -> tuple[list[Tensor], list[int], int, bool]:
-    """Two updates of four passes. Of the second: gradients, passes that ran, exchanges, whether some may be left out."""
+def _update(plan: str, normed: bool = False, late: bool = False) -> tuple[list[Tensor], list[int], int, bool]:
+    """Two updates of four passes. Of the second: gradients, passes that ran, exchanges, whether some may be missing."""
     model = _network(normed)
     example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
     network = UnderPlan(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
@@ -48,7 +48,7 @@ def _update(plan: str, normed: bool = False, skip: bool = True) -> tuple[list[Te
         for update in range(2):
             exchanges.clear()
             model.zero_grad()
-            ran = _passes(network, update, skip)
+            ran = _passes(network, update, late)
     gradients = [
         network.whole(name, parameter.grad)
         for name, parameter in model.named_parameters()
@@ -57,14 +57,14 @@ def _update(plan: str, normed: bool = False, skip: bool = True) -> tuple[list[Te
     return gradients, ran, len(exchanges), network.skips()
 
 
-def _passes(network: UnderPlan, update: int, skip: bool) -> list[int]:
+def _passes(network: UnderPlan, update: int, late: bool) -> list[int]:
     division = Division((SIZE,) * sum(COUNTS), COUNTS if network.engine.num_sample_ranks == 2 else (sum(COUNTS),))
-    passes = division.passes(1)
+    passes = division.passes(1, late)
     network.divide(division, len(passes))
     ran = []
     for number, piece in enumerate(passes):
         part, last = piece.parts[network.engine.sample_rank], number == len(passes) - 1
-        if skip and not len(part) and not last and network.skips():
+        if not len(part) and not last and network.skips():
             continue
         ran.append(number)
         network.enter(update, piece)
@@ -75,10 +75,11 @@ def _passes(network: UnderPlan, update: int, skip: bool) -> list[int]:
     return ran
 
 
-def test_a_rank_without_samples_leaves_the_pass_out() -> None:
-    for rank, (gradients, ran, exchanges, skips) in enumerate(run_ranks(_update, 2, "sample=2")):
+@pytest.mark.parametrize(("late", "few"), [(False, [0, 3]), (True, [3])])
+def test_a_rank_without_samples_leaves_the_pass_out(late: bool, few: list[int]) -> None:
+    for rank, (gradients, ran, exchanges, skips) in enumerate(run_ranks(_update, 2, "sample=2", False, late)):
         assert skips
-        assert ran == ([0, 1, 2, 3], [0, 3])[rank]
+        assert ran == ([0, 1, 2, 3], few)[rank]
         assert exchanges == 1
         torch.testing.assert_close(gradients, _serial(), rtol=1e-12, atol=1e-12)
 
