@@ -1,0 +1,166 @@
+"""A job on a real Slurm of two nodes that is queued again in its middle, and what its script must say."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from convoy.errors import ConvoyError
+from convoy.launch.slurm import Job, submit
+from convoy.launch.slurm.times import time_limit
+from slurm_cluster import Cluster, slurm_cluster
+from tiny import write_mnist
+
+TESTS = str(Path(__file__).parents[1])
+TRAIN = (
+    "tiny:TinyNet --data data --batch 24 --lr 0.05 --reproducible --epochs 160ba --set microbatch=3 --set log_every=1ba"
+)
+
+
+def digest(run: Path) -> str:
+    return hashlib.sha256((run / "weights.safetensors").read_bytes()).hexdigest()
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(condition: object, what: str, log: Path, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, f"{what}: {log.read_text() if log.exists() else 'no log'}"
+        time.sleep(0.1)
+
+
+def launch(cluster: Cluster, folder: Path, *options: str) -> str:
+    """Submit a job on two nodes; its number."""
+    words = ["-m", "convoy", "launch", "slurm", "--nodes", "2", "--name", "it's odd", "--script", "a job.sh", *options]
+    said = cluster.run(sys.executable, *words, "--submit", "--", *TRAIN.split(), "--device", "cpu", cwd=folder)
+    return said.strip().rpartition(" ")[2]
+
+
+def test_a_job_that_is_queued_again_in_its_middle_ends_with_the_same_weights(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data")
+    with slurm_cluster() as cluster:
+        cluster.environment["PYTHONPATH"] = TESTS
+        job = launch(cluster, tmp_path, "--time", "5m", "--option", "comment=a $HOME b")
+        run, log = tmp_path / f"runs/it-s-odd-{job}", tmp_path / f"it-s-odd-{job}.log"
+        wait_for(lambda: lines(run / "metrics.jsonl") > 5, "the job does not train", log)
+        assert cluster.state(job)["JobName"] == "it's"  # and ` odd`
+        cluster.run("scancel", "--batch", "--signal=USR2", job)  # as Slurm does before the time is over
+        serial = [sys.executable, "-m", "convoy", "train", *TRAIN.split(), "--out", "serial"]
+        environment = os.environ | {"PYTHONPATH": TESTS}
+        subprocess.run(serial, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True)
+        wait_for(lambda: (run / "weights.safetensors").exists(), "the job does not go on", log)
+        wait_for(lambda: cluster.state(job)["JobState"] == "COMPLETED", "the job does not end", log)
+        assert cluster.state(job)["Restarts"] == "1"
+    said = log.read_text()
+    assert "SIGUSR2: stopped and saved after" in said
+    done = int(said.partition("going on after ")[2].partition(" of 160 updates")[0])
+    assert 5 <= done < 160
+    assert "devices                    2 = plan sample=2" in said
+    assert digest(run) == digest(tmp_path / "serial")
+
+
+def test_the_script_of_a_job() -> None:
+    options = {"partition": "gpu", "comment": "it's $HOME", "exclusive": None}
+    job = Job(
+        ["resnet50", "--data", "/data/a b;c"], None, "/opt/a b/python", "my net", 2, 4, time="8h", options=options
+    )
+    script = job.script()
+    for line in (
+        "#SBATCH --job-name='my net'",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --time=0-08:00:00",
+        "#SBATCH --signal=B:USR2@120",
+        "#SBATCH --requeue",
+        "#SBATCH --output=my-net-%j.log",
+        "#SBATCH --exclusive",
+        "out=runs/my-net-$SLURM_JOB_ID",
+    ):
+        assert line in script.splitlines()
+    assert "'/opt/a b/python' -m convoy train resnet50 --data '/data/a b;c' --out \"$out\" --resume &" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    named = Job(["lenet"], "runs/$x", "python", "n", gpus=False, cores_per_device=3, interface="ib0").script()
+    assert "out='runs/$x'" in named
+    assert "gpus" not in named
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=3 " in named
+    assert named.count("--interface ib0") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "stop", "says"),
+    [(0, 0, "ran"), (2, 0, "ran"), (1, 0, "ran ran ran"), (1, 1, "ran again"), (0, 1, "ran")],
+)
+def test_what_the_script_does_when_the_ranks_end(status: int, stop: bool, says: str, tmp_path: Path) -> None:
+    """With an srun that ends with a status, after a signal if there is to be one."""
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\nwait_s=0\ntrap 'exit {status}' USR2\necho -n 'ran ' >> said\n"
+        + ("kill -USR2 $PPID\nfor i in {1..100}; do sleep 0.05; done\n" if stop else f"exit {status}\n")
+    )
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho -n again >> said; echo $* > requeued\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(Job(["lenet"], None, "python", "n", max_restarts=2).script())
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=30, check=False)
+    assert (tmp_path / "said").read_text().strip() == says
+    again = says.endswith("again")
+    assert done.returncode == (0 if again else status)
+    assert (tmp_path / "requeued").exists() == again
+    if again:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("8h", "0-08:00:00"),
+        ("90m", "0-01:30:00"),
+        ("1d12h", "1-12:00:00"),
+        ("2-12", "2-12:00:00"),
+        ("8:00:00", "0-08:00:00"),
+    ],
+)
+def test_times(text: str, limit: str) -> None:
+    assert time_limit(text) == limit
+
+
+@pytest.mark.parametrize("text", ["", "8", "soon", "0h", "8h 3x", "-1h", "1:30"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConvoyError, match="--time"):
+        time_limit(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"nodes": 0}, "--nodes 0"),
+        ({"devices_per_node": 0}, "--devices-per-node 0"),
+        ({"max_restarts": -1}, "--max-restarts -1"),
+        ({"time": "1m", "save_before": 60}, "--save-before 60"),
+        ({"interface": "eth0; rm"}, "--interface"),
+        ({"options": {"time": "1"}}, "--option time"),
+        ({"options": {"a b": "1"}}, "'a b'"),
+        ({"options": {"comment": "a\n#SBATCH --uid=0"}}, "'comment'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(changes: dict, word: str) -> None:
+    with pytest.raises(ConvoyError, match=word):
+        Job(["lenet"], None, "python", "n", **changes)
+
+
+def test_without_slurm_the_script_is_there_to_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConvoyError, match=r"there is no sbatch here: submit job\.sh"):
+        submit(Path("job.sh"))
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    with pytest.raises(ConvoyError, match=r"sbatch does not take job\.sh: invalid partition"):
+        submit(Path("job.sh"))
