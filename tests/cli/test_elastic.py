@@ -86,3 +86,18 @@ def test_a_run_of_others_is_not_gone_on_with(serial: Path, data: Path) -> None:
     found = finish(command(data, serial, "--devices", "2", "--max-restarts", "2", epochs=UPDATES), 2)
     assert f"{serial} already holds a run: add --resume to go on with it" in found.stderr
     assert digest(serial) == before
+
+
+def test_a_rank_that_stands_still_is_named_and_replaced(
+    serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    options = ("--devices", "2", "--max-restarts", "1", "--timeout", "2s")
+    run = start(command(data, out, *options, epochs=UPDATES))
+    wait_for(lambda: steps(out) >= 5, 60)
+    os.kill(run.ranks()[1], signal.SIGSTOP)
+    output, errors = run.end(90)
+    assert run.process.returncode == 0, output + errors
+    assert " has not moved for " in errors and "held up by rank 1 on host " in errors, errors
+    assert "all ranks start again (restart 1 of 1)" in errors
+    assert digest(out) == digest(serial)

@@ -1,13 +1,12 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 
 from convoy import interfaces, launch
 from convoy.cli import options
@@ -17,8 +16,11 @@ from convoy.experiments import write_report
 from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
+from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
 from convoy.training.parallel_config import LostGroupError, ParallelConfig, fitted, num_devices
+from convoy.training.timespan import TimeSpan
+from convoy.training.watchdog import TIMEOUT_S, say_and_end
 
 KEYS = {
     "data": "data.path",
@@ -43,7 +45,6 @@ KEYS = {
     "local_sgd": "parallel.local_sgd",
     "lost_group": "parallel.lost_group",
 }
-
 _ADVICE = "--resume goes on from the newest checkpoint"
 
 
@@ -82,6 +83,7 @@ Examples:
 @click.option(
     "--max-restarts", metavar="N", type=click.IntRange(min=0), help="Start failed ranks again so often. [default: 0]"
 )
+@click.option("--timeout", metavar="TIME", help="End when no rank moves for so long, e.g. 30s, 10min. [default: 5min]")
 @click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
 @click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
 @options.verbose
@@ -96,6 +98,7 @@ def command(
     settings: tuple[str, ...],
     device: str | None,
     max_restarts: int | None,
+    timeout: str | None,
     interface: str | None,
     **values: str | float | bool | None,
 ) -> int:
@@ -112,14 +115,15 @@ def command(
         resume=resume,
         device=device,
     )
+    timeout_s = _seconds(timeout)
     if interface is not None:
         interfaces.use(interface)
     place = launch.find_place()
     if place is not None:
         devices_asked = values["devices"]
         place.check(int(devices_asked) if devices_asked is not None else None)
-        with launch.as_rank(place):
-            devices, own = Devices.join()
+        with launch.as_rank(place) as hang:
+            devices, own = Devices.join(max(600.0, 2 * timeout_s))
             jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
             resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
             if devices.num > 1:
@@ -133,6 +137,8 @@ def command(
                 _device_of(device, own, devices.num),
                 handed_on=place.folder is not None,
                 jobs=jobs,
+                timeout_s=timeout_s,
+                on_hang=hang,
             )
             Devices.leave()
             return launch.ended(place, status)
@@ -157,6 +163,8 @@ def _train(
     device: torch.device,
     handed_on: bool = False,
     jobs: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+    on_hang: Callable[[str], None] = say_and_end,
 ) -> int:
     """Train on this rank, and on rank 0 write and say what came of it."""
     console = Console(highlight=False, quiet=devices.rank > 0)
@@ -175,6 +183,8 @@ def _train(
             on_start=lambda session: None if request.again else show_start(session, console),
             handed_on=handed_on,
             jobs=jobs,
+            timeout_s=timeout_s,
+            on_hang=on_hang,
         )
     report = write_report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
@@ -190,6 +200,15 @@ def _train(
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     console.print(f"report: {report}", markup=False, soft_wrap=True)
     return 0
+
+
+def _seconds(timeout: str | None) -> float:
+    if timeout is None:
+        return TIMEOUT_S
+    try:
+        return TimeSpan.parse(timeout).seconds
+    except ValueError as error:
+        raise ConvoyError(f"--timeout: {error}") from error
 
 
 def _device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:

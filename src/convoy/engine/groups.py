@@ -19,6 +19,7 @@ from convoy.engine.meeting_place import choose_interface, open_store
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
+_store: dist.Store | None = None
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,8 +52,9 @@ def join(timeout: float = 600.0) -> torch.device:
         choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
-            store = fresh(open_store(rank, world, limit), rank, world, limit)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            global _store
+            _store = fresh(open_store(rank, world, limit), rank, world, limit)
+            dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=limit)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ConvoyError(
@@ -61,8 +63,15 @@ def join(timeout: float = 600.0) -> torch.device:
     return device
 
 
+def meeting_store() -> dist.Store | None:
+    """The key-value store by which the ranks have met in `join`; None where they have not."""
+    return _store
+
+
 def leave() -> None:
     """Leave the process group, if one is joined."""
+    global _store
+    _store = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

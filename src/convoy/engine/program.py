@@ -11,6 +11,7 @@ from convoy.engine.context import StepContext
 from convoy.engine.groups import Groups
 from convoy.engine.in_place import Overwriting
 from convoy.engine.kernels import Alone, Recorded, Site, build_kernel
+from convoy.engine.position import here
 from convoy.engine.shards import cut
 from convoy.engine.stretches import Instruction, compiled
 from convoy.engine.transfer import redistribute
@@ -92,7 +93,7 @@ class Program:
         for placed in placement.calls:
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
-                self._transfer(name, target, steps, cast=(name, target) not in others)
+                self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
             layouts = {**placed.placed.inputs, **placed.placed.outputs}
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
@@ -106,7 +107,7 @@ class Program:
             else:
                 self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
         for name, steps in placement.outputs.items():
-            self._transfer(name, placement.output_layouts[name], steps)
+            self._transfer(name, placement.output_layouts[name], steps, "the output")
         self.outputs = list(placement.outputs)
         self._outputs = [self._slot(name, placement.output_layouts[name]) for name in self.outputs]
         self._instructions += records
@@ -130,6 +131,7 @@ class Program:
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
         for instruction in self._instructions:
+            here.at(instruction.layer)
             if watch is not None:
                 watch.before(instruction.name)
             results = instruction.run(*[slots[slot] for slot in instruction.inputs])
@@ -158,17 +160,20 @@ class Program:
         outputs: Sequence[int],
         alone: bool = False,
         name: str = "",
+        layer: str = "",
     ) -> None:
-        self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), alone, name=name))
+        self._instructions.append(
+            Instruction(run, tuple(inputs), tuple(outputs), alone, name=name, layer=layer or name)
+        )
 
-    def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], cast: bool = False) -> None:
+    def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], layer: str, cast: bool = False) -> None:
         """Redistribute a value, once for all who want it in the same layout; `cast` sends it as autocast computes."""
         if not steps or (name, target) in self._slots:
             return
         source = self._slot(name, steps[0].source)
         move = self._build_transfer(steps, self._placement.graph.shape(name))
         slot = self._slot(name, target)
-        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot], alone=True)
+        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot], True, layer=layer)
 
     def _redistribution(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         groups = self._groups

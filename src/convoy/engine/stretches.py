@@ -15,6 +15,7 @@ class Instruction:
     Attributes:
         alone: it does more than compute: it talks to other ranks, or keeps something.
         name: of the call that it is, empty where it is none or several.
+        layer: what it belongs to, for people.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -23,6 +24,7 @@ class Instruction:
     alone: bool
     free: tuple[int, ...] = ()
     name: str = ""
+    layer: str = ""
 
 
 def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> list[Instruction]:

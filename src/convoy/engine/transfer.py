@@ -9,6 +9,7 @@ from torch import Tensor
 from convoy.engine import collectives
 from convoy.engine.exchange import Collect, Exchange
 from convoy.engine.groups import Groups
+from convoy.engine.position import here
 from convoy.engine.regions import Box, Region, extents
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -146,11 +147,12 @@ class Transfer:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
+        ctx.transfer, ctx.layer = transfer, here.layer
         return transfer.forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        here.at(ctx.layer)
         return ctx.transfer.backward(gradient), None
 
 

@@ -45,9 +45,11 @@ class Failure:
         return self.kind in ("mistake", "interrupted")
 
     def text(self, verbose: bool = False) -> str:
-        """What is printed: the rank's name first, unless it is a mistake, which is nobody's."""
+        """What is printed: the rank's name first, unless it is a mistake, which is nobody's, or says it itself."""
         if self.kind == "mistake":
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
+        if self.kind == "hung":
+            return self.sentence
         return f"rank {self.rank} failed: {self.sentence}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
     def write(self, folder: Path) -> None:

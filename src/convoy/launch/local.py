@@ -29,7 +29,7 @@ FORWARDED = {
     signal.SIGTERM: signal.SIGUSR1,
 }
 
-SHUTDOWN_S = 10
+SHUTDOWN_S = 5
 """Seconds that torch's launcher leaves the ranks to end by themselves before it kills them."""
 
 
@@ -60,7 +60,7 @@ def start(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
         folder = Path(name)
-        with _environment(folder), _forwarding(folder, num_devices):
+        with _environment(folder), _forwarding(folder, num_devices), _ending(folder):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -121,6 +121,32 @@ def _environment(folder: Path) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _ending(folder: Path) -> Iterator[None]:
+    """Kill what still runs some time after a rank has failed, as one that is stopped does; torch would wait longer."""
+    done = threading.Event()
+
+    def watch() -> None:
+        since: dict[Path, float] = {}
+        while not done.wait(0.25):
+            attempt = _newest(folder)
+            if not any(attempt.glob("failure-*.json")):
+                continue
+            if time.monotonic() - since.setdefault(attempt, time.monotonic()) > SHUTDOWN_S:
+                since[attempt] = float("inf")
+                for place in attempt.glob("pid-*"):
+                    with contextlib.suppress(OSError, ValueError):
+                        os.kill(int(place.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @contextmanager

@@ -35,8 +35,11 @@ class Devices:
     _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @staticmethod
-    def join() -> tuple["Devices", torch.device]:
+    def join(timeout_s: float = 600.0) -> tuple["Devices", torch.device]:
         """Join the others by torchrun's variables.
+
+        Args:
+            timeout_s: that ranks wait for each other in a collective, unless something ends them earlier.
 
         Returns:
             The devices, and the torch device of this rank.
@@ -44,7 +47,7 @@ class Devices:
         Raises:
             ConvoyError: the others are not to be reached.
         """
-        device = join()
+        device = join(timeout_s)
         keep_freed_memory(device)
         return Devices(Ranks.here()), device
 

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.data import Batch
+from convoy.engine.position import here
 from convoy.training.devices import Devices
 from convoy.training.files import write_atomically
 from convoy.training.loss import heads
@@ -175,6 +176,7 @@ def evaluate(
     tally = Tally.of(num_classes)
     with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
+            here.to("evaluation")
             size = max(announce(number), len(batch.labels))
             if size == 0 and not joint:
                 tally.add(batch, torch.empty(0, num_classes))

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
 
 from convoy.cost.store import ProfileStore
+from convoy.engine.position import here
 from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
@@ -149,6 +150,8 @@ class Loop:
 
     def _ask(self) -> float:
         """The next batch is asked for: when that is."""
+        here.update = self.done
+        here.to("data")
         if self._observation is not None and self._speed is None:
             self._observation.begin()
         return time.perf_counter()
@@ -168,7 +171,10 @@ class Loop:
         self.comparison = observation.conclude(session.scored, ProfileStore(), self.run.trace)
         session.scored = None
         if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
-            write_json(self.run.prediction, self.comparison.to_document())
+            try:
+                write_json(self.run.prediction, self.comparison.to_document())
+            except OSError as error:
+                self._tell(f"{self.run.prediction} could not be written ({error.strerror})")
 
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
@@ -265,6 +271,7 @@ class Loop:
     def _save(self) -> None:
         if self.saver.has(self.done):
             return
+        here.to("checkpoint")
         self._time()
         self._collect()
         window = self.window.pack()

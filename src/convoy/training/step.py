@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
+from convoy.engine.position import here
 from convoy.engine.random import fold
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
@@ -93,24 +94,30 @@ class TrainingStep:
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
-        self.mark("rest")
+        here.update = update
+        self._begin("rest")
         self.optimizer.zero_grad(set_to_none=True)
         result = self._gradient(batch, update)
-        self.mark("gradient")
+        self._begin("gradient")
         self.network.finish_update()
-        self.mark("rest")
+        self._begin("rest")
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(update)
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.network.clip(self.clip_norm)
-        self.mark("update")
+        self._begin("update")
         with self.network.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
-        self.mark("rest")
+        self._begin("rest")
         self.scaler.update()
         self.network.updated()
         return result
+
+    def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
+        """A part of the update begins."""
+        here.to(part)
+        self.mark(part)
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
         labels = batch.labels.to(self.pipeline.device, non_blocking=True)
@@ -124,24 +131,24 @@ class TrainingStep:
             end = start + len(piece.parts[self.rank])
             if end == start and not last and self.network.skips():
                 continue
-            self.mark("input")
+            self._begin("input")
             images, targets = self._input(batch, labels, start, end, update, piece)
-            self.mark("rest")
+            self._begin("rest")
             self.network.enter(update, piece)
             if self.reseed:
                 torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
             with contextlib.nullcontext() if last and not self.timed else self.network.paused():
                 with self.autocast():
-                    self.mark("forward")
+                    self._begin("forward")
                     outputs = self.network.forward(images)
-                    self.mark("rest")
+                    self._begin("rest")
                     loss = self._part_of_mean(outputs, targets)
-                self.mark("backward")
+                self._begin("backward")
                 with _deterministic():
                     self.scaler.scale(loss).backward()
-                self.mark("gradient")
+                self._begin("gradient")
             self.network.passed()
-            self.mark("rest")
+            self._begin("rest")
             if end > start:
                 losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
                 correct.append(num_correct(outputs, targets))

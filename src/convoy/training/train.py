@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from convoy.engine.groups import meeting_store
 from convoy.planning.comparison import Comparison
 from convoy.training import environment
 from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
-from convoy.training.files import write_json, write_text
+from convoy.training.files import disk_explained, write_json, write_text
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
@@ -21,6 +22,7 @@ from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
 from convoy.training.summary import Progress, Status, write_summary
+from convoy.training.watchdog import TIMEOUT_S, Watchdog, say_and_end
 from convoy.training.weights import save_weights
 
 LOCK_PATIENCE_S = 30.0
@@ -57,6 +59,8 @@ def train(
     on_start: Callable[[Session], None] = lambda session: None,
     handed_on: bool = False,
     jobs: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+    on_hang: Callable[[str], None] = say_and_end,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -74,6 +78,8 @@ def train(
         on_start: called with the session when everything is checked and before the first update, on rank 0.
         handed_on: another process hands signals on to this rank (`convoy.launch`).
         jobs: names of what started the ranks, which know their run again by them when they are started again.
+        timeout_s: seconds without any movement on several devices after which the run ends.
+        on_hang: is called then with a sentence, from another thread; it should end the process.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -89,16 +95,24 @@ def train(
         on_start(session)
     loop = Loop(session, run, reporter, handed_on)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(disk_explained(run.path))
         devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming))
         if resuming:
             loop.resume()
             reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
+
+        def hang(sentence: str) -> None:
+            with contextlib.suppress(OSError):
+                summary(loop.progress, "failed", loop.done, loop.evaluation)
+            on_hang(sentence)
+
         try:
-            signal = loop.run_to_end()
-            if signal is None:
-                _deliver(run, session, loop)
+            with Watchdog(devices, meeting_store(), hang, timeout_s):
+                signal = loop.run_to_end()
+                if signal is None:
+                    _deliver(run, session, loop)
         except BaseException:
             with contextlib.suppress(OSError):
                 summary(loop.progress, "failed", loop.done, loop.evaluation)

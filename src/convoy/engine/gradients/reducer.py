@@ -18,6 +18,7 @@ from convoy.engine.gradients.order import largest, of_first_rank
 from convoy.engine.gradients.pieces import ReduceScatter, own_piece, pieces_of, start_gather
 from convoy.engine.gradients.queue import MessageQueue
 from convoy.engine.groups import Groups
+from convoy.engine.position import here
 from convoy.plans.mesh import Axes
 
 
@@ -215,6 +216,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        here.to("gradient")
         self._queue.rest()
         for work in self._pending:
             work.wait()

@@ -19,6 +19,7 @@ from convoy.engine.gradients.queue import MessageQueue
 from convoy.engine.gradients.tree import TreeSum, subtrees
 from convoy.engine.gradients.tree_exchange import TreeExchange
 from convoy.engine.groups import Groups
+from convoy.engine.position import here
 from convoy.plans.mesh import Axes
 
 
@@ -154,6 +155,7 @@ class TreeReducer:
 
     def _give(self) -> None:
         """Put the sums into `.grad`."""
+        here.to("gradient")
         for exchange in self._exchanges:
             exchange.add()
         users = [int(user) for user in self._users]
