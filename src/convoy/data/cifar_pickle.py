@@ -5,8 +5,9 @@ what they are given, and every other name is refused; not even numpy sees what t
 """
 
 import pickle
+import pickletools
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_BYTES:
             raise ConvoyError(f"{shown(path)} is larger than any CIFAR file: set data.path to a CIFAR folder")
         try:
+            _check_places(file)
             content = _Unpickler(file, encoding="bytes").load()
         except pickle.UnpicklingError as error:
             raise ConvoyError(
@@ -78,6 +80,19 @@ def read_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConvoyError(f"{shown(path)} is no CIFAR file (it holds no dictionary): fetch it again")
     return {_text(key): _array(value) if isinstance(value, _Kept) else value for key, value in content.items()}
+
+
+def _check_places(file: BinaryIO) -> None:
+    """Refuse a pickle that keeps an object at a place far beyond those before it, for which memory would be taken.
+
+    Raises:
+        pickle.UnpicklingError: it does.
+        ValueError: the file is cut off or no pickle.
+    """
+    for number, (code, place, _) in enumerate(pickletools.genops(file)):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(place, int) and place > number:
+            raise pickle.UnpicklingError(f"keeps its object {number} at place {place}")
+    file.seek(0)
 
 
 def _text(value: Any) -> str:

@@ -15,6 +15,8 @@ from convoy.printable import printable
 SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
 )
+MAX_PICTURE_BYTES = 2**30
+"""No picture of the size that is decoded has more."""
 _TRAIN = ("train", "training")
 _HELD_OUT = ("val", "valid", "validation", "test")
 
@@ -35,6 +37,8 @@ class FolderSource(EncodedSource):
         """The file's bytes."""
         try:
             with open(os.path.join(self._root, self._files[sample]), "rb") as file:  # noqa: PTH118, PTH123 (hot path)
+                if os.fstat(file.fileno()).st_size > MAX_PICTURE_BYTES:
+                    raise BadImage(self.name(sample), f"has more than {MAX_PICTURE_BYTES} bytes")
                 return file.read()
         except OSError as error:
             raise BadImage(self.name(sample), f"cannot be read ({error.strerror})") from None

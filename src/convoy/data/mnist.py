@@ -1,6 +1,7 @@
 """MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist)."""
 
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from convoy.errors import ConvoyError
 
 _IMAGES, _LABELS = 0x803, 0x801
 _MAX_BYTES = 16 * 2**30
+_MOST_PACKED = 1032  # bytes that deflate can make of one (zlib's technical details)
+_SHARE_OF_MEMORY = 2
 
 
 def find_mnist(folder: Path) -> bool:
@@ -82,8 +85,28 @@ def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
         expected = int(np.prod(shape, dtype=object))
         if not 0 < expected <= _MAX_BYTES:
             raise ConvoyError(f"{shown(path)} says it holds {' x '.join(map(str, shape))} bytes: fetch it again")
-        content = file.read(expected + 1)
+        content = file.read(_num_bytes(path, expected) + 1)
     if len(content) != expected:
         relation = "more" if len(content) > expected else f"only {len(content)}"
         raise ConvoyError(f"{shown(path)} should hold {expected} bytes of {what} but has {relation}: fetch it again")
     return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def _num_bytes(path: Path, claimed: int) -> int:
+    """So many bytes are to be read, before memory is taken for them: no more than the file can hold.
+
+    Raises:
+        ConvoyError: they would fill the memory.
+    """
+    num_bytes = min(claimed, path.stat().st_size * (_MOST_PACKED if path.suffix == ".gz" else 1))
+    if num_bytes > _memory() // _SHARE_OF_MEMORY:
+        raise ConvoyError(
+            f"{shown(path)} unpacks to {claimed} bytes, more than half of this machine's memory: use a machine with "
+            "more, or a format that is read in pieces (a folder, parquet, WebDataset)"
+        )
+    return num_bytes
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

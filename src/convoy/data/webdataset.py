@@ -13,7 +13,7 @@ import numpy as np
 
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, held_out, reading, shards, shown
-from convoy.data.folder import SUFFIXES
+from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
 from convoy.data.labels import check_range, numbered_classes
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
@@ -97,6 +97,7 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
             for member in tar:
+                _check_size(member, path)
                 name = member.name.removeprefix("./")
                 folder, _, base = name.rpartition("/")
                 stem, dot, suffix = base.partition(".")
@@ -114,7 +115,10 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
             for key, member in documents.items():
                 if key not in labels and (value := _label_in_json(_content(tar, member), member, path)) is not None:
                     labels[key] = _number(value, member, path)
-    except tarfile.TarError as error:
+    except ConvoyError:
+        raise
+    except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
+        reason = printable(str(error)) or "it says it holds more than fits into memory"
         with path.open("rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"
         if compressed:
@@ -122,7 +126,9 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
                 f"{shown(path)} is compressed, and pictures cannot be read at random from it: unpack it to a plain tar "
                 "(gunzip)"
             ) from None
-        raise ConvoyError(f"{shown(path)} is no tar file, or is cut off or damaged ({error}): fetch it again") from None
+        raise ConvoyError(
+            f"{shown(path)} is no tar file, or is cut off or damaged ({reason}): fetch it again"
+        ) from None
     for key in labels:
         if key not in pictures:
             raise ConvoyError(f"{shown(path)} has a label for {printable(key)} but no picture: write the tar again")
@@ -135,6 +141,20 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
         index.names.append(member.name)
         index.labels.append(labels[key])
         index.places.append((number, member.offset_data, member.size))
+
+
+def _check_size(member: tarfile.TarInfo, path: Path) -> None:
+    """Refuse a member that nobody could read: with fewer bytes than none (Python reads such a tar for ever), or a
+    picture that would fill the memory.
+
+    Raises:
+        ConvoyError: it is one.
+    """
+    if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
+        raise ConvoyError(
+            f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: write the tar "
+            "again"
+        )
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
