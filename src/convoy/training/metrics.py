@@ -31,7 +31,11 @@ class MetricsWriter:
         self, metrics: Path, tensorboard: Path, first_step: int = 0, tell: Callable[[str], None] = lambda sentence: None
     ) -> None:
         self._lines = AppendedFile(metrics)
-        self._events = AppendedFile(events.new_file(tensorboard))
+        try:
+            self._events = AppendedFile(events.new_file(tensorboard))
+        except BaseException:
+            self._lines.close()
+            raise
         self._tell = tell
         self._failed = False
         self._append(self._events, events.beginning(first_step + 1))

@@ -43,9 +43,11 @@ class LocalSgd:
         self._every = every
         self._start = start
         self._weight = weight
+        self._alike = False
 
     def step(self, update: int) -> bool:
         """Call it after each update, counted from 0; whether weights were averaged."""
+        self._alike = False
         local = update + 1 - self._start
         if local > 0 and local % self._every:
             return False
@@ -55,8 +57,9 @@ class LocalSgd:
     @torch.no_grad()
     def average(self) -> None:
         """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
-        if self._group is None or not self._tensors:
+        if self._group is None or not self._tensors or self._alike:
             return
+        self._alike = True
         device = self._tensors[0].device
         total = start_all_reduce(torch.tensor([self._weight], dtype=torch.float64, device=device), self._group).wait()
         share = self._weight / total.item()

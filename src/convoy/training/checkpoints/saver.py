@@ -25,8 +25,12 @@ LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""
 MAX_UPDATES = 1000
 """The same in updates, at most."""
-PATIENCE_S = (0.05, 10.0)
+PATIENCE_S = (0.05, 1.0)
 """How long a rank waits for its own thread before it hears of the others: at first, and at most."""
+LONG_S = 30.0
+"""A wait that is mentioned."""
+END_S = 10.0
+"""What a checkpoint on its way is given when the run ends by a mistake."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Saver:
         try:
             yield
         except BaseException as error:
-            self._abandon(PATIENCE_S[1] if isinstance(error, ConvoyError) else 0.0)
+            self._abandon(END_S if isinstance(error, ConvoyError) else 0.0)
             raise
 
     def has(self, step: int) -> bool:
@@ -182,12 +186,17 @@ class Saver:
         """
         came = time.perf_counter()
         patience, longest = PATIENCE_S
+        said = False
         while self._writing is not None:
             began = time.perf_counter()
             self._writing.wait(patience)
             patience = min(longest, 2 * patience)
             self._waited(began)
-            self._ask(must)
+            writing, reports = self._writing, self._ask(must)
+            if not said and time.perf_counter() - came > LONG_S:
+                said = True
+                slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
+                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, still written by {slow}")
         self.tally.at_once(time.perf_counter() - came)
 
     def _waited(self, since: float) -> None:
