@@ -6,9 +6,10 @@
 
 A device is one core and one thread, or an emulated one with a share of a core. For each network and batch the planner
 measures the layers and the link on the devices, predicts one device, all plans and the plan that it would choose
-itself, and only then are they trained and timed. Printed are the relative error of each, its mean over all and over
-`sample` plans, how the order of the plans agrees (Kendall's tau, ties left out), how far the chosen plan is from the
-best measured one, and how much better the errors are than those of "N devices are N times as fast".
+itself, and only then are they trained and timed, each by processes of its own. Printed are the relative error of each,
+its mean over all and over `sample` plans, how the order of the plans agrees (Kendall's tau, ties left out), how far the
+chosen plan is from the best measured one, and how much better the errors are than those of "N devices are N times as
+fast".
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import machine, ranks
-from measuring.prediction import CHOSEN, SERIAL, Row, Subject, run
+from measuring.prediction import CHOSEN, SERIAL, Row, Subject, beside, measure, predict
 
 from convoy.errors import ConvoyError
 from convoy.launch.emulated import Cluster, Place, emulate
@@ -78,7 +79,11 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
     found: list[tuple[Subject, list[Row]]] = []
     for subject in _subjects(arguments):
         limits = ranks.Limits(arguments.timeout)
-        rows = ranks.run_ranks(run, num, subject, PLANS[num], arguments.updates, places=places, limits=limits)[0]
+        predicted = ranks.run_ranks(predict, num, subject, PLANS[num], places=places, limits=limits)[0]
+        rows = []
+        for one in predicted:
+            seconds = ranks.run_ranks(measure, num, subject, one.plan, arguments.updates, places=places, limits=limits)
+            rows.append(beside(one, seconds[0]))
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
         _store(arguments.out, {**about, "devices": num}, found)
@@ -189,7 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a network at one batch")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900.0,
+        help="seconds for the predictions of a case, and for each plan",
+    )
     parser.add_argument("--collect", type=Path, nargs="+", help="JSON files of earlier runs: print them as one")
     parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")
     return parser

@@ -1,7 +1,5 @@
-"""What a rank does to hold predictions against measurements: predict every plan, then measure every plan."""
+"""What ranks do to hold predictions against measurements: predict every plan, then measure each."""
 
-import copy
-import os
 import statistics
 import tempfile
 import time
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -68,70 +65,94 @@ class Row:
     spread: tuple[float, float]
 
 
-def run(subject: Subject, plans: Sequence[str], updates: int) -> list[Row]:
-    """All plans that the network can have, and the planner's own: predicted first, then measured.
+@dataclass(frozen=True)
+class Predicted:
+    """What was said of a plan.
+
+    Attributes:
+        name: in the table.
+        plan: None for one device, the plain network.
+        seconds: of an update.
+        where: seconds by what they go to.
+    """
+
+    name: str
+    plan: Plan | None
+    seconds: float
+    where: Mapping[str, float]
+
+
+def predict(subject: Subject, plans: Sequence[str]) -> list[Predicted]:
+    """One device, all plans that the network can have, and the planner's own. All ranks call it.
 
     Args:
-        subject: what is trained.
+        subject: what would be trained.
         plans: for as many devices as ranks run.
-        updates: timed of each plan, after those that warm up.
     """
-    device = torch.device("cpu")
-    keep_freed_memory(device)
-    join()
-    torch.manual_seed(0)
-    model = models.create(subject.model, num_classes=subject.num_classes, **subject.options)
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    channels = next(p for p in model.parameters() if p.dim() == 4).shape[1]
-    images = torch.randn(subject.batch, channels, subject.image_size, subject.image_size)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(0, subject.num_classes, (subject.batch,))
+    made = _Made.of(subject)
     ranks = Ranks.here()
-    workload = workload_of(model, images, subject.batch, name=subject.name)
+    workload = workload_of(made.model, made.images, subject.batch, name=subject.name)
     with tempfile.TemporaryDirectory() as folder:
         planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(Path(folder)))
-    predicted = {SERIAL: (planned.serial.seconds, planned.serial.timeline.by_kind())}
-    named: dict[str, Plan] = {}
+    found = [Predicted(SERIAL, None, planned.serial.seconds, planned.serial.timeline.by_kind())]
     for text in plans:
         try:
             scored = score(workload, Plan.parse(text), planned.costs)
         except ConvoyError:
             continue
-        named[text] = scored.plan
-        predicted[text] = scored.seconds, scored.timeline.by_kind()
+        found.append(Predicted(text, scored.plan, scored.seconds, scored.timeline.by_kind()))
     if ranks.num > 1:
-        named[CHOSEN] = planned.best.plan
-        predicted[CHOSEN] = planned.best.seconds, planned.best.timeline.by_kind()
-    measured = {SERIAL: _alone(model, images, labels, updates, ranks)}
-    for name, plan in named.items():
-        measured[name] = _under(plan, model, images, labels, updates)
-    texts = {CHOSEN: f"{CHOSEN}: {planned.best.plan}"}
-    return [
-        Row(texts.get(name, name), seconds, statistics.median(measured[name]), where, _ends(measured[name]))
-        for name, (seconds, where) in predicted.items()
-    ]
+        best = planned.best
+        name = f"{CHOSEN}: {best.plan}"
+        found.append(Predicted(name, best.plan, best.seconds, best.timeline.by_kind()))
+    return found
 
 
-def _ends(seconds: Sequence[float]) -> tuple[float, float]:
-    return min(seconds), max(seconds)
+def measure(subject: Subject, plan: Plan | None, updates: int) -> list[float]:
+    """Seconds of updates under a plan, after those that warm up. All ranks call it, of processes that are new: memory
+    of a process that has done other things before is not that of a training run.
+
+    Args:
+        subject: what is trained.
+        plan: None for one device, the plain network, on rank 0.
+        updates: to time.
+    """
+    made = _Made.of(subject)
+    ranks = Ranks.here()
+    if plan is None:
+        found = _time(_updater(made.model, made.images, made.labels), updates) if ranks.rank == 0 else []
+        return ranks.first(lambda: found)
+    net = convoy.parallelize(made.model, plan, example=made.images[: max(1, subject.batch // ranks.num)])
+    mine = convoy.local_samples(net, subject.batch)
+    return _time(_updater(net, made.images[mine].clone(), made.labels[mine], divided=True), updates)
 
 
-def _alone(model: nn.Module, images: Tensor, labels: Tensor, updates: int, ranks: Ranks) -> list[float]:
-    """Rank 0 by itself, with the plain network; the others wait."""
-    found: list[float] = []
-    if ranks.rank == 0:
-        own = copy.deepcopy(model)
-        found = _time(_updater(own, images, labels), updates)
-    if dist.is_initialized():
-        dist.barrier()
-    return ranks.first(lambda: found)
+def beside(predicted: Predicted, seconds: Sequence[float]) -> Row:
+    """What was predicted of a plan and what was measured."""
+    ends = min(seconds), max(seconds)
+    return Row(predicted.name, predicted.seconds, statistics.median(seconds), predicted.where, ends)
 
 
-def _under(plan: Plan, model: nn.Module, images: Tensor, labels: Tensor, updates: int) -> list[float]:
-    num = int(os.environ.get("WORLD_SIZE", 1))
-    net = convoy.parallelize(copy.deepcopy(model), plan, example=images[: max(1, len(images) // num)])
-    mine = convoy.local_samples(net, len(images))
-    return _time(_updater(net, images[mine].clone(), labels[mine], divided=True), updates)
+@dataclass(frozen=True)
+class _Made:
+    """A network and one global batch."""
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+
+    @staticmethod
+    def of(subject: Subject) -> "_Made":
+        """The same on every rank, which joins the others."""
+        keep_freed_memory(torch.device("cpu"))
+        join()
+        torch.manual_seed(0)
+        model = models.create(subject.model, num_classes=subject.num_classes, **subject.options)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        channels = next(p for p in model.parameters() if p.dim() == 4).shape[1]
+        images = torch.randn(subject.batch, channels, subject.image_size, subject.image_size)
+        labels = torch.randint(0, subject.num_classes, (subject.batch,))
+        return _Made(model, images.contiguous(memory_format=torch.channels_last), labels)
 
 
 def _updater(net: nn.Module, images: Tensor, labels: Tensor, divided: bool = False) -> Callable[[], None]:

@@ -25,6 +25,7 @@ _SMALL = 50
 _MOST = 2**27
 """Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
 _TURNS = 4
+_SPIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LinkTimes:
         exchange: (bytes that a rank sends to the others together, seconds), for what comes in new tensors.
         reduce_scatter, gather: likewise, for pieces of a gradient: with the additions, and in place.
         overlap: whether messages run beside what computes.
-        cpu_share: the part of the core that they take meanwhile.
+        cpu_share: the part of the device's processor time that they take meanwhile.
         overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
     """
 
@@ -94,7 +95,7 @@ class _Probe:
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
         pending.wait()
-        share_of_core = min(1.0, self._busy / self._taken) if self._taken else 0.0
+        share_of_core = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
         own = max(0.0, redistributing - moves[0][1])
         return LinkTimes(sums, moves, pieces or moves, gathers or moves, overlap, share_of_core, own)
 
@@ -125,6 +126,14 @@ class _Probe:
             self._taken += median(seconds for seconds, _ in found)
             self._busy += median(cpu for _, cpu in found)
         return median(seconds for seconds, _ in found)
+
+
+def _own_cores() -> float:
+    """Cores that this process computes with: its threads, as far as a share of a core does not hold them up."""
+    start, before = time.perf_counter(), time.process_time()
+    while (taken := time.perf_counter() - start) < _SPIN_S:
+        pass
+    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / taken)
 
 
 def _wait(device: torch.device) -> None:

@@ -40,7 +40,7 @@ class CallTimes:
     """Seconds of one call.
 
     Attributes:
-        forward, backward: medians over the passes that were near the fastest.
+        forward, backward: medians over the passes that were near the fastest, which add up to those of whole passes.
     """
 
     forward: float
@@ -120,11 +120,9 @@ class Rehearsal:
             Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
         found = steady(self._measured, _seconds, agree, enough=enough)
-        names = dict.fromkeys(name for both in found for times in both for name in times if name != _MADE_UP)
-        return {
-            name: CallTimes(*(statistics.median(both[way].get(name, 0.0) for both in found) for way in (0, 1)))
-            for name in names
-        }
+        forward, backward = (_typical([both[way] for both in found]) for way in (0, 1))
+        names = dict.fromkeys([*forward, *backward])
+        return {name: CallTimes(forward.get(name, 0.0), backward.get(name, 0.0)) for name in names}
 
     @property
     def transfers(self) -> list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]:
@@ -158,6 +156,19 @@ class Rehearsal:
             torch.autograd.backward(differentiable, gradients)
             backward.mark(OUTSIDE)
         return forward.spans(), backward.spans()
+
+
+def _typical(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each call the median, in proportion to the median of whole passes.
+
+    A device that is held up now and then (a share of a core is: it runs at full speed, and then waits) is so within one
+    call or another: the medians alone would never see it.
+    """
+    names = dict.fromkeys(name for times in passes for name in times if name != _MADE_UP)
+    medians = {name: statistics.median(times.get(name, 0.0) for times in passes) for name in names}
+    whole = statistics.median(sum(seconds for name, seconds in times.items() if name != _MADE_UP) for times in passes)
+    scale = whole / total if (total := sum(medians.values())) else 1.0
+    return {name: scale * seconds for name, seconds in medians.items()}
 
 
 def _usual(seconds: Sequence[float]) -> float:
