@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.training.checkpoints.record import STATE, write_record
 from convoy.training.checkpoints.shard import write_shard
-from convoy.training.files import sync, write_json
+from convoy.training.files import sync
 
 _READY = "ready"
 
@@ -40,7 +40,10 @@ class Draft:
         (self.folder / STATE).mkdir(parents=True, exist_ok=True)
         (self.folder / _READY).mkdir(exist_ok=True)
         checksum = write_shard(self.folder / STATE / name, tensors)
-        write_json(self._ready(number), {"name": name, "sha256": checksum})
+        ready = self._ready(number)
+        unfinished = ready.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"name": name, "sha256": checksum}), encoding="utf-8")
+        unfinished.replace(ready)  # from now on another writer may move or remove the folder
 
     def complete(self) -> bool:
         """Whether all shards are there."""
