@@ -7,6 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from convoy.experiments import formats
+from convoy.printable import printable
 
 _FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
 
@@ -26,6 +27,7 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     for name in _FILTERS:
         environment.filters[name] = getattr(formats, name)
@@ -37,3 +39,8 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
     return environment.get_template(template).render(
         content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
     )
+
+
+def _shown(value: object) -> object:
+    """Text of others without characters that turn its line around; markup is of our own making."""
+    return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value

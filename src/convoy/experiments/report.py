@@ -22,6 +22,7 @@ from convoy.experiments.remarks import remarks, status
 from convoy.experiments.run_directory import Evaluation, Mistake, Run, read_run
 from convoy.experiments.svg import inline_svg
 from convoy.experiments.tiles import num_test_images, result_tiles
+from convoy.printable import printable
 
 MOST_BAD_IMAGES = 200
 COMPRESS_FROM = 1 << 20
@@ -179,7 +180,8 @@ def _mistakes(run: Run, evaluation: Evaluation) -> Iterator[ShownMistake]:
 def _highlighted(text: str) -> Markup:
     """The configuration with its keys marked; every part of it is escaped."""
     lines = []
-    for line in text.rstrip().splitlines():
+    for raw in text.rstrip().splitlines():
+        line = printable(raw, keep="\t")
         key = re.match(r"^(\s*(?:- )?)([\w./-]+)(:)(?=\s|$)", line)
         if key:
             lines.append(Markup('{}<span class="key">{}</span>{}{}').format(key[1], key[2], key[3], line[key.end() :]))

@@ -1,7 +1,5 @@
 """What the trainings of a study came to: a table for a terminal, as CSV and LaTeX, and the sentences beside it."""
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 from convoy.experiments import formats
 from convoy.experiments.scaling.configuration import short
 from convoy.experiments.scaling.curves import Convergence, Curve
-from convoy.experiments.scaling.table import escaped
+from convoy.experiments.scaling.table import csv_of, escaped
+from convoy.printable import printable
 
 CONVERGENCE_NUMBERS = ("devices", "updates", "test error", "test loss", "trained in", "distance: error", "loss")
 """Columns that are aligned to the right."""
@@ -157,12 +156,12 @@ def _how(found: Convergence) -> str:
 
 def convergence_csv(found: Convergence) -> str:
     """A line for each configuration."""
-    return _csv(convergence_records(found))
+    return csv_of(convergence_records(found))
 
 
 def curves_csv(found: Convergence) -> str:
     """A line for each evaluation of each configuration: what the pictures are drawn from."""
-    return _csv(
+    return csv_of(
         [
             {
                 "configuration": curve.label,
@@ -178,21 +177,13 @@ def curves_csv(found: Convergence) -> str:
     )
 
 
-def _csv(rows: list[dict[str, Any]]) -> str:
-    written = io.StringIO()
-    writer = csv.DictWriter(written, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return written.getvalue()
-
-
 def convergence_latex(found: Convergence, document: Mapping[str, Any]) -> str:
     """The table for the package booktabs."""
-    study = document["study"]
+    model = printable(document["study"]["model"])
     lines = convergence_lines(found)
     return "\n".join(
         [
-            f"% {study['model']}, {found.epochs:g} epochs; made by convoy bench; needs \\usepackage{{booktabs}}",
+            f"% {model}, {found.epochs:g} epochs; made by convoy bench; needs \\usepackage{{booktabs}}",
             r"\begin{tabular}{lrrrrrrrl}",
             r"\toprule",
             " & ".join(_COLUMNS) + r" \\",

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convoy.experiments import formats
@@ -12,6 +12,7 @@ from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
 from convoy.planning.words import seconds as time_of
 from convoy.plans.explain import size
+from convoy.printable import printable
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -121,12 +122,23 @@ def signed(share: float | None) -> str:
 
 def csv_text(found: Results) -> str:
     """The table as CSV, with a heading."""
-    rows = records(found)
+    return csv_of(records(found))
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with equal keys as CSV; a text that a spreadsheet would take for a formula has a `'` before it."""
     written = io.StringIO()
     writer = csv.DictWriter(written, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _no_formula(value) for key, value in row.items()} for row in rows)
     return written.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = printable(value, keep="\n")
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def latex_text(found: Results, document: Mapping[str, Any]) -> str:
@@ -141,7 +153,7 @@ def latex_text(found: Results, document: Mapping[str, Any]) -> str:
         body.append(" & ".join(escaped(cell) for cell in cells) + r" \\")
     return "\n".join(
         [
-            f"% {study['model']}, batch {batch}; made by convoy bench; needs \\usepackage{{booktabs}}",
+            f"% {printable(study['model'])}, batch {batch}; made by convoy bench; needs \\usepackage{{booktabs}}",
             r"\begin{tabular}{lrrrrrrr}",
             r"\toprule",
             head,
@@ -158,4 +170,4 @@ def escaped(text: str) -> str:
     """Text for LaTeX."""
     signs = {"±": r"$\pm$", formats.MINUS: "$-$", formats.SPACE: r"\,", "×": r"$\times$", "µ": r"\textmu{}", "–": "--"}
     table = str.maketrans({**_LATEX, **signs})
-    return text.translate(table)
+    return printable(text).translate(table)
