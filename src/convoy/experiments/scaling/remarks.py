@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convoy.experiments import formats
+from convoy.experiments.scaling.coarseness import too_coarse
+from convoy.experiments.scaling.configuration import CONVOY
 from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.table import plan_label
 
@@ -16,6 +18,7 @@ def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
         _spread(found),
         _cost(found),
         _same(found),
+        *_unequal(document, found),
         _over(found),
         _one_device(found),
     ]
@@ -90,6 +93,33 @@ def _same(found: Results) -> str:
         return ""
     by = f"differs by {formats.significant(difference, 2)} of itself at most" if difference else "is the same number"
     return f"The first update's loss {by} in all rows of Convoy: they do the same work."
+
+
+def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
+    """What devices of their own speeds do together, beside the sum of what they do one by one."""
+    if not found.alone:
+        return []
+    speeds = found.alone
+    rates = ", ".join(formats.significant(speed) for speed in speeds)
+    rows = [row for row in found.rows if row.kind == CONVOY and row.devices == len(speeds)]
+    reached = ", ".join(f"{plan_label(row)} {formats.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
+    said = [
+        f"Alone the devices train {rates} images/s, {formats.significant(sum(speeds))} together, which efficiency is "
+        f"measured by{f': of that {reached}' if reached else ''}."
+    ]
+    even = {row.plan: row for row in rows if ", shares" not in row.series}
+    for row in rows:
+        if (
+            row.plan in even
+            and row is not even[row.plan]
+            and even[row.plan].series == row.series.partition(", shares")[0]
+        ):
+            ratio = even[row.plan].seconds / row.seconds
+            parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
+            said.append(f"{plan_label(row)} is {ratio:.2f} times as fast as even parts{parts}.")
+    batch, num = document["study"]["batch"], sum(next((row.microbatches for row in rows), ()))
+    coarse = too_coarse(batch, num, speeds) if num and any(", shares" in row.series for row in rows) else ""
+    return [*said, *([coarse] if coarse else [])]
 
 
 def _over(found: Results) -> str:

@@ -27,6 +27,7 @@ class Row:
         seconds: of an update: the median over the rounds of each round's median.
         spread: by which two such medians differ at most; None of one round.
         place: of one device alone, which one it is, from 0.
+        microbatches: of an update, that each rank had in the last round; empty where that is not known.
         speedup: images per second over those of the fastest row on one device.
         speedup_spread: by which that would differ at most.
         efficiency: the speed-up by the ideal one.
@@ -64,6 +65,7 @@ class Row:
     rounds: int
     overhead: float
     place: int = 0
+    microbatches: tuple[int, ...] = ()
 
     @property
     def images_per_s(self) -> float:
@@ -226,6 +228,7 @@ def _row(
         rounds=len(visits),
         overhead=statistics.median(rank["overhead"] for visit in visits for rank in visit["ranks"]),
         place=row.get("place", 0),
+        microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
     )
 
 
