@@ -85,7 +85,8 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     found = set()
     for pid in pids:
         try:
-            own = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+            entries = list(Path(f"/proc/{pid}/fd").iterdir())
+            own = {str(entry.readlink()) for entry in entries if entry.is_symlink()}
             tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
         except OSError:
             continue

@@ -147,6 +147,20 @@ def test_links_by_name(text: str, rate: float) -> None:
     assert rate_of(text)[0].bytes_per_s == pytest.approx(rate)
 
 
+def test_links_inside_hosts_and_between_them() -> None:
+    mesh = convoy.Plan.parse("sample=2,filter=4").mesh
+    links, note = links_named("10gbit,4xnvlink4", on_cpu=False)
+    plain, nvlink = (links_named(name, on_cpu=False)[0].of(mesh, (1,)) for name in ("10gbit", "nvlink4"))
+    assert links.of(mesh, (1,)) == nvlink
+    assert links.of(mesh, (0,)) == links_named("10gbit", on_cpu=False)[0].of(mesh, (0,))
+    assert links.of(mesh, (0, 1)).all_reduce(1 << 20) > nvlink.all_reduce(1 << 20)
+    assert plain.all_reduce(1 << 20) > nvlink.all_reduce(1 << 20)
+    assert "inside hosts of 4 devices" in note
+    for wrong in ("10gbit,nvlink4", "10gbit,0xnvlink4", "10gbit,4xfast"):
+        with pytest.raises(convoy.errors.ConvoyError, match="is no link"):
+            links_named(wrong, on_cpu=False)
+
+
 def test_slow_links_leave_a_cpu_its_cycles() -> None:
     mesh = convoy.Plan.parse("sample=2").mesh
     slow, fast, gpu = (

@@ -33,7 +33,8 @@ def rate_of(text: str) -> tuple[Rate, str]:
 
 
 def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
-    """Links between devices that are not at hand, and a note on them.
+    """Links between devices that are not at hand, and a note on them: `10gbit`, or `10gbit,8xnvlink4` for hosts of 8
+    devices that nvlink4 joins, and 10 Gbit/s each other's.
 
     On CPUs moving messages takes cycles from what computes: as much as between two processes of one host at the rate
     at which gloo fills a core (`loopback` in the catalogue), less in proportion.
@@ -41,9 +42,19 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     Raises:
         ConvoyError: nobody knows such a link.
     """
-    rate, source = rate_of(text)
+    across, comma, within = text.partition(",")
+    rate, source = rate_of(across)
     share = min(1.0, rate.bytes_per_s / catalogue()["loopback"].rate.bytes_per_s) if on_cpu else 0.0
     note = (
         f"the links are assumed: {text}, {rate.bytes_per_s / 1e9:.3g} GB/s after {rate.latency * 1e6:.3g} µs ({source})"
     )
-    return Assumed(rate, overlap=True, cpu_share=share).links(), note
+    if not comma:
+        return Assumed(rate, overlap=True, cpu_share=share).links(), note
+    match = re.fullmatch(r"\s*([1-9][0-9]*)\s*x\s*(.+)", within)
+    if match is None:
+        raise ConvoyError(
+            f"{text!r} is no link: write e.g. 10gbit,8xnvlink4 for hosts of 8 devices with nvlink4 inside"
+        )
+    inside, where = rate_of(match[2])
+    note += f"; inside hosts of {match[1]} devices {inside.bytes_per_s / 1e9:.3g} GB/s ({where})"
+    return Assumed(rate, inside, int(match[1]), overlap=True, cpu_share=share).links(), note

@@ -1,0 +1,173 @@
+"""Two hosts train together by the printed commands, and listen on one address each; and what the commands must say."""
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from convoy.cli import main
+from convoy.errors import ConvoyError
+from convoy.launch.hosts import Group, Host
+from emulated_hosts import emulated_hosts, listening
+from tiny import write_mnist
+
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+TRAIN = "tiny:TinyNet --data data --batch 24 --lr 0.05 --reproducible --epochs 24ba --set microbatch=3"
+
+
+def digest(run: Path) -> str:
+    return hashlib.sha256((run / "weights.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data, and the run of one device."""
+    tmp = tmp_path_factory.mktemp("hosts")
+    write_mnist(tmp / "data")
+    serial = [sys.executable, "-m", "convoy", "train", *TRAIN.split(), "--out", "serial"]
+    subprocess.run(serial, cwd=tmp, env=ENVIRONMENT, check=True, timeout=100, capture_output=True)
+    return tmp
+
+
+def watched(processes: list[subprocess.Popen], pids: object) -> set[tuple[str, int]]:
+    """Where processes listen until the first ones have ended."""
+    found = set()
+    until = time.monotonic() + 120
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < until
+        found |= listening(pids())  # type: ignore[operator]
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--rendezvous", "static"), marks=pytest.mark.matrix)],
+    ids=["one-address", "static"],
+)
+def test_two_hosts_give_the_weights_of_one_device(
+    folder: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = f"run{len(options)}"
+    assert main(["launch", "hosts", *options, "node0:1,node1:1", "--", *TRAIN.split(), "--out", out]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# node0, 1 device"
+    with emulated_hosts(2, "1gbit") as hosts:
+        started = [
+            host.start(
+                ["sh", "-c", command],
+                cwd=folder,
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host, command in zip(hosts, lines[1::2], strict=True)
+        ]
+        found = watched(started, lambda: [pid for host in hosts for pid in host.pids()])
+        said = [process.communicate()[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], said
+        addresses = {host.address for host in hosts}
+    assert "devices                    2 = plan sample=2" in said[0]
+    assert digest(folder / out) == digest(folder / "serial")
+    if not options:
+        assert {address for address, _ in found} == addresses
+        assert (hosts[0].address, 29_400) in found
+    else:  # torch's own, so that it is seen that the test would see it
+        assert {address for address, _ in found} - addresses
+
+
+def test_local_ranks_listen_on_loopback_alone(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "convoy",
+        "train",
+        *TRAIN.split(),
+        "--out",
+        "local",
+        "--devices",
+        "2",
+        "--epochs",
+        "4ba",
+    ]
+    run = subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    found = watched([run], lambda: below(run.pid))
+    said, _ = run.communicate()
+    assert run.returncode == 0, said
+    assert {address for address, _ in found} == {"127.0.0.1"}
+    assert len(found) >= 4  # the launcher's two stores, and each rank
+
+
+def below(pid: int) -> list[int]:
+    """A process and all that it started."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [other for word in task.read_text().split() for other in below(int(word))]
+        except OSError:
+            continue
+    return found
+
+
+def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "launch hosts --json --devices-per-host 2 --interface eth1 --min-hosts 1 --max-restarts 9 a,b:3,[fe80::1]"
+    assert main([*line.split(), "--", "lenet", "--data", "a 'b'; $c"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [(record["host"], record["devices"]) for record in records] == [("a", 2), ("b", 3), ("fe80::1", 2)]
+    for record in records:
+        variables, words = shlex.split(record["command"])[:2], shlex.split(record["command"])[2:]
+        assert variables == ["GLOO_SOCKET_IFNAME=eth1", "NCCL_SOCKET_IFNAME=eth1"]
+        assert words == record["arguments"]
+        assert words[:4] == ["torchrun", "--nnodes=1:3", f"--nproc-per-node={record['devices']}", "--max-restarts=9"]
+        assert words[4:6] == ["--rdzv-backend=convoy", "--rdzv-endpoint=a:29400"]
+        assert words[7:] == ["-m", "convoy", "train", "lenet", "--data", "a 'b'; $c"]
+    assert len({record["arguments"][6] for record in records}) == 1  # one run, one name
+    static = Group(Host.parse("a:1,b:4"), "x", 29_500, "static").commands(["lenet"])[1]
+    assert str(static) == (
+        "torchrun --nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=a --master-port=29500 -m convoy train lenet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a,b:2 -- lenet", "a says no number of devices: write e.g. a:4, or --devices-per-host 4"),
+        ("a:0 -- lenet", "a:0 has 0 devices"),
+        ("a:1,a:2 -- lenet", "host a is named twice"),
+        ("a:1, -- lenet", "'' is no host"),
+        ("a:1,fe80::1 -- lenet", "'fe80::1' is no host"),
+        ("a:1,b:1", "nothing to train"),
+        ("a:1,b:1 -- lenet --devices 3", "--devices 3 contradicts the 2 ranks"),
+        ("a:1,b:1 -- lenet --max-restarts 3", "--max-restarts after --"),
+        ("a:1,b:1 -- lenet --no-such-thing", "--no-such-thing"),
+        ("--min-hosts 3 a:1,b:1 -- lenet", "--min-hosts 3 must be from 1 to the 2 hosts"),
+        ("--min-hosts 1 --rendezvous static a:1,b:1 -- lenet", "--rendezvous static needs all hosts"),
+        ("--port 0 a:1 -- lenet", "--port 0"),
+        ("--max-restarts -1 a:1 -- lenet", "--max-restarts -1"),
+        ("--interface a/b a:1 -- lenet", "--interface 'a/b'"),
+    ],
+)
+def test_a_mistake_is_said_in_a_sentence(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "hosts", *line.split()]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_hosts_in_a_line() -> None:
+    assert Host.parse("n-1.x:2, n_2,[::1]:3", 4) == [Host("n-1.x", 2), Host("n_2", 4), Host("::1", 3)]
+    with pytest.raises(ConvoyError, match="no host"):
+        Host.parse("a b:1")

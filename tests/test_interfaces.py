@@ -1,0 +1,86 @@
+"""The interfaces of this host, and sockets on one address."""
+
+import os
+import socket
+
+import pytest
+
+from convoy import interfaces
+from convoy.engine.groups import join
+from convoy.engine.meeting_place import choose_interface
+from convoy.errors import ConvoyError
+from emulated_hosts import listening
+from ranks import run_ranks
+
+
+def test_loopback() -> None:
+    assert "lo" in interfaces.names()
+    assert interfaces.address_of("lo") == "127.0.0.1"
+    assert interfaces.interface_with("127.0.0.1") == "lo"
+    assert interfaces.interface_with("192.0.2.1") is None
+    assert interfaces.towards("127.0.0.1") == "127.0.0.1"
+    assert interfaces.towards("no.such.host.invalid") is None
+    assert interfaces.is_own("localhost")
+    assert not interfaces.is_own("192.0.2.1")
+
+
+def test_an_interface_that_is_not_there_is_refused() -> None:
+    environment: dict[str, str] = {}
+    with pytest.raises(ConvoyError, match="no interface 'eth77': --interface must be one of lo"):
+        interfaces.use("eth77", environment)
+    assert environment == {}
+    interfaces.use("lo", environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert interfaces.chosen(environment) == "lo"
+    assert interfaces.chosen({"GLOO_SOCKET_IFNAME": "eth0,eth1"}) is None
+
+
+def test_a_socket_listens_on_one_address() -> None:
+    before = listening([os.getpid()])
+    with interfaces.listen("127.0.0.1", 0) as one, socket.create_server(("", 0)) as every:
+        assert listening([os.getpid()]) - before == {one.getsockname(), every.getsockname()}
+        with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:"):
+            interfaces.listen("127.0.0.1", one.getsockname()[1])
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        interfaces.listen("192.0.2.1", 0)
+
+
+def test_where_other_hosts_could_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert interfaces.meeting_address("localhost", alone=True) in ("127.0.0.1", "::1")
+    with pytest.raises(ConvoyError, match=r"where other hosts cannot reach it: .* --interface"):
+        interfaces.meeting_address("127.0.0.1", alone=False)
+    with pytest.raises(ConvoyError, match=r"192\.0\.2\.1, where .* is no address of this host"):
+        interfaces.meeting_address("192.0.2.1", alone=True)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert interfaces.meeting_address("192.0.2.1", alone=False) == "127.0.0.1"
+
+
+def test_gloo_talks_where_the_ranks_meet() -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(2, environment)
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    several = {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(4, several)  # a host that knows its own name as loopback's
+    assert "GLOO_SOCKET_IFNAME" not in several
+    chosen = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth1"}
+    choose_interface(1, chosen)
+    assert chosen["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def join_by_variables(port: int) -> set[tuple[str, int]]:
+    """As Slurm's tasks do: nobody else keeps a store."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    before = listening([os.getpid()])
+    join(30)
+    return listening([os.getpid()]) - before
+
+
+def test_ranks_that_meet_by_themselves_listen_on_one_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first, second = run_ranks(join_by_variables, 2, port, join=False)
+    assert {address for address, _ in first | second} == {"127.0.0.1"}
+    assert ("127.0.0.1", port) in first
+    assert len(first) >= 2 and len(second) >= 1
