@@ -6,14 +6,17 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from convoy.cli import main
+from convoy.cli import main, plan_answer, plan_request
 from convoy.cost.device import Device
 from convoy.cost.piece import Operand, Piece
 from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
+from convoy.errors import ConvoyError
+from convoy.planning.words import extra
 from convoy.plans.plan import Plan
 
 LINE = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--link", "10gbit"]
@@ -110,7 +113,32 @@ def test_a_factory_of_ones_own_with_one_channel(capsys: pytest.CaptureFixture[st
     text = said(
         capsys, "plan", "tiny:TinyNet", "--batch", "16", "--image-size", "28", "--devices", "2", "--link", "pcie4"
     )
-    assert "tiny:TinyNet on 2 devices" in text
+    assert "tiny:TinyNet on 2 devices, 16 samples an update, images of 1×28×28" in text
+    assert "assumed, --image-size" not in text
+
+
+def test_the_size_that_is_assumed_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        patch.object(plan_request, "ASSUMED_SIZE", 28),
+        patch.object(plan_answer, "workload_of_recipe", side_effect=ConvoyError("measured")),
+    ):
+        assert main(["plan", "tiny:TinyNet", "--batch", "16"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("nobody says how large the images for tiny:TinyNet are: 28 pixels are assumed")
+    assert second == "convoy: measured"
+    with patch.object(plan_request, "ASSUMED_SIZE", 28):
+        found = json.loads(said(capsys, "plan", "tiny:TinyNet", "--batch", "16", "--json"))
+    assert found["sample"] == [1, 28, 28]
+    assert any("28 pixels are assumed" in note for note in found["notes"])
+
+
+def test_given_plans_respect_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    error = said(capsys, *LINE, "--score", "sample=2", "--memory-limit", "1kB", status=2)
+    assert "the plan sample=2 does not fit: it needs" in error and "more than the 1 kB there are" in error
+
+
+def test_an_alternative_that_is_not_slower_is_as_fast() -> None:
+    assert [extra(number) for number in (1.2e-3, 0.0, -2.6e-3)] == ["+1.20 ms", "as fast", "as fast"]
 
 
 def test_more_devices_than_there_are_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,19 @@
 
 import json
 import multiprocessing
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from convoy.cost import store as store_module
+from convoy.cost.control_groups import cores_allowed
 from convoy.cost.device import Device, this_device
 from convoy.cost.piece import Operand, Piece
 from convoy.cost.store import ProfileStore, default_folder
+from convoy.cost.store_file import StoreFile
 from convoy.cost.times import Table, Times
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
@@ -142,9 +147,11 @@ def test_devices_that_take_other_times_have_other_keys():
             "channels_last": True,
             "compiled": True,
             "neighbours": 2,
+            "numerics": "benchmark",
+            "share": 0.5,
         }.items()
     ]
-    assert len({device.key for device in (DEVICE, *others)}) == 9
+    assert len({device.key for device in (DEVICE, *others)}) == 11
     assert replace(DEVICE).key == DEVICE.key
     assert DEVICE.key.startswith("some-cpu-2-5-ghz-1t-float32-")
 
@@ -155,6 +162,52 @@ def test_this_device_names_itself():
     assert found.torch == torch.__version__
     assert found.name
     assert "2 ranks on the host" in found.describe()
+
+
+def test_switches_and_shares_of_a_core_are_named(tmp_path):
+    cpu = torch.device("cpu")
+    plain = this_device(cpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert this_device(cpu).numerics == ", ".join(filter(None, ("deterministic", plain.numerics)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "tf32 products" in this_device(cpu).numerics
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with patch("convoy.cost.device.cores_allowed", lambda: torch.get_num_threads() / 2):
+        assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
+    assert this_device(cpu) == plain
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        (
+            "0::/batch/job",
+            {"batch/job/cpu.max": "max 100000", "batch/cpu.max": "2000 4000", "cpu.max": "300000 100000"},
+        ),
+        (
+            "4:cpu,cpuacct:/batch",
+            {
+                "cpu/batch/cpu.cfs_quota_us": "2000",
+                "cpu/batch/cpu.cfs_period_us": "4000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+        ),
+    ],
+)
+def test_control_groups_leave_a_share_of_a_core(tmp_path, line, files):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "membership").write_text(f"9:pids:/other\n{line}\n")
+    assert cores_allowed(tmp_path / "membership", tmp_path) == 0.5
+    assert cores_allowed(tmp_path / "missing", tmp_path) == float("inf")
 
 
 def test_a_table_asks_elsewhere_for_what_was_not_measured():
@@ -180,3 +233,118 @@ def test_of_several_runs_the_median_counts_and_old_ones_are_forgotten(tmp_path):
     for _ in range(5):
         store.put(DEVICE, {linear(3): Times(7, 7)}, "run")
     assert store.get(DEVICE, linear(3)) == Times(7, 7)
+
+
+def test_a_newer_run_weighs_more(tmp_path):
+    store = ProfileStore(tmp_path)
+    for seconds in (2, 2, 9, 9):
+        store.put(DEVICE, {linear(3): Times(seconds, 1)}, "run")
+    assert store.get(DEVICE, linear(3)).forward == 9
+    for seconds in (1, 1):
+        store.put(DEVICE, {linear(3): Times(seconds, 1)}, "run")
+    assert store.get(DEVICE, linear(3)).forward == 1
+
+
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("days", "source", "seconds"), [(40, "run", 2.0), (40, "rehearsal", 2.0), (10, "rehearsal", 1.0)]
+)
+def test_what_runs_have_taught_long_ago_counts_no_longer(tmp_path, days, source, seconds):
+    store = ProfileStore(tmp_path)
+    for _ in range(3):
+        store.put(DEVICE, {linear(3): Times(1, 1)}, "run")
+    later = store_module.time.time() + days * DAY
+    with patch.object(store_module.time, "time", lambda: later):
+        store.put(DEVICE, {linear(3): Times(2, 2)}, source)
+    assert ProfileStore(tmp_path).get(DEVICE, linear(3)).forward == seconds
+
+
+def test_only_what_was_added_is_read(tmp_path):
+    store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(number): Times(1, 1) for number in range(20)})
+    assert len(store.times(DEVICE)) == 20
+    other.put(DEVICE, {linear(30): Times(1, 1)})
+    file, parsed = store._files[DEVICE.key][0], []
+    with patch.object(StoreFile, "news", lambda self: parsed.append(news(self)) or parsed[-1]):
+        assert len(store.times(DEVICE)) == 21
+        assert store.get(DEVICE, linear(30)) == Times(1, 1)
+    assert file.path.exists()
+    assert [len(lines) for _, lines in parsed] == [1, 0]
+
+
+news = StoreFile.news
+
+
+def test_what_counts_no_longer_is_not_kept(tmp_path):
+    store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
+    store.note(DEVICE, "links", [1])
+    for seconds in range(30):
+        store.put(DEVICE, {linear(number): Times(seconds, 1) for number in range(50)})
+    store.put(DEVICE, {linear(1): Times(7, 7)}, "run")
+    assert len(other.times(DEVICE)) == 50
+    lines = next(tmp_path.glob("*.jsonl")).read_text().splitlines()
+    assert len(lines) < 1100
+    found = ProfileStore(tmp_path)
+    assert found.times(DEVICE) == store.times(DEVICE) == other.times(DEVICE)
+    assert (found.get(DEVICE, linear(1)), found.get(DEVICE, linear(2))) == (Times(7, 7), Times(29, 1))
+    assert found.noted(DEVICE, "links") == [1]
+    assert found.devices() == [DEVICE]
+    assert [file.name for file in tmp_path.iterdir()] == [f"{DEVICE.key}.jsonl"]
+
+
+def test_the_oldest_pieces_and_devices_go(tmp_path):
+    store = ProfileStore(tmp_path)
+    with patch.object(store_module, "_PIECES", 40), patch.object(store_module, "_DEVICES", 2):
+        store.put(DEVICE, {linear(number): Times(1, 1) for number in range(40)})
+        store.put(DEVICE, {linear(100): Times(1, 1)})
+        kept = [row.piece for row in store.rows(DEVICE)]
+        assert kept == [*(linear(number) for number in range(11, 40)), linear(100)]
+        store.put(replace(DEVICE, threads=2), {linear(1): Times(1, 1)})
+        os.utime(tmp_path / f"{DEVICE.key}.jsonl", (1, 1))
+        store.put(replace(DEVICE, threads=3), {linear(1): Times(1, 1)})
+    assert {device.threads for device in store.devices()} == {2, 3}
+
+
+def test_a_store_that_is_cleared_by_another_process_is_empty_and_can_be_added_to(tmp_path):
+    store = ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(1): Times(1, 1)})
+    assert len(store.times(DEVICE)) == 1
+    assert ProfileStore(tmp_path).clear() == 1
+    assert store.times(DEVICE) == {}
+    store.put(DEVICE, {linear(2): Times(2, 2)})
+    assert store.times(DEVICE) == ProfileStore(tmp_path).times(DEVICE) == {linear(2): Times(2, 2)}
+
+
+def rewriting(path):
+    with patch.object(store_module, "_WORTHLESS", 0), patch.object(store_module._Known, "is_wasteful", True):
+        put_many(path, 200)
+
+
+def test_nothing_is_lost_that_is_added_while_a_file_is_written_anew(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=put_many, args=(tmp_path, 0)),
+        context.Process(target=rewriting, args=(tmp_path,)),
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    found = ProfileStore(tmp_path).times(DEVICE)
+    assert set(found) == {linear(number) for number in (*range(60), *range(200, 260), 1000)}
+
+
+@pytest.mark.parametrize("change", ['"threads":"many"', '"name":3', '"compiled":1', '"threads":1,"wheels":4'])
+def test_a_device_that_is_none_is_not_listed(tmp_path, change):
+    store = ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(1): Times(1, 1)})
+    file = next(tmp_path.glob("*.jsonl"))
+    name = change.partition(":")[0].strip('"')
+    text = file.read_text()
+    before = json.dumps({name: getattr(DEVICE, name)}, separators=(",", ":"))[1:-1]
+    assert before in text
+    file.write_text(text.replace(before, change))
+    assert ProfileStore(tmp_path).devices() == []

@@ -1,17 +1,25 @@
 """What is rehearsed for which question, and what becomes of a rehearsal that fails on one rank."""
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from convoy.engine.rehearsal import Rehearsal
+from convoy.cost.calibrated import Calibrated
+from convoy.cost.piece import VIEWS
+from convoy.cost.program import program
+from convoy.cost.store import ProfileStore
+from convoy.cost.timeline import Span
+from convoy.engine.rehearsal import CallTimes, Rehearsal
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planning import Ranks, Workload, make_plan, workload_of
 from convoy.planning.link_names import links_named
 from convoy.planning.measured import jobs_for
 from convoy.planning.planner import Scored
+from convoy.planning.text import explanation_text
+from convoy.planning.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -99,8 +107,10 @@ def test_every_pass_of_a_rehearsal_is_told() -> None:
     assert ("rehearsing serial, one device, pass 3", 0, 1) in said
 
 
-def recipes(devices: int, merge: int, batch: int = 64) -> Workload:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", f"batch={batch}", "microbatch=8"], [])
+def recipes(devices: int, merge: int, batch: int = 64, shares: tuple[float, ...] | None = None) -> Workload:
+    settings = ["model.name=lenet", "data.path=mnist-mini", f"batch={batch}", "microbatch=8"]
+    settings += [f"parallel.shares={list(shares)}", f"parallel.devices={devices}"] if shares is not None else []
+    recipe = load_recipe("default", settings, [])
     torch.manual_seed(0)
     sizes = (8,) * (batch // 8)
     return workload_in_passes(recipe, create("lenet"), (1, 28, 28), sizes, merge, devices, torch.device("cpu"))
@@ -133,3 +143,100 @@ def test_the_reference_of_the_speed_up_is_what_one_device_does() -> None:
     found = make_plan(recipes(2, 1), 2, Ranks(), links=links, plans=[Plan.parse("sample=2")])
     assert (passes(found.best), passes(found.serial)) == (4, 8)
     assert found.serial.placement.batch.num_samples == 8
+
+
+def unknown_under_autocast() -> tuple[set[str], set[str]]:
+    """The types of pieces of plans that were rehearsed and not found again, and of what is sent."""
+    torch.manual_seed(0)
+    workload = workload_of(create("lenet"), IMAGES, 8, precision=torch.bfloat16)
+    plans = [Plan.parse("filter=2"), Plan.parse("owt=2")]
+    found = make_plan(workload, 2, Ranks.here(), plans=plans)
+    assert isinstance(found.costs.times, Calibrated)
+    items = [item for one in found.candidates for item in program(one.placement)]
+    pieces = [piece for item in items for piece in item.pieces if not piece.is_empty and piece.op not in VIEWS]
+    moved = {piece.inputs[0].dtype for piece in pieces if piece.op == "redistribute"}
+    return {piece.inputs[0].dtype for piece in pieces if piece not in found.costs.times.measured}, moved
+
+
+def test_what_is_rehearsed_under_autocast_is_what_is_predicted() -> None:
+    for unknown, moved in run_ranks(unknown_under_autocast, 2):
+        assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
+        assert moved == {"float32", "bfloat16"}
+
+
+def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dict[str, object]:
+    """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
+    ranks, store = Ranks.here(), ProfileStore(Path(folder))
+    run = Rehearsal.run
+
+    def taking(rehearsal: Rehearsal, *args: object) -> dict[str, CallTimes]:
+        found = run(rehearsal, *args)  # type: ignore[arg-type]
+        factor = 1e-3 * (slower if ranks.rank else 1.0)
+        return {name: CallTimes(factor, factor) for name in found}
+
+    plans = [Plan.parse("sample=2")]
+    with patch.object(Rehearsal, "run", taking):
+        found = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
+    again = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
+    computing = [
+        sum(span.end - span.start for span in found.best.timeline.spans if span.task.rank == rank and of(span))
+        for rank in (0, 1)
+    ]
+    return {
+        "pace": found.costs.pace,
+        "again": again.costs.pace,
+        "shares": found.shares(found.best.plan),
+        "passes": found.workload.passes,
+        "parts": [len(part) for part in found.best.placement.batch.parts],
+        "computing": computing,
+        "notes": [note for note in found.notes if "fast" in note],
+        "text": explanation_text(explained(found)),
+    }
+
+
+def of(span: Span) -> bool:
+    return span.task.stream == "compute" and span.task.kind in ("forward", "backward")
+
+
+def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
+    first, second = run_ranks(unequal, 2, str(tmp_path), 3.0, None)
+    assert first == second
+    assert first["pace"] == first["again"] == pytest.approx((0.5, 1.5))
+    assert first["shares"] == (6, 2)  # 6 microbatches take the first what 2 take the second
+    assert (first["passes"], first["parts"]) == (6, [8, 3])
+    assert first["notes"] == [
+        "the devices are not equally fast: the same takes them 1.00 : 3.00; "
+        "plans that divide samples over all of them do so as --shares 6,2"
+    ]
+    assert "with --shares 6,2" in first["text"]
+
+
+def test_shares_that_are_asked_for_are_predicted(tmp_path: Path) -> None:
+    for found in run_ranks(unequal, 2, str(tmp_path), 3.0, (1.0, 1.0)):
+        assert (found["shares"], found["passes"], found["parts"]) == ((4, 4), 4, [8, 8])
+        fast, slow = found["computing"]
+        assert slow == pytest.approx(3 * fast)
+    for found in run_ranks(unequal, 2, str(tmp_path / "equal"), 1.0, (3.0, 1.0)):
+        assert (found["pace"], found["shares"], found["parts"]) == ((), (6, 2), [8, 3])
+
+
+def test_devices_that_are_about_equal_share_evenly(tmp_path: Path) -> None:
+    for found in run_ranks(unequal, 2, str(tmp_path), 1.05, None):
+        assert (found["pace"], found["shares"], found["passes"]) == ((), None, 4)
+        assert found["notes"] == []
+
+
+def test_parts_by_shares() -> None:
+    even = recipes(3, 1)
+    assert even.by_speed is not None
+    found = even.by_speed([1.0, 1.0, 1.4])
+    assert (found.shares, found.passes, found.samples) == ((3, 3, 2), 3, 22)
+    assert found.parts(3) == (range(8), range(8, 16), range(16, 22))
+    assert found.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
+    assert even.by_speed([]).shares is None
+    asked = recipes(3, 1, shares=(2.0, 1.0, 1.0)).by_speed
+    assert asked is not None
+    bound = asked([])
+    assert (bound.shares, bound.parts(1)) == ((4, 2, 2), (range(16),))
+    with pytest.raises(ConvoyError, match="shares are those of 3 parts of the batch, but the plan divides it into 2"):
+        bound.parts(2)

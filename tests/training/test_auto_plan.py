@@ -10,7 +10,7 @@ import torch
 from convoy.cost.costs import Around
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.planning import Planned, make_plan
+from convoy.planning import Planned, make_plan, measured
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Session, auto_plan, load_recipe
 from convoy.training.session import set_up
@@ -188,6 +188,29 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
 def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
     for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
         assert failure == "rank 1 ran out of memory while racing filter=2"
+
+
+def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
+    """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, **options)  # type: ignore[arg-type]
+        plain = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
+        return replace(planned, candidates=tuple(plain))
+
+    with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "paces", lambda *of: (0.5, 1.5)):
+        found = session(data, cache, "auto", "batch=48")
+    own, plain = weights(found), weights(session(data, cache, "sample=2", "batch=48"))
+    distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
+    (row,) = [row for row in found.derived if row.name == "microbatches of each part"]
+    return row.formula, found.division.counts, distance
+
+
+def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_path: Path) -> None:
+    for rule, counts, distance in run_ranks(by_speed, 2, data, tmp_path):
+        assert counts == (5, 1)
+        assert rule == "6 over 2, by the speeds that the planner measured"
+        assert distance < 1e-5
 
 
 def slow_input(data: Path, cache: Path) -> list[str]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.training.device_memory import SHARE, device_memory, group_limits
+from convoy.cost.control_groups import memory_limits
+from convoy.training.device_memory import SHARE, device_memory
 
 
 def write(path: Path, text: str) -> None:
@@ -31,10 +32,10 @@ def test_control_groups_and_those_around_them_limit(tmp_path: Path, line: str, f
     write(mount / "batch/job" / name, "max\n")
     write(mount / "batch" / name, "3000\n")
     write(mount / name, "5000\n")
-    assert sorted(group_limits(tmp_path / "cgroup", tmp_path)) == [3000, 5000]
+    assert sorted(memory_limits(tmp_path / "cgroup", tmp_path)) == [3000, 5000]
 
 
 def test_no_groups_no_limits(tmp_path: Path) -> None:
-    assert list(group_limits(tmp_path / "missing", tmp_path)) == []
+    assert list(memory_limits(tmp_path / "missing", tmp_path)) == []
     write(tmp_path / "cgroup", "nonsense\n0::/gone\n")
-    assert list(group_limits(tmp_path / "cgroup", tmp_path)) == []
+    assert list(memory_limits(tmp_path / "cgroup", tmp_path)) == []

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import click
 import torch
-from rich.console import Console
 
-from convoy.cli.plan_request import Request, network_of
+from convoy.cli.plan_request import Request, assumed, network_of
 from convoy.cli.planning import Progress, written
 from convoy.cost.store import ProfileStore
 from convoy.cost.trace import events, trace
@@ -21,6 +20,7 @@ from convoy.planning.text import explanation_text
 from convoy.planning.verdict import Explained, explained
 from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
+from convoy.terminal import Console
 from convoy.training.derived import num_microbatches
 from convoy.training.device_memory import device_memory
 from convoy.training.numerics import set_numerics
@@ -45,11 +45,14 @@ def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
     set_numerics(recipe)
     check_precision(recipe.precision, device)
     model, shape = network_of(request, device)
+    guess = assumed(request)
+    if ranks.rank == 0 and guess is not None:
+        click.echo(guess, err=True)
     workload = workload_of_recipe(recipe, model, shape, devices, device)
     layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
     for plan in request.scores:
         check_patterns(plan, layers, [name for name, _ in model.named_modules()])
-    links, notes = None, []
+    links, notes = None, [guess] if guess is not None else []
     if request.link is not None:
         links, note = links_named(request.link, device.type == "cpu")
         notes.append(note)

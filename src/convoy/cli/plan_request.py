@@ -15,6 +15,9 @@ from convoy.planning.link_names import links_named
 from convoy.plans.plan import Plan
 from convoy.training import Recipe, load_recipe
 
+ASSUMED_SIZE = 224
+"""Pixels of an image's sides where neither the request nor the network says."""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -78,6 +81,11 @@ class Request:
                 f"a batch of {self.recipe.batch} is too small for {self.devices} devices: raise --batch, or plan for "
                 "fewer"
             )
+        shares = self.recipe.parallel.shares
+        if isinstance(shares, tuple) and len(shares) not in (1, self.devices):
+            raise ConvoyError(
+                f"--shares names {len(shares)} devices, but the plan is for {self.devices}: give {self.devices} numbers"
+            )
         if self.scores and self.fixes:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
         for plan in self.scores:
@@ -126,7 +134,7 @@ def network_of(request: Request, device: torch.device) -> tuple[nn.Module, tuple
     recipe = request.recipe
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
-    size = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else 224)
+    size = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else ASSUMED_SIZE)
     if models.accepts(name, "image_size"):
         settings.setdefault("image_size", size)
     torch.manual_seed(recipe.seed)
@@ -135,6 +143,16 @@ def network_of(request: Request, device: torch.device) -> tuple[nn.Module, tuple
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     return model.train(), (channels, size, size)
+
+
+def assumed(request: Request) -> str | None:
+    """A sentence on the size of the images, where nobody says it; None where somebody does."""
+    name = request.recipe.model.name
+    if request.image_size or request.recipe.data.image_size or models.describe(name).input_shape is not None:
+        return None
+    return (
+        f"nobody says how large the images for {name} are: {ASSUMED_SIZE} pixels are assumed, --image-size changes it"
+    )
 
 
 def _channels(model: nn.Module) -> int:

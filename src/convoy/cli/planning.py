@@ -5,9 +5,8 @@ import re
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from convoy.errors import ConvoyError
+from convoy.terminal import Console
 from convoy.training.files import write_text
 from convoy.training.progress import ConsoleReporter
 

@@ -7,6 +7,8 @@ overlaps, with an estimate of how much of the exchange of gradients shows. It se
 from collections.abc import Hashable
 from math import prod
 
+import torch
+
 from convoy.cost.about import about
 from convoy.cost.copies import copied, moved
 from convoy.cost.costs import Costs
@@ -23,7 +25,7 @@ from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Traffic, step_elements
 from convoy.plans.transfer import Step
 
-_DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64"}
+_DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 
 
 class Additive:
@@ -42,6 +44,8 @@ class Additive:
         self._sizes = costs.message_sizes
         large = sum(size for value in graph.parameters() if (size := _bytes(value)) >= self._sizes.alone)
         self._divides = costs.on_cpu and costs.update.divides(large)
+        half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
+        self._dtypes = _DTYPES | {2: half}
         self._known: dict[Piece, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
@@ -58,6 +62,9 @@ class Additive:
             placed: the call with its layouts.
             placement: of its graph, mesh and batch; the rest is not read.
         """
+        pace = self.costs.pace
+        if pace:  # the busiest rank may be any
+            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(pace))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
@@ -67,7 +74,7 @@ class Additive:
         alike = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
         seconds = self._copies.get(alike)
         if seconds is None:
-            piece = moved(step, shape, _DTYPES.get(itemsize, "float32"), differentiable, mesh, first)
+            piece = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
             seconds = self._copies[alike] = self._times(piece).total
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward

@@ -45,6 +45,7 @@ class Costs:
         on_cpu: whether the ranks compute on CPUs.
         sizes: of the messages with gradients; by default the engine's for the device.
         per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
+        pace: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
         per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
     """
 
@@ -59,6 +60,7 @@ class Costs:
     sizes: Sizes | None = None
     per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0
+    pace: tuple[float, ...] = ()
 
     @property
     def message_sizes(self) -> Sizes:

@@ -3,12 +3,18 @@
 import hashlib
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import convoy
+from convoy.cost.control_groups import cores_allowed
+
+_LOWER = ("tf32", "bf16")
+"""Precisions in which float32 may be multiplied."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Device:
         channels_last: whether images lie with the channels innermost.
         compiled: whether `torch.compile` is used.
         neighbours: ranks that compute on the same host at the same time, and share its memory; itself counted.
+        numerics: torch's switches that change kernels, as `benchmark, tf32 products`.
+        share: of the time of the cores of its threads that control groups leave it.
     """
 
     name: str
@@ -33,6 +41,8 @@ class Device:
     channels_last: bool = False
     compiled: bool = False
     neighbours: int = 1
+    numerics: str = ""
+    share: float = 1.0
 
     @property
     def key(self) -> str:
@@ -47,7 +57,11 @@ class Device:
         order = ", channels last" if self.channels_last else ""
         with_others = f", {self.neighbours} ranks on the host" if self.neighbours > 1 else ""
         compiled = ", compiled" if self.compiled else ""
-        return f"{self.name}, {threads}{self.precision}{order}{compiled}{with_others}, torch {self.torch}"
+        share = f"{self.share:.0%} of the time, " if self.share < 1 else ""
+        numerics = f", {self.numerics}" if self.numerics else ""
+        return (
+            f"{self.name}, {threads}{share}{self.precision}{numerics}{order}{compiled}{with_others}, torch {self.torch}"
+        )
 
 
 def this_device(
@@ -67,7 +81,31 @@ def this_device(
     is_cpu = device.type == "cpu"
     name = _processor() if is_cpu else torch.cuda.get_device_name(device)
     threads = torch.get_num_threads() if is_cpu else 0
-    return Device(name, torch.__version__, convoy.__version__, threads, precision, channels_last, compiled, neighbours)
+    return Device(
+        name,
+        torch.__version__,
+        convoy.__version__,
+        threads,
+        precision,
+        channels_last,
+        compiled,
+        neighbours,
+        ", ".join(_numerics(is_cpu)),
+        round(min(1.0, cores_allowed() / threads), 3) if is_cpu else 1.0,
+    )
+
+
+def _numerics(is_cpu: bool) -> Iterator[str]:
+    """Names of the switches that are on."""
+    if torch.are_deterministic_algorithms_enabled():
+        yield "deterministic"
+    if not is_cpu and torch.backends.cudnn.benchmark:
+        yield "benchmark"
+    convolutions: Any = torch.backends.mkldnn if is_cpu else torch.backends.cudnn
+    products: Any = torch.backends.mkldnn if is_cpu else torch.backends.cuda
+    for what, each in (("convolutions", convolutions.conv), ("products", products.matmul)):
+        if each.fp32_precision in _LOWER:
+            yield f"{each.fp32_precision} {what}"
 
 
 def _processor() -> str:

@@ -100,6 +100,7 @@ class _Builder:
                 tuple(m.bytes[rank] for item in items for m in (*item.forward, *item.backward)),
                 tuple((m.bytes[rank], m.copied[rank]) for m in messages),
                 self.exchange.updated[rank],
+                self._pace(rank),
             )
             for rank in range(self.mesh.num_devices)
         ]
@@ -134,8 +135,13 @@ class _Builder:
         return len(self.found) - 1
 
     def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float) -> None:
+        if kind != "update" and name != "input":  # which are those of the slowest rank
+            seconds *= self._pace(rank)
         if seconds > 0:
             self._add(rank, "compute", kind, layer, name, seconds)
+
+    def _pace(self, rank: int) -> float:
+        return self.costs.pace[rank] if self.costs.pace else 1.0
 
     def _around(self, name: str, seconds: Callable[[int], float]) -> None:
         for rank in self.ranks:

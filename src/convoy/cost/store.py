@@ -1,29 +1,34 @@
 """The profile store: what was measured on a device, kept for the next time.
 
-A file of JSON lines for each device. Lines are only ever added, each in one write under a lock, so that several
-processes may add at once. What runs have measured counts before what was rehearsed: of a piece, the median of its last
-few runs, or its last rehearsal where no run had it. A damaged line, as a full disk or a killed process leaves it, is
-skipped.
+A file of JSON lines for each device. What runs have measured counts before what was rehearsed: of a piece, the median
+of its last few runs, in which a newer one weighs more, or its last rehearsal where no run had it, or none for long.
+Files are written anew when they hold much that no longer counts, the pieces that were measured longest ago go when
+there are too many, and so do the files of devices that were not measured for long.
 """
 
-import fcntl
-import json
+import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from convoy.cost.device import Device
 from convoy.cost.piece import Piece
+from convoy.cost.store_file import Line, StoreFile
 from convoy.cost.times import Times
 
 ENVIRONMENT = "CONVOY_CACHE"
 _RUNS = 5
 """Runs that the time of a piece is the median of."""
+_LONG_S = 30 * 86_400.0
+"""Seconds after which a run is old: later measurements count in its place."""
+_PIECES, _DEVICES = 10_000, 64
+"""Most that are kept of a device, and of devices."""
+_WORTHLESS = 4
+"""So many times as many lines as count, and a file is written anew."""
 
 Source = Literal["rehearsal", "run"]
 """What measured a piece: the planner by itself, or a training that was watched."""
@@ -44,6 +49,60 @@ class Row:
     source: Source = "rehearsal"
 
 
+@dataclass
+class _Known:
+    """What the lines of a file say.
+
+    Attributes:
+        measurements: those that count, by piece, the one that was measured longest ago first: one rehearsal, or runs.
+        notes: the last line of each name.
+        lines: how many were read.
+    """
+
+    measurements: dict[Piece, list[Row]] = field(default_factory=dict)
+    notes: dict[str, Line] = field(default_factory=dict)
+    lines: int = 0
+
+    def add(self, line: Line) -> None:
+        self.lines += 1
+        if isinstance(line.get("note"), str) and "value" in line:
+            self.notes.pop(line["note"], None)
+            self.notes[line["note"]] = line
+            return
+        row = _row(line)
+        if row is None:
+            return
+        before = self.measurements.pop(row.piece, [])
+        lately = [one for one in before if one.source == "run" and row.measured - one.measured <= _LONG_S]
+        if row.source == "run":
+            before = [*lately, row][-_RUNS:]
+        elif not lately:
+            before = [row]
+        self.measurements[row.piece] = before
+
+    def rows(self) -> list[Row]:
+        return [_together(rows) for rows in self.measurements.values()]
+
+    def shortened(self) -> "_Known":
+        """What is kept of it: the newest pieces, and notes."""
+        newest = list(self.measurements.items())[-_PIECES * 3 // 4 :] if self.is_full else self.measurements.items()
+        return _Known(dict(newest), dict(list(self.notes.items())[-_PIECES:]))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.measurements) > _PIECES
+
+    @property
+    def is_wasteful(self) -> bool:
+        counts = sum(map(len, self.measurements.values())) + len(self.notes)
+        return self.is_full or self.lines > max(1000, _WORTHLESS * counts)
+
+    def to_lines(self) -> Iterator[Line]:
+        yield from self.notes.values()
+        for rows in self.measurements.values():
+            yield from map(_line, rows)
+
+
 class ProfileStore:
     """Times of pieces, and other things that are known of a device, by device.
 
@@ -53,11 +112,12 @@ class ProfileStore:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
-        self._read: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self._files: dict[str, tuple[StoreFile, _Known]] = {}
 
     def get(self, device: Device, piece: Piece) -> Times | None:
         """Times of one piece, None where it was never measured."""
-        return self.times(device).get(piece)
+        rows = self._known(device).measurements.get(piece)
+        return _together(rows).times if rows else None
 
     def times(self, device: Device) -> dict[Piece, Times]:
         """All pieces that were measured on a device."""
@@ -65,19 +125,7 @@ class ProfileStore:
 
     def rows(self, device: Device) -> list[Row]:
         """What is known of every piece, the one that was measured longest ago first."""
-        found: dict[Piece, Row] = {}
-        runs: dict[Piece, list[Times]] = {}
-        for line in self._lines(device):
-            row = _row(line)
-            if row is None or (row.source == "rehearsal" and row.piece in runs):
-                continue
-            if row.source == "run":
-                last = runs[row.piece] = [*runs.get(row.piece, ()), row.times][-_RUNS:]
-                times = Times(median(one.forward for one in last), median(one.backward for one in last))
-                row = replace(row, times=times)
-            found.pop(row.piece, None)
-            found[row.piece] = row
-        return list(found.values())
+        return self._known(device).rows()
 
     def put(self, device: Device, measured: Mapping[Piece, Times], source: Source = "rehearsal") -> None:
         """Add measurements of a rehearsal, or of a run.
@@ -85,14 +133,8 @@ class ProfileStore:
         Raises:
             OSError: the folder cannot be written.
         """
-        about = {"measured": time.time(), **({"source": source} if source != "rehearsal" else {})}
-        self._append(
-            device,
-            [
-                {"piece": piece.to_dict(), "forward": times.forward, "backward": times.backward, **about}
-                for piece, times in measured.items()
-            ],
-        )
+        now = time.time()
+        self._append(device, [_line(Row(piece, times, now, source)) for piece, times in measured.items()])
 
     def note(self, device: Device, name: str, value: Any) -> None:
         """Keep something else about a device that JSON can say, such as its links."""
@@ -100,65 +142,61 @@ class ProfileStore:
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        found = None
-        for line in self._lines(device):
-            if line.get("note") == name and "value" in line:
-                found = line["value"]
-        return found
+        return self._known(device).notes.get(name, {}).get("value")
 
     def devices(self) -> list[Device]:
         """Devices of which something is known."""
-        found = (_device(first) for first in (self._first(file) for file in sorted(self.path.glob("*.jsonl"))))
+        found = (_device(StoreFile(file).first()) for file in self._all())
         return [device for device in found if device is not None]
 
     def clear(self, device: Device | None = None) -> int:
         """Forget a device, or all of them; how many files that were."""
-        files = [self._file(device)] if device is not None else sorted(self.path.glob("*.jsonl"))
-        present = [file for file in files if file.exists()]
-        for file in present:
-            file.unlink(missing_ok=True)
-        self._read.clear()
-        return len(present)
+        files = [self._file(device)] if device is not None else self._all()
+        self._files.clear()
+        return sum(StoreFile(file).remove() for file in files)
+
+    def _all(self) -> list[Path]:
+        return sorted(self.path.glob("*.jsonl"))
 
     def _file(self, device: Device) -> Path:
         return self.path / f"{device.key}.jsonl"
 
-    def _append(self, device: Device, lines: list[dict[str, Any]]) -> None:
+    def _append(self, device: Device, lines: Sequence[Line]) -> None:
         if not lines:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
-        handle = os.open(self._file(device), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            size = os.fstat(handle).st_size
-            if size == 0:
-                text = json.dumps({"device": asdict(device)}, separators=(",", ":")) + "\n" + text
-            elif os.pread(handle, 1, size - 1) != b"\n":  # somebody was killed in the middle of a line
-                text = "\n" + text
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-        finally:
-            os.close(handle)
+        first = {"device": asdict(device)}
+        if StoreFile(self._file(device)).add(lines, first):
+            self._forget_devices()
+        if self._known(device).is_wasteful:
+            file, known = self._files[device.key]
 
-    def _lines(self, device: Device) -> list[dict[str, Any]]:
-        """What the file says, read again only if it has changed."""
-        file = self._file(device)
-        try:
-            status = file.stat()
-            stamp = status.st_mtime_ns, status.st_size
-            if self._read.get(file.name, (None,))[0] != stamp:
-                self._read[file.name] = stamp, list(_parsed(file))
-        except OSError:
-            return []
-        return self._read[file.name][1]
+            def rest() -> Iterator[Line]:
+                yield first
+                yield from _read(file, known).shortened().to_lines()
 
-    def _first(self, file: Path) -> dict[str, Any]:
-        try:
-            return next((line for line in _parsed(file) if "device" in line), {})
-        except OSError:
-            return {}
+            file.rewrite(rest)
+            del self._files[device.key]
+
+    def _forget_devices(self) -> None:
+        """Delete the files to which nothing was added for longest, where there are too many."""
+        with contextlib.suppress(OSError):  # somebody else does so too
+            for file in sorted(self._all(), key=lambda file: file.stat().st_mtime)[:-_DEVICES]:
+                StoreFile(file).remove()
+
+    def _known(self, device: Device) -> _Known:
+        """What the file says; only what was added since it was read before is read."""
+        file, known = self._files.get(device.key) or (StoreFile(self._file(device)), _Known())
+        known = _read(file, known)
+        self._files[device.key] = file, known
+        return known
+
+
+def _read(file: StoreFile, known: _Known) -> _Known:
+    anew, lines = file.news()
+    known = _Known() if anew else known
+    for line in lines:
+        known.add(line)
+    return known
 
 
 def default_folder() -> Path:
@@ -170,17 +208,33 @@ def default_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "convoy" / "profiles"
 
 
-def _parsed(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_bytes().split(b"\n"):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
+def _together(rows: Sequence[Row]) -> Row:
+    """Several measurements of a piece, the newest last, as one."""
+    last = rows[-1]
+    if len(rows) == 1:
+        return last
+    forward, backward = ([getattr(row.times, way) for row in rows] for way in ("forward", "backward"))
+    return Row(last.piece, Times(_middle(forward), _middle(backward)), last.measured, last.source)
 
 
-def _row(line: dict[str, Any]) -> Row | None:
+def _middle(values: Sequence[float]) -> float:
+    """The median, where the second value counts twice, the third three times, and so on."""
+    weighed = sorted((value, place) for place, value in enumerate(values, 1))
+    half = sum(place for _, place in weighed) / 2
+    for value, place in weighed:
+        half -= place
+        if half <= 0:
+            return value
+    raise AssertionError("half of the weights is less than all of them")
+
+
+def _line(row: Row) -> Line:
+    source = {"source": row.source} if row.source != "rehearsal" else {}
+    times = {"forward": row.times.forward, "backward": row.times.backward}
+    return {"piece": row.piece.to_dict(), **times, "measured": row.measured, **source}
+
+
+def _row(line: Line) -> Row | None:
     try:
         piece = Piece.from_dict(line["piece"])
         times = Times(float(line["forward"]), float(line["backward"]))
@@ -191,8 +245,12 @@ def _row(line: dict[str, Any]) -> Row | None:
     return Row(piece, times, measured, "run" if line.get("source") == "run" else "rehearsal") if sound else None
 
 
-def _device(line: dict[str, Any]) -> Device | None:
+def _device(line: Line) -> Device | None:
     given = line.get("device")
-    if not isinstance(given, dict) or set(given) != {field.name for field in fields(Device)}:
+    if not isinstance(given, dict) or set(given) != {each.name for each in fields(Device)}:
         return None
-    return Device(**given)
+    sound = all(isinstance(given[each.name], type(getattr(_ANY, each.name))) for each in fields(Device))
+    return Device(**given) if sound else None
+
+
+_ANY = Device("", "", "", 0)

@@ -16,8 +16,9 @@ from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
 from convoy.engine.allocation import release_freed_memory
 from convoy.planning.overhead import with_overhead
+from convoy.planning.pace import paces
 from convoy.planning.ranks import RankFailedError, Ranks
-from convoy.planning.rehearse import mean, piece_of, rehearse
+from convoy.planning.rehearse import Rehearsed, mean, piece_of, rehearse
 from convoy.planning.uniform import placements
 from convoy.planning.update import measure_update
 from convoy.planning.words import shortened
@@ -43,11 +44,13 @@ class Knowledge:
         alone: of pieces, where one device computes and the others of the host rest.
         together: where all devices of the host compute at the same time.
         notes: sentences on what could not be measured.
+        pace: how many times as long as in the mean each rank computes; empty where they are about equally fast.
     """
 
     alone: Costs
     together: Costs
     notes: tuple[str, ...] = ()
+    pace: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,24 +116,27 @@ def measure(
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
     outside: dict[bool, list[Times]] = {True: [], False: []}
     notes: list[str] = []
+    seconds: list[tuple[float, ...]] = []
     for number, job in enumerate(jobs):
         progress(f"rehearsing {job.name}", number, len(jobs))
         if all(one in known[job.alone] for one in _pieces(job, ranks)):
             continue
         rehearsed = partial(_rehearsed, job, links, partial(_passed, progress, job, number, len(jobs)))
         try:
-            found, rest = ranks.trying(f"rehearsing {job.name}", rehearsed)
+            found = ranks.trying(f"rehearsing {job.name}", rehearsed)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
             notes.append(f"{error}: its layers are predicted from what else was rehearsed")
             continue
-        known[job.alone] = found | known[job.alone]  # of several places of a piece the first counts: plain `sample`
-        outside[job.alone].append(rest)
+        known[job.alone] = found.times | known[job.alone]  # of several places of a piece the first counts: `sample`
+        outside[job.alone].append(found.around)
+        seconds.append(found.by_rank)
         if store is not None and ranks.rank == 0:
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                store.put(devices[job.alone], found)
-                store.note(devices[job.alone], _around_of(job.workload, job.alone), [rest.forward, rest.backward])
+                store.put(devices[job.alone], found.times)
+                around = [found.around.forward, found.around.backward]
+                store.note(devices[job.alone], _around_of(job.workload, job.alone), around)
     if workload.device.type == "cpu":
         release_freed_memory()
     progress("rehearsing", len(jobs), len(jobs))
@@ -154,10 +160,11 @@ def measure(
             on_cpu=workload.device.type == "cpu",
             per_transfer=Times() if moved else Times(per_transfer, per_transfer),
         )
-    return Knowledge(found_costs[True], with_overhead(found_costs[False], workload, ranks), tuple(notes))
+    together = with_overhead(found_costs[False], workload, ranks)
+    return Knowledge(found_costs[True], together, tuple(notes), paces(seconds, ranks, store, devices[False]))
 
 
-def _rehearsed(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> tuple[dict[Piece, Times], Times]:
+def _rehearsed(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> Rehearsed:
     together = not job.alone and job.placement.mesh.num_devices == ranks.num
     return rehearse(job.workload, job.placement, ranks, job.alone, links, together, passed=passed)
 

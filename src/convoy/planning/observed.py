@@ -1,7 +1,7 @@
 """What watched updates of a real training say: where the time went, and how long each piece took."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,6 +10,7 @@ from convoy.cost.local import BatchNorm, piece
 from convoy.cost.piece import VIEWS, Piece
 from convoy.cost.times import Times
 from convoy.engine.watched import WatchedUpdate
+from convoy.plans.place import Placement
 
 PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "optimiser")
 """Of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for."""
@@ -94,7 +95,11 @@ def middle(updates: Sequence[Observed]) -> Observed:
 
 
 def observed_pieces(
-    updates: Sequence[WatchedUpdate], rank: int, batch_norm: BatchNorm, microbatch: int
+    updates: Sequence[WatchedUpdate],
+    rank: int,
+    batch_norm: BatchNorm,
+    microbatch: int,
+    typed: Callable[[Placement], Placement] = lambda placement: placement,
 ) -> dict[Piece, Times]:
     """How long the pieces of a rank took: the mean over calls and passes that have the same, the median over updates.
 
@@ -104,10 +109,11 @@ def observed_pieces(
         updates: in which gradients were sent after the backward pass, so that none took cycles from it.
         rank: this one.
         batch_norm, microbatch: as for `convoy.cost.local.piece`.
+        typed: gives a placement the types that its values have under autocast.
     """
     found: dict[Piece, list[Times]] = defaultdict(list)
     for update in updates:
-        for own, times in _of_update(update, rank, batch_norm, microbatch).items():
+        for own, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
             found[own].append(mean(times))
     return {
         own: Times(median(one.forward for one in times), median(one.backward for one in times))
@@ -120,13 +126,19 @@ def mean(times: Sequence[Times]) -> Times:
     return sum(times, Times()) * (1 / len(times))
 
 
-def _of_update(update: WatchedUpdate, rank: int, batch_norm: BatchNorm, microbatch: int) -> dict[Piece, list[Times]]:
+def _of_update(
+    update: WatchedUpdate,
+    rank: int,
+    batch_norm: BatchNorm,
+    microbatch: int,
+    typed: Callable[[Placement], Placement],
+) -> dict[Piece, list[Times]]:
     spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for stretch in update.stretches():
         if stretch.kind in ("forward", "backward") and stretch.call:
             spent[stretch.run, stretch.call][stretch.kind == "backward"] += stretch.seconds
     found: dict[Piece, list[Times]] = defaultdict(list)
-    for run, placement in enumerate(update.placements):
+    for run, placement in enumerate(map(typed, update.placements)):
         for placed in placement.calls:
             if (run, placed.call.name) not in spent:
                 continue

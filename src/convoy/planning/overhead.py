@@ -43,9 +43,9 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found, around = rehearse(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: taken for one, taken in found.items()}, lambda piece: Times())
-    known = replace(costs, times=times, loss=replace(costs.loss, per_pass=around.total))
+    found = rehearse(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
+    times = Table({one.key: taken for one, taken in found.times.items()}, lambda piece: Times())
+    known = replace(costs, times=times, loss=replace(costs.loss, per_pass=found.around.total))
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
 

@@ -20,7 +20,7 @@ from convoy.planning.ranks import Ranks
 from convoy.planning.update import check_optimizer
 from convoy.planning.workload import Workload
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement
+from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.search.costs import redistributions
 from convoy.search.layers import Layers
@@ -81,6 +81,12 @@ class Planned:
     def speedup(self) -> float:
         """Of the best plan over one device."""
         return self.serial.seconds / self.best.seconds
+
+    def shares(self, plan: Plan) -> tuple[int, ...] | None:
+        """Microbatches of each part of the batch under a plan; None where they are as even as can be."""
+        shares, workload = self.workload.shares, self.workload
+        axes = sample_axes(((call.layer, call.op) for call in workload.graph.calls), plan)
+        return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
 def score(workload: Workload, plan: Plan, costs: Costs) -> Scored:
@@ -173,6 +179,11 @@ def make_plan(
         workload, shapes, ranks, links=links, store=store, progress=progress, room=min(rooms, default=None), plans=plans
     )
     alone, together = (replace(one, input=input or one.input) for one in (knowledge.alone, knowledge.together))
+    pace = knowledge.pace if len(knowledge.pace) == devices else ()
+    workload = workload.by_speed(pace) if workload.by_speed is not None and devices > 1 else workload
+    if pace:
+        together = replace(together, pace=pace)
+        notes = (*notes, _on_speeds(pace, workload.shares))
     costs = together if devices > 1 else alone
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
     if not plans:
@@ -185,6 +196,15 @@ def make_plan(
     scored = _ordered(found)
     serial = score(workload.alone or workload, Plan(Mesh((), ())), alone)
     return Planned(workload, devices, tuple(scored), serial, next(iter(results), None), costs, notes)
+
+
+def _on_speeds(pace: Sequence[float], shares: tuple[int, ...] | None) -> str:
+    """A sentence on devices that are not equally fast."""
+    least = min(pace)
+    said = f"the devices are not equally fast: the same takes them {' : '.join(f'{own / least:.2f}' for own in pace)}"
+    if shares is None or len(set(shares)) == 1:
+        return f"{said}, and the slowest decides"
+    return f"{said}; plans that divide samples over all of them do so as --shares {','.join(map(str, shares))}"
 
 
 def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:

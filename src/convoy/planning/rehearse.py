@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -23,6 +24,21 @@ from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
 
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has shown.
+
+    Attributes:
+        times: of the pieces.
+        around: of a pass, outside of its calls.
+        by_rank: seconds that each rank took for the pieces that all of them had; empty where only one rehearsed.
+    """
+
+    times: dict[Piece, Times]
+    around: Times
+    by_rank: tuple[float, ...] = ()
+
+
 def rehearse(
     workload: Workload,
     placement: Placement,
@@ -32,7 +48,7 @@ def rehearse(
     together: bool = False,
     enough: int = 3,
     passed: Callable[[int], None] = lambda number: None,
-) -> tuple[dict[Piece, Times], Times]:
+) -> "Rehearsed":
     """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
@@ -58,6 +74,7 @@ def rehearse(
 
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[Piece, Times]] = []
+    waited: set[Piece] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around = (0.0, 0.0)
     if not alone or ranks.rank == 0:
         rehearsal = Rehearsal(
@@ -78,20 +95,33 @@ def rehearse(
                 of_call = times[placed.call.name]
                 messages = inside(placed, placement.graph, mesh, one, workload.batch_norm) if together else Inside()
                 own.append((one, _without(of_call, messages, mesh, links)))
+                waited |= {one} if messages.axes else set()
         if together:
             for step, shape, dtype, taken in rehearsal.transfers:
-                named = torch.float32 if workload.precision else dtype  # in the graph's type, autocast or not
-                own.append(_redistribution(placement, place, step, shape, named, taken, links))
+                own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
+                waited.add(own[-1][0])
         rest = times[OUTSIDE]
         around = rest.forward, rest.backward
     measured: dict[Piece, list[Times]] = {}
     arounds: list[Times] = []
-    for rows, other in ranks.gather((own, around)):
+    said = ranks.gather((own, around, waited))
+    for rows, other, _ in said:
         for one, found in rows:
             measured.setdefault(one, []).append(found)
         if rows:
             arounds.append(Times(*other))
-    return {one: mean(found) for one, found in measured.items()}, mean(arounds)
+    by_rank = () if alone else _of_each_rank([rows for rows, _, _ in said], set().union(*(names for *_, names in said)))
+    return Rehearsed({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+
+
+def _of_each_rank(said: Sequence[Sequence[tuple[Piece, Times]]], without: set[Piece]) -> tuple[float, ...]:
+    """Seconds that each rank took for what all of them computed, each sort of it once."""
+    means = [
+        {one: mean([times for other, times in rows if other == one]).total for one in {one for one, _ in rows}}
+        for rows in said
+    ]
+    shared = set(means[0]).intersection(*means[1:]) - without
+    return tuple(sum(found[one] for one in shared) for found in means)
 
 
 def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Times:

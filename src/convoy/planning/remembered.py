@@ -44,6 +44,7 @@ def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, 
                 "loss": asdict(costs.loss),
                 "per_transfer": asdict(costs.per_transfer),
                 "per_parameter": costs.per_parameter,
+                "pace": list(costs.pace),
                 "on_cpu": costs.on_cpu,
             },
         )
@@ -102,4 +103,5 @@ def _costs(noted: Any) -> Costs:
         on_cpu=bool(noted["on_cpu"]),
         per_transfer=Times(**noted["per_transfer"]),
         per_parameter=float(noted["per_parameter"]),
+        pace=tuple(map(float, noted.get("pace", ()))),
     )

@@ -26,9 +26,12 @@ def _lines(found: Explained) -> Iterator[str]:
     batch = workload.samples * workload.passes
     passes = f" in {workload.passes} passes of {workload.samples}" if workload.passes > 1 else ""
     devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
-    yield f"{workload.name} on {devices}, {batch} samples an update{passes}"
+    yield f"{workload.name} on {devices}, {batch} samples an update{passes}, images of {shape(workload.sample)}"
     yield ""
     yield f"plan {scored.plan}"
+    shares = planned.shares(scored.plan)
+    if shares is not None:
+        yield f"with --shares {','.join(map(str, shares))}"
     yield found.verdict.sentence
     if found.verdict.advice:
         yield found.verdict.advice

@@ -17,8 +17,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def extra(number: float) -> str:
-    """By how much longer: `+1.20 ms`."""
-    return f"+{seconds(number)}" if number >= 5e-10 else "+0" if number > -5e-10 else f"-{seconds(-number)}"
+    """By how much longer: `+1.20 ms`; what is not is `as fast`, as predictions err by more than it is shorter."""
+    return f"+{seconds(number)}" if number >= 5e-10 else "as fast"
 
 
 def percent(share: float) -> str:

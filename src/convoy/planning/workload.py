@@ -1,8 +1,10 @@
 """What is to be planned: a network, how many samples an update has, and how it is trained."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
 from convoy.graph.errors import CaptureError
 from convoy.graph.graph import Graph, Ref
+from convoy.graph.precision import under_autocast
 from convoy.graph.tree import leaves
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Placement, place, sample_axes
@@ -33,7 +36,7 @@ class Workload:
 
     Attributes:
         name: of the network, for people.
-        graph: of a pass, in training, over the samples of all devices together.
+        graph: of a pass, in training, over the samples of all devices together, with the types that autocast gives it.
         outputs: names of the values that the network returns.
         passes: forward and backward passes before an update.
         device: on which the network runs.
@@ -42,6 +45,11 @@ class Workload:
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimiser for some parameters.
+        shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
+            stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
+        bound: whether the batch may have no other number of parts than there are shares.
+        by_speed: the same in the shares that are asked for, or by which devices end soonest that take so many times as
+            long as in the mean; None where there are no shares.
         alone: the update as one device by itself does it, in passes of its own; None where they are the same.
         contents: parameters and buffers by name, and images of any number, as far as they are at hand.
         resized: the same at another number of samples of a pass; None where the network is not at hand.
@@ -57,6 +65,9 @@ class Workload:
     microbatch: int = 0
     precision: torch.dtype | None = None
     optimizer: MakeOptimizer = momentum
+    shares: tuple[int, ...] | None = None
+    bound: bool = False
+    by_speed: "Callable[[Sequence[float]], Workload] | None" = field(default=None, repr=False, compare=False)
     alone: "Workload | None" = field(default=None, repr=False, compare=False)
     contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
@@ -65,6 +76,11 @@ class Workload:
     def samples(self) -> int:
         """Of a pass, on all devices together."""
         return self.graph.shape(self.graph.inputs[0])[0]
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Shape of one, as [channels, height, width]."""
+        return self.graph.shape(self.graph.inputs[0])[1:]
 
     @property
     def largest(self) -> int:
@@ -87,6 +103,13 @@ class Workload:
         if count > len(pieces):
             what = "microbatches" if self.microbatch else "samples"
             raise ConvoyError(f"{count} ranks cannot share {len(pieces)} {what}: use fewer sample ranks")
+        if self.shares is not None and count == len(self.shares):
+            ends = [round(self.samples * done / sum(self.shares)) for done in accumulate(self.shares)]
+            return tuple(itertools.starmap(range, pairwise([0, *ends])))
+        if self.bound and self.shares is not None and count > 1:
+            raise ConvoyError(
+                f"the shares are those of {len(self.shares)} parts of the batch, but the plan divides it into {count}"
+            )
         return consecutive([sum(pieces[part.start : part.stop]) for part in balanced(len(pieces), count)])
 
     def place(self, plan: Plan) -> Placement:
@@ -164,7 +187,7 @@ def workload_of(
 
     return Workload(
         name=name or type(model).__name__,
-        graph=graph,
+        graph=under_autocast(graph, precision, examples[0].device.type),
         outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
         passes=passes,
         device=examples[0].device,

@@ -5,10 +5,10 @@ holds while it runs, the optimiser's state and the framework itself come on top.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from convoy.graph.graph import Call
+from convoy.graph.graph import Call, Graph, Value
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.rules.convolution import paddings_of
@@ -81,7 +81,7 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
         if not differentiable.intersection(placed.call.outputs):
             continue
         for kept in kept_by(placed, placement):
-            if graph.values[kept.value].origin in ("call", "input"):
+            if graph.values[kept.value].origin in ("call", "input") or _is_cast(kept, graph):
                 found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
         if placed.call.op in _VIEWS:
             source, output = placed.call.inputs[0], placed.call.outputs[0]
@@ -93,7 +93,7 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
 def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
     """What autograd keeps of one call that has a gradient, parameters and buffers among it."""
     call, values = placed.call, placement.graph.values
-    for name, itemsize in _names(call):
+    for name, itemsize in _names(call, values):
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
         padded = call.name if _pads(placed, name) else ""
         yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize, padded=padded)
@@ -115,11 +115,26 @@ def _where(layout: Layout) -> Layout:
     return replace(layout, copied=frozenset())
 
 
-def _names(call: Call) -> Iterator[tuple[str, int]]:
+def _cast_to(call: Call, values: Mapping[str, Value]) -> int:
+    """Bytes for an element in which autocast has a call compute; 0 where it takes what it is given."""
+    output = values[call.outputs[0]].dtype
+    return output.itemsize if any(values[name].dtype.itemsize > output.itemsize for name in call.inputs) else 0
+
+
+def _is_cast(kept: Kept, graph: Graph) -> bool:
+    """Whether a parameter is kept as a copy in which autocast computes."""
+    value = graph.values[kept.value]
+    return value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
+
+
+def _names(call: Call, values: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
     """Names of what autograd keeps of a call, each with the bytes for an element where they are not the tensor's."""
     source = call.attributes.get("input")
     if call.op in _INPUT_OPS and source:
-        yield source, 0
+        low = _cast_to(call, values)
+        yield source, low if call.op in ("conv", "linear") else 0
+        if low and call.op in ("conv", "linear"):
+            yield from ((name, low) for name in call.inputs if name != source and values[name].origin == "parameter")
     elif call.op in ("max_pool", "adaptive_max_pool") and source:
         yield source, 0
         yield call.outputs[0], 8

@@ -33,7 +33,9 @@ CLEAR = 2 / 3
 _ENOUGH, _MOST = 3, 8
 """Updates of a racer that must be near its fastest, and after how many it ends in any case."""
 
-MakeStep = Callable[[nn.Module, Plan, Devices], TrainingStep]
+Shares = tuple[int, ...] | None
+"""Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
+MakeStep = Callable[[nn.Module, Plan, Devices, Shares], TrainingStep]
 """The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
@@ -49,6 +51,11 @@ class Chosen:
     plan: Plan
     planned: Planned | None
     notes: tuple[str, ...]
+
+    @property
+    def shares(self) -> Shares:
+        """By which devices that are not equally fast end at the same time."""
+        return self.planned.shares(self.plan) if self.planned is not None else None
 
     @property
     def scored(self) -> Scored | None:
@@ -105,14 +112,14 @@ class Choice:
         others = [scored.seconds for scored in planned.candidates[1:]]
         winner = best.plan
         if others and best.seconds > CLEAR * min(others):
-            took, failures = self._race(racers, ahead)
+            took, failures = self._race(racers, planned, ahead)
             winner = min(took, key=lambda plan: took[plan])
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
         chosen = Chosen(winner, planned, tuple(said))
         verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
-        return replace(chosen, notes=(*said, f"{winner}: {verdict}"))
+        return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: Around) -> Planned:
         shape = self.data.channels, self.data.image_size, self.data.image_size
@@ -128,7 +135,9 @@ class Choice:
             remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
         return planned
 
-    def _race(self, plans: Sequence[Plan], ahead: Around) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
+    def _race(
+        self, plans: Sequence[Plan], planned: Planned, ahead: Around
+    ) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
         """Seconds of an update under each plan, of the slowest rank, with what its input takes; and why others failed.
 
         Raises:
@@ -140,7 +149,8 @@ class Choice:
             self.progress(f"racing {plan}", number, len(plans))
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
-                    took[plan] = self.devices.ranks.trying(f"racing {plan}", partial(self._raced, plan, ahead))
+                    raced = partial(self._raced, plan, planned.shares(plan), ahead)
+                    took[plan] = self.devices.ranks.trying(f"racing {plan}", raced)
                 except ConvoyError as error:
                     failures[plan] = error
         self.progress("racing", len(plans), len(plans))
@@ -148,9 +158,9 @@ class Choice:
             raise failures[plans[0]]
         return took, failures
 
-    def _raced(self, plan: Plan, ahead: Around, ranks: Ranks) -> float:
+    def _raced(self, plan: Plan, shares: Shares, ahead: Around, ranks: Ranks) -> float:
         here = replace(self, devices=Devices(ranks))
-        step = self.make_step(copy.deepcopy(self.model), plan, here.devices)
+        step = self.make_step(copy.deepcopy(self.model), plan, here.devices, shares)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = here._time(step)

@@ -9,7 +9,7 @@ One of those that are watched as they are is kept as a trace, with the predicted
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from convoy.cost.times import Times
 from convoy.cost.trace import Event, events, trace
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.watched import DeviceClock, WatchedUpdate
+from convoy.graph.precision import under_autocast
 from convoy.planning import Scored
 from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
 from convoy.planning.observed import Observed, mean, middle, observed, observed_pieces
@@ -31,7 +32,7 @@ from convoy.training.files import to_json, write_text
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.under_plan import UnderPlan
-from convoy.training.workloads import measuring
+from convoy.training.workloads import measuring, workload_precision
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""
@@ -123,6 +124,11 @@ class Observation:
             if engine is not None:
                 engine.watch = None
 
+    def _typed(self, placement: Placement) -> Placement:
+        """With the types under the recipe's autocast, as the planner has them."""
+        precision = workload_precision(self._session.recipe)
+        return replace(placement, graph=under_autocast(placement.graph, precision, self._session.device.type))
+
     def conclude(self, scored: Scored | None, store: ProfileStore | None, trace_file: Path | None = None) -> Comparison:
         """Compare what the ranks have seen with what was predicted. All ranks call it.
 
@@ -141,9 +147,9 @@ class Observation:
             [clock.between(*both) for both in self._timed],
             [sum(event.seconds for event in step) for step in steps],
             middle([observed(one, alone) for one in self._watched]) if self._watched else None,
-            observed_pieces(self._apart, devices.rank, recipe.batch_norm, size),
+            observed_pieces(self._apart, devices.rank, recipe.batch_norm, size, self._typed),
         )
-        placement = self._watched[0].placements[0] if self._watched and self._watched[0].placements else None
+        placement = self._typed(self._watched[0].placements[0]) if steps and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
         everyone = devices.gather(seen)

@@ -2,6 +2,7 @@
 
 import torch
 
+from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived
@@ -56,8 +57,9 @@ def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Di
     if num_devices == 1:
         return []
     parts = len(division.counts)
+    even = microbatch_sizes(len(division.sizes), parts)
     if section.shares is None:
-        shared = "as even as can be"
+        shared = "as even as can be" if division.counts == even else "by the speeds that the planner measured"
     else:
         shared = "measured" if section.shares == "auto" else "in the shares given"
     rows = [Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")]

@@ -15,7 +15,7 @@ from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.planning import Scored
 from convoy.plans.plan import Plan
-from convoy.training.auto_plan import Choice, Chosen
+from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_model
 from convoy.training.derived import Derived, Quantities, derive, resolve
 from convoy.training.devices import Devices
@@ -180,12 +180,12 @@ def set_up(
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = try_out(model, recipe, data, quantities.sizes, device)
     ready = _Ready(recipe, data, quantities, model, found, device, devices)
-    scored = None
+    scored, shares = None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
-        plan, scored = chosen.plan, chosen.scored
+        plan, scored, shares = chosen.plan, chosen.scored, chosen.shares
         notes += chosen.notes
-    session = _assemble(ready, plan, notes)
+    session = _assemble(ready, plan, notes, shares)
     session.scored = scored
     return session
 
@@ -207,8 +207,8 @@ class _Ready:
     devices: Devices
 
 
-def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
-    """The session under a plan. All ranks call it."""
+def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
+    """The session under a plan, with the planner's shares where the recipe gives none. All ranks call it."""
     recipe, data, device, devices, model = ready.recipe, ready.data, ready.device, ready.devices, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
@@ -223,7 +223,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str]) -> Session:
     sharing = devices.num // devices.num_sample_ranks
     merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing))
     check_coupling(recipe, ready.probe, model, devices)
-    division = _division(recipe, sizes, devices, notes)
+    division = _division(recipe, sizes, devices, notes, shares)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, devices.any)
@@ -263,8 +263,8 @@ def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
     devices, sizes = ready.devices, ready.quantities.sizes
     merge, _ = devices.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
 
-    def make_step(model: nn.Module, plan: Plan, racing: Devices) -> TrainingStep:
-        return _assemble(replace(ready, model=model, devices=racing), plan, []).step()
+    def make_step(model: nn.Module, plan: Plan, racing: Devices, shares: Shares) -> TrainingStep:
+        return _assemble(replace(ready, model=model, devices=racing), plan, [], shares).step()
 
     return Choice(
         recipe=ready.recipe,
@@ -306,9 +306,11 @@ def _under_plan(
     )
 
 
-def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str]) -> Division:
+def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str], planned: Shares) -> Division:
     shares = recipe.parallel.shares
     if shares is not None and devices.num_sample_ranks == 1:
         notes.append("--shares has no effect: the plan does not divide the batch")
         shares = None
+    if planned is not None and not isinstance(shares, tuple):
+        return Division(sizes, planned)
     return divide(sizes, devices.num_sample_ranks, shares if isinstance(shares, tuple) else None)

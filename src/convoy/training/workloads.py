@@ -1,6 +1,7 @@
 """What a recipe's training is to the planner: passes, microbatches, precision, optimiser."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from convoy.cost.device import Device, this_device
 from convoy.engine import microbatch_sizes
 from convoy.planning import Workload, workload_of
 from convoy.training.derived import num_microbatches
+from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
@@ -65,13 +67,31 @@ def workload_in_passes(
             channels_last=recipe.channels_last,
             batch_norm=recipe.batch_norm,
             microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
-            precision=None if recipe.precision == "fp32" else DTYPES[recipe.precision],
+            precision=workload_precision(recipe),
             optimizer=partial(_optimizer, recipe=recipe),
         )
 
     together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
-    found = in_passes(together)
-    return found if alone == together else replace(found, alone=in_passes(alone))
+    even = in_passes(together)
+    even = even if alone == together else replace(even, alone=in_passes(alone))
+
+    def by_speed(pace: Sequence[float]) -> Workload:
+        asked = recipe.parallel.shares
+        bound = isinstance(asked, tuple) and len(asked) > 1
+        if isinstance(asked, tuple) and bound:
+            counts = divide(sizes, len(asked), asked).counts
+        elif pace and len(pace) <= len(sizes):
+            counts = soonest(len(sizes), pace)
+        else:
+            return even
+        return replace(in_passes(math.ceil(max(counts) / merge)), shares=counts, bound=bound, alone=even.alone or even)
+
+    return even if devices == 1 else replace(even, by_speed=by_speed)
+
+
+def workload_precision(recipe: Recipe) -> torch.dtype | None:
+    """In which autocast has layers compute; None without it."""
+    return None if recipe.precision == "fp32" else DTYPES[recipe.precision]
 
 
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
