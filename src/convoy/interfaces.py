@@ -74,6 +74,11 @@ def towards(host: str) -> str | None:
     return None
 
 
+def says_local(host: str) -> bool:
+    """Whether a user who writes this means one host alone."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def is_loopback(address: str) -> bool:
     """Whether no other host can reach an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -111,12 +116,13 @@ def meeting_address(host: str, alone: bool) -> str:
 
     Args:
         host: the name or address that they know it by.
-        alone: there are no other hosts.
+        alone: there are no other hosts, as where the name itself says so.
 
     Raises:
         ConvoyError: others could not reach it there, and no interface was chosen.
     """
     own = _own_addresses(host)
+    alone = alone or says_local(host)
     interface = chosen()
     preferred = address_of(interface) if interface is not None else None
     if preferred in own:
@@ -149,7 +155,9 @@ def _resolve(host: str, port: int) -> list[tuple]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
-        return []
+        # A pod's long name is published some seconds after it has begun; it knows itself by the short one.
+        own = socket.gethostname()
+        return _resolve(own, port) if host != own and host.partition(".")[0] == own else []
 
 
 def _addresses(interface: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -56,6 +57,12 @@ class OneAddress(DynamicRendezvousHandler):
         """See base class."""
         return BACKEND
 
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class, which leaves out to say in a later round where the store for the ranks is: a host that came
+        since, in the place of one that is gone, would wait for that in vain."""
+        self._bootstrap_store_info = None
+        return super().next_rendezvous()
+
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return _serve(master_addr, master_port, timedelta(seconds=300))
 
@@ -63,7 +70,7 @@ class OneAddress(DynamicRendezvousHandler):
 def _open(host: str, port: int, alone: bool, wait: timedelta) -> TCPStore:
     """The store at the endpoint: the first process of the endpoint's host that comes serves it."""
     if interfaces.is_own(host):
-        address = interfaces.meeting_address(host, alone or _says_local(host))
+        address = interfaces.meeting_address(host, alone)
         with contextlib.suppress(OSError):  # another process of this host serves it
             return _serve(address, port, wait)
     try:
@@ -78,11 +85,6 @@ def _serve(address: str, port: int, wait: timedelta) -> TCPStore:
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()
     )
-
-
-def _says_local(host: str) -> bool:
-    """Whether the user means this host alone."""
-    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def _timeout(params: RendezvousParameters, name: str) -> timedelta | None:

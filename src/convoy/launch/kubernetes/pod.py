@@ -6,12 +6,13 @@ The pod is "restricted" in the sense of Kubernetes' Pod Security Standards.
 from typing import Any
 
 from convoy.launch.kubernetes.training import DATA_PATH, RUN_PATH, Training
+from convoy.launch.torchrun import BACKEND
 
 CONTAINER = "node"
 """The container's name; Kubeflow's runtimes call theirs so too."""
 PORT = 29500
-JOIN_TIMEOUT_S = 1800
-"""How long a pod waits for the others, which may have to pull the image first."""
+JOIN_TIMEOUT_S, READ_TIMEOUT_S = 1800, 600
+"""How long a pod waits for the others, which may have to pull the image first, and for the first one to listen."""
 GRACE_S = 120
 """Between the signal to stop and the end: time for a checkpoint."""
 
@@ -19,16 +20,16 @@ GRACE_S = 120
 def command(training: Training) -> list[str]:
     """The elastic launcher, told by PET_* variables who takes part, with rendezvous at the first pod.
 
-    `c10d` is the rendezvous in which launchers wait for one that is started again.
+    `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address.
     """
     nodes = [] if training.least_nodes is None else [f"--nnodes={training.least_nodes}:{training.num_nodes}"]
     return [
         "torchrun",
         *nodes,
-        "--rdzv-backend=c10d",
+        f"--rdzv-backend={BACKEND}",
         "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
         f"--rdzv-id={training.name}",
-        f"--rdzv-conf=join_timeout={JOIN_TIMEOUT_S}",
+        f"--rdzv-conf=join_timeout={JOIN_TIMEOUT_S},read_timeout={READ_TIMEOUT_S}",
         f"--max-restarts={training.max_restarts}",
         "-m",
         "convoy",
