@@ -133,3 +133,14 @@ def test_mistakes_are_one_sentence(module: str, case: str) -> None:
         create(name, **arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "builtins:eval", "posix:system", "torch:os.system", "torch:sys.exit"]
+)
+def test_what_is_pythons_own_is_not_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config.yaml of a run of somebody else's may name it, with options of its choice."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConvoyError, match=f"{name} is of Python's own library"):
+        create(name, command="touch harmed", args=["touch", "harmed"])
+    assert not list(tmp_path.iterdir())

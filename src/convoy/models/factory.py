@@ -1,6 +1,7 @@
 """Networks of the user's own: `package.module:factory`, a function or class that returns an `nn.Module`."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Factory:
 
     def _function(self) -> Callable[..., Any]:
         module, _, path = self.name.partition(":")
+        _refuse_module(self.name, module)
         found: Any = _user_module(self.name, module)
         for part in path.split("."):
             if not hasattr(found, part):
@@ -75,8 +77,23 @@ class Factory:
             raise ConvoyError(
                 f"{self.name} is of type {type(found).__name__}: name a function or class that returns an nn.Module"
             )
+        _refuse_python(self.name, found)
         function: Callable[..., Any] = found
         return function
+
+
+def _refuse_python(name: str, found: Any) -> None:
+    """Refuse a function or class of Python's own: a recipe or a run of somebody else must not call `os:system`."""
+    if inspect.isroutine(found) or inspect.isclass(found):
+        _refuse_module(name, getattr(found, "__module__", None) or "builtins")
+
+
+def _refuse_module(name: str, module: str) -> None:
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ConvoyError(
+            f"{name} is of Python's own library, which has no networks: name a function or class of yours that returns "
+            "an nn.Module"
+        )
 
 
 def _user_module(name: str, module: str) -> ModuleType:
