@@ -70,11 +70,16 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost: list[str] = []
+        reason = None
         for file in (self._lines, self._events):
             try:
                 file.close()
             except OSError as failure:
-                self._tell(f"{file.path} could not be written to its end ({failure.strerror})")
+                lost.append(str(file.path))
+                reason = failure.strerror
+        if lost:
+            self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
 
 
 class _Silent(MetricsWriter):
