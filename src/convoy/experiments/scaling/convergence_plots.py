@@ -21,6 +21,7 @@ from convoy.experiments.scaling.plots import (
     panel_axes,
 )
 
+_COLOURS = tuple(colour for colour in COLOURS if colour != ax.INK)  # which the reference has
 _STRIP, _GAP = 52, 40
 """In points: height of the strip of distances, and what lies between it and the curves."""
 
@@ -100,8 +101,8 @@ def _look(found: Convergence, number: int, points: int) -> dict[str, object]:
     place = number - sum(curve.distance is None for curve in found.curves[:number])
     apart = min(len(found.others), max(1, points // 3)) or 1
     return {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
+        "color": _COLOURS[place % len(_COLOURS)],
+        "linestyle": DASHES[place // len(_COLOURS) % len(DASHES)],
         "marker": MARKERS[place % len(MARKERS)],
         "markevery": (place % apart, apart),
         "markersize": 4.5,
