@@ -83,9 +83,9 @@ class Run:
             if self.process.poll() is not None:
                 raise SystemExit(f"the run ended with status {self.process.returncode}:\n{self.log.read_text()}")
             ranks = self.ranks()
-            if len(ranks) == devices and not gone & set(ranks.values()):
-                if all(seen(self.phases, pid)[1] for pid in ranks.values()):
-                    return ranks
+            new = len(ranks) == devices and not gone & set(ranks.values())
+            if new and all(seen(self.phases, pid)[1] for pid in ranks.values()):
+                return ranks
             time.sleep(0.002)
         raise SystemExit(f"the run does not go on:\n{self.log.read_text()}")
 
@@ -151,7 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill ranks of a training, and compare its weights.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=4000, help="of the whole run, more than the kills leave time for")
+    parser.add_argument("--updates", type=int, default=3500, help="of the run: more than there is time for between the kills")
     parser.add_argument("--every", type=int, default=20, help="updates between two checkpoints")
     parser.add_argument("--data", default="mnist-mini")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")

@@ -16,6 +16,7 @@ from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
+from convoy.training.finite import ADVICE, Bad, NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
@@ -29,6 +30,10 @@ from convoy.training.summary import Progress
 from convoy.training.window import Window
 
 SHOW_EVERY_S = 0.2
+GIVE_UP = 20
+"""Updates left out in a row after which the run ends."""
+TOLD = 5
+"""Updates that were left out, of which something is said."""
 
 
 class Loop:
@@ -61,6 +66,7 @@ class Loop:
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
         self._shown = 0.0
+        self._left_out_in_a_row = 0
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -134,8 +140,12 @@ class Loop:
                     self.window.add_bad(self.done, sample, reason)
                 with self._observed(step):
                     result = step(batch, self.done)
-                    if averaged is not None:
-                        averaged.update(self.session.model)
+                    if result.bad is not None:
+                        self._leave_out(result.bad)
+                    else:
+                        self._left_out_in_a_row = 0
+                        if averaged is not None:
+                            averaged.update(self.session.model)
                 self.done += 1
                 self.window.add(result, step.num_samples)
                 self._after_update()
@@ -193,6 +203,16 @@ class Loop:
         if self.saver.due(self.done) and self.done < total:
             self._save()
 
+    def _leave_out(self, bad: Bad) -> None:
+        """Count an update that was not made; the first few are told of."""
+        self.progress.left_out += 1
+        self._left_out_in_a_row += 1
+        if self._left_out_in_a_row == GIVE_UP:
+            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
+        if self.progress.left_out <= TOLD:
+            last = "; others are only counted" if self.progress.left_out == TOLD else ""
+            self._tell(f"{bad}: left out, with {self.progress.left_out} so far{last}")
+
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""
         session = self.session
@@ -219,12 +239,14 @@ class Loop:
         self._collect()
         window, self.window = self.window, Window()
         seconds, values = window.seconds, window.averages()
-        self._check_loss(values["loss"])
+        if window.num_updates:
+            self._check_loss(values["loss"])
+        left_out = {"left_out": window.left_out} if window.left_out else {}
         self.progress.train_s += seconds
         self.progress.data_wait_s += window.data_wait_s
         self.progress.num_images += window.num_images
         rate = self.session.quantities.schedule.lr(self.done - 1)
-        self._metrics.write("train", self.done, self._epoch(), self._time(), **values, lr=rate)
+        self._metrics.write("train", self.done, self._epoch(), self._time(), **values, **left_out, lr=rate)
         self._shown = time.perf_counter()
         wait = window.data_wait_s / max(seconds, 1e-9)
         self.reporter.advance(
@@ -238,10 +260,7 @@ class Loop:
             self.saver.finish()
             newest = self.saver.newest
             saved = f"the newest checkpoint is of update {newest}" if newest else "there is no checkpoint yet"
-            raise ConvoyError(
-                f"the loss became {loss} by update {self.done}: lower optimizer.lr, lengthen schedule.warmup or set "
-                f"clip_norm ({saved})"
-            )
+            raise NotFiniteError(loss, self.done, saved)
 
     def _evaluate(self) -> None:
         result = self.evaluation = self.session.evaluate()

@@ -63,6 +63,9 @@ class TrainedNetwork(Protocol):
     def finish_update(self) -> None:
         """After the last pass: `.grad` and buffers become those of the global batch."""
 
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's part of the update will use, after `finish_update`."""
+
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
 
@@ -133,6 +136,10 @@ class OneDevice:
         """Take the sum out of the tree."""
         if self._tree is not None:
             self._tree.finish()
+
+    def own_gradients(self) -> list[Tensor]:
+        """All."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient."""

@@ -79,6 +79,9 @@ class Recipe(Section):
     loss: LossConfig = LossConfig()
     ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="an update whose loss or gradient is not finite: end the run, or leave the update out"
+    )
     batch_norm: Literal["microbatch", "sync", "local"] = Field(
         "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
     )

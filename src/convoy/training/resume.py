@@ -16,6 +16,7 @@ FREE = (
     "data.path",
     "checkpoint",
     "log_every",
+    "on_nan",
     "evaluate_every",
     *(f"parallel.{key}" for key in PLACEMENT),
 )

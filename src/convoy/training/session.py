@@ -22,6 +22,7 @@ from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
 from convoy.training.ema import AveragedWeights
 from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.finite import Guard
 from convoy.training.loss import ClassificationLoss
 from convoy.training.numerics import autocast_of, set_numerics
 from convoy.training.optimizers import create_optimizer
@@ -122,6 +123,10 @@ class Session:
             pin_memory=self.device.type == "cuda",
         )
 
+    def guard(self) -> Guard:
+        """What looks at every update before it is made."""
+        return Guard(self.network, self.devices, gradients=not self.state.scaler.is_enabled())
+
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
         recipe = self.recipe
@@ -143,6 +148,7 @@ class Session:
             reseed=self.probe.draws,
             clip_norm=recipe.clip_norm,
             last_waits=recipe.reproducible and self.devices.num > 1,
+            guard=self.guard() if recipe.on_nan == "skip" else None,
         )
 
 

@@ -17,6 +17,7 @@ from convoy.engine.random import fold
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.training.division import Pass
+from convoy.training.finite import Bad, Guard
 from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.parallel import TrainedNetwork
 
@@ -41,11 +42,13 @@ class StepResult:
 
     Attributes:
         seconds: what a microbatch took to compute, without waiting for other ranks; only where the step is `timed`.
+        bad: why the weights were left as they are; None where they were changed.
     """
 
     losses: list[Tensor]
     correct: list[Tensor]
     seconds: float
+    bad: Bad | None = None
 
 
 class Mark(Protocol):
@@ -72,6 +75,7 @@ class TrainingStep:
         timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
         last_waits: the last pass waits for other ranks all the same, so its time says nothing.
         mark: is told of the parts of an update as they begin.
+        guard: leaves out updates that are not finite; None makes all.
     """
 
     seed: int
@@ -91,16 +95,17 @@ class TrainingStep:
     timed: bool = False
     last_waits: bool = False
     mark: Mark = unmarked
+    guard: Guard | None = None
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
         here.update = update
         self._begin("rest")
-        self.optimizer.zero_grad(set_to_none=True)
-        result = self._gradient(batch, update)
-        self._begin("gradient")
-        self.network.finish_update()
-        self._begin("rest")
+        if self.guard is not None:
+            self.guard.begin()
+        result = self._whole_gradient(batch, update)
+        if self.guard is not None and not self.guard.passes(result.losses):
+            return self._left_out(batch, update, result, self.guard)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(update)
         if self.clip_norm is not None:
@@ -113,6 +118,24 @@ class TrainingStep:
         self.scaler.update()
         self.network.updated()
         return result
+
+    def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
+        """Leave the gradient of the global batch in the parameters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        result = self._gradient(batch, update)
+        self._begin("gradient")
+        self.network.finish_update()
+        self._begin("rest")
+        return result
+
+    def _left_out(self, batch: Batch, update: int, result: StepResult, guard: Guard) -> StepResult:
+        """Change nothing, and find out why."""
+        guard.restore()
+        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update))
+        guard.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.network.updated()
+        return StepResult([], [], result.seconds, bad)
 
     def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
         """A part of the update begins."""

@@ -21,6 +21,7 @@ class Progress:
         data_wait_s: seconds of those spent waiting for data.
         num_images: training images seen.
         best_top1, best_step: the best evaluation so far.
+        left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
         checkpoints: what they have cost (`convoy.training.checkpoints.tally.Tally`).
     """
@@ -31,6 +32,7 @@ class Progress:
     num_images: int = 0
     best_top1: float | None = None
     best_step: int | None = None
+    left_out: int = 0
     bad_images: list[dict[str, str]] = field(default_factory=list)
     checkpoints: dict[str, Any] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ def write_summary(
         "images_per_s": progress.num_images / progress.train_s if progress.train_s else None,
         "data_wait_share": progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
         "checkpoints": progress.checkpoints,
+        "left_out": progress.left_out,
         "bad_images": progress.bad_images,
         "derived": [asdict(row) for row in session.derived],
         "notes": session.notes,

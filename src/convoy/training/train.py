@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from convoy.engine.groups import meeting_store
+from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training import environment
 from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import disk_explained, write_json, write_text
+from convoy.training.finite import NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
@@ -22,6 +24,7 @@ from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session, set_up
 from convoy.training.summary import Progress, Status, write_summary
+from convoy.training.trace_back import trace_back
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, say_and_end
 from convoy.training.weights import save_weights
 
@@ -113,6 +116,12 @@ def train(
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
+        except NotFiniteError as error:
+            summary(loop.progress, "failed", loop.done, loop.evaluation)
+            with Watchdog(devices, meeting_store(), hang, timeout_s):
+                again = set_up(session.recipe, device, reporter.prepare, devices)
+                update_s = loop.progress.train_s / max(1, loop.done)
+                raise ConvoyError(trace_back(again, loop.store, loop.identity, error, update_s)) from error
         except BaseException:
             with contextlib.suppress(OSError):
                 summary(loop.progress, "failed", loop.done, loop.evaluation)

@@ -152,6 +152,11 @@ class UnderPlan:
             self._tree.finish()
         self.engine.context.statistics.fold(self.engine.groups)
 
+    def own_gradients(self) -> list[Tensor]:
+        """This rank's pieces of those that are divided, and the others."""
+        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
+        return [own[p][0] if p in own else p.grad for p in self.model.parameters() if p.grad is not None]
+
     def clip(self, max_norm: float) -> None:
         """Scale the gradient by its norm over all shards."""
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Self
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from convoy.engine.position import Position, here
 from convoy.training.devices import Devices
@@ -62,7 +62,7 @@ class Seen:
 
     def place(self) -> str:
         """Its position, in words."""
-        layer = f" of layer {self.layer}" if self.layer else ""
+        layer = f" of layer {self.layer.partition('#')[0]}" if self.layer else ""
         what = f" ({self.collective})" if self.collective != "wait" else ""
         waits = f", waiting for other ranks{what}" if self.collective else ""
         return f"update {self.update + 1:,}, {_WORDS.get(self.part, self.part)}{layer}{waits}"
@@ -121,7 +121,7 @@ class Watchdog:
     def __init__(
         self,
         devices: Devices,
-        store: dist.Store | None,
+        store: Store | None,
         end: Callable[[str], None],
         timeout_s: float = TIMEOUT_S,
         position: Position = here,
@@ -129,7 +129,7 @@ class Watchdog:
         self._rank, self._num = devices.rank, devices.num
         self._end, self._timeout_s, self._position = end, timeout_s, position
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._count = 0
         self._stop = threading.Event()
         self._host = socket.gethostname()
@@ -137,7 +137,7 @@ class Watchdog:
         if store is None or devices.num == 1:
             return
         prefix = devices.broadcast(uuid.uuid4().hex)
-        self._store = dist.PrefixStore(prefix, store.clone())
+        self._store = PrefixStore(prefix, store.clone())
         self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self._interval_s)))
         self._write()
         devices.barrier()

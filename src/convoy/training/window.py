@@ -1,5 +1,6 @@
 """Sums over the updates between two lines of metrics."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class Window:
         before_s: seconds of work before the run was stopped and resumed.
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
         paused_at: when the pause began that lasts now.
+        left_out: updates that were not made, because loss or gradient were not finite.
     """
 
     num_updates: int = 0
@@ -34,13 +36,17 @@ class Window:
     before_s: float = 0.0
     paused_s: float = 0.0
     paused_at: float | None = None
+    left_out: int = 0
     started: float = field(default_factory=time.perf_counter)
     _results: list[StepResult] = field(default_factory=list)
     _wait_s: float = 0.0
     _bad: list[Bad] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
-        """Count one update of a global batch of so many images."""
+        """Count one update of a global batch of so many images, unless it was left out."""
+        if result.bad is not None:
+            self.left_out += 1
+            return
         self.num_updates += 1
         self.num_images += num_images
         self._results.append(result)
@@ -66,8 +72,8 @@ class Window:
     def averages(self) -> dict[str, float]:
         """Mean loss, share of right answers, images a second (pauses apart), seconds waited for data: as collected."""
         return {
-            "loss": self.loss / self.num_updates,
-            "top1": self.num_correct / self.num_images,
+            "loss": self.loss / self.num_updates if self.num_updates else math.nan,
+            "top1": self.num_correct / self.num_images if self.num_images else math.nan,
             "images_per_s": self.num_images / max(self.seconds, 1e-9),
             "data_wait_s": self.data_wait_s,
         }
@@ -81,6 +87,7 @@ class Window:
             "loss": self.loss,
             "data_wait_s": self.data_wait_s,
             "before_s": self.seconds,
+            "left_out": self.left_out,
         }
 
     @property

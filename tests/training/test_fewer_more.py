@@ -1,0 +1,67 @@
+"""Ranks that get fewer and more during one run, each time after a crash between two checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from convoy.training import loop
+from ranks import run_ranks
+from tiny import write_mnist
+from whole_runs import Ended, as_before, train_here
+
+SETTINGS = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba"}
+STAGES = ((4, 5), (3, 8), (2, 13), (4, None))
+"""Ranks, and the updates after which they end without a word."""
+
+
+class Crashed(Exception):  # noqa: N818
+    """The ranks are gone."""
+
+
+@contextmanager
+def crash(after: int | None) -> Iterator[None]:
+    with as_before() as patch:
+        log = loop.Loop._log
+
+        def logged(self: loop.Loop) -> None:
+            log(self)
+            if self.done == after:
+                raise Crashed
+
+        patch.setattr(loop.Loop, "_log", logged)
+        yield
+
+
+def stage(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
+    try:
+        with crash(after):
+            return train_here(data, out, settings, resume=True)
+    except Crashed:
+        return None
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("fewer") / "data")
+
+
+@pytest.mark.parametrize("reproducible", ["true", "false"])
+def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> None:
+    settings = SETTINGS | {"reproducible": reproducible}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    for ranks, after in STAGES:
+        found = run_ranks(stage, ranks, data, tmp_path / "run", settings, after)
+    ended = found[0]
+    assert ended is not None
+    assert ended.said[0].startswith("going on after 12 of 16 updates")
+    if reproducible == "true":
+        assert (ended.digest, ended.curve) == (serial.digest, serial.curve)
+        return
+    assert ended.curve == pytest.approx(serial.curve, rel=1e-4)
+    want, have = (load_file(tmp_path / name / "weights.safetensors") for name in ("serial", "run"))
+    for name, tensor in want.items():
+        torch.testing.assert_close(have[name], tensor, rtol=1e-3, atol=1e-4)
