@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import manifests
 import pytest
 import safetensors.torch
 import torch
 
+import manifests
 from convoy.launch.kubernetes.arguments import complete
 
 TRAIN = ("lenet", "--data", "mnist-mini", "--batch", "256", "--reproducible", "--seed", "1", "--workers", "0")
@@ -115,7 +115,8 @@ def test_two_pods_train_together(tmp_path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_pod_that_is_made_anew_goes_on_with_the_run(tmp_path: Path) -> None:
-    """Bit for bit with the run that nothing happened to. One minute and a half: the launcher notices a lost pod by its heartbeats."""
+    """Bit for bit with the run that nothing happened to. A minute and a half: the launcher misses a lost pod by its
+    heartbeats."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
