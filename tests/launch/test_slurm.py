@@ -1,6 +1,7 @@
 """A job on a real Slurm of two nodes that is queued again in its middle, and what its script must say."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.slurm import Job, submit
 from convoy.launch.slurm.times import time_limit
@@ -144,7 +146,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         ({"nodes": 0}, "--nodes 0"),
         ({"devices_per_node": 0}, "--devices-per-node 0"),
         ({"max_restarts": -1}, "--max-restarts -1"),
-        ({"time": "1m", "save_before": 60}, "--save-before 60"),
+        ({"time": "2m", "save_before": 60}, "--save-before 60"),
         ({"interface": "eth0; rm"}, "--interface"),
         ({"options": {"time": "1"}}, "--option time"),
         ({"options": {"a b": "1"}}, "'a b'"),
@@ -164,3 +166,39 @@ def test_without_slurm_the_script_is_there_to_be_submitted(tmp_path: Path, monke
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(ConvoyError, match=r"sbatch does not take job\.sh: invalid partition"):
         submit(Path("job.sh"))
+
+
+def test_the_command_line_writes_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "a job.sh"
+    line = "launch slurm --nodes 2 --devices-per-node 3 --time 8h --option partition=gpu --json --script"
+    train = ["resnet18", "--data", "x y", "--out=runs/a b", "--interface", "ib0", "--resume", "--device", "cpu"]
+    assert main([*line.split(), str(script), "--", *train]) == 0
+    assert json.loads(capsys.readouterr().out) == {"script": str(script), "job": None}
+    text = script.read_text()
+    assert "convoy train resnet18 --data 'x y' --device cpu --out \"$out\" --resume --interface ib0 &" in text
+    assert "out='runs/a b'" in text
+    assert "#SBATCH --partition=gpu" in text
+    assert "gpus-per-node" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nodes 2 -- lenet --devices 3", "--devices 3 contradicts the 2 ranks"),
+        ("--nodes 0 -- lenet", "--nodes 0 must be at least 1"),
+        ("--time soon -- lenet", "--time 'soon' is no time"),
+        ("--option nodes=3 -- lenet", "--option nodes is set by an option of its own"),
+        ("--script /no/such/folder/x -- lenet", "cannot write --script /no/such/folder/x"),
+        ("-- lenet --dvice cpu", "--dvice"),
+        ("--nodes 2", "nothing to train"),
+    ],
+)
+def test_a_mistake_is_said_in_a_sentence(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", *line.split()]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,16 @@ LAUNCHERS = {
 }
 
 
-@click.command("launch", cls=LazyGroup, verbs=LAUNCHERS)
+@click.command(
+    "launch",
+    cls=LazyGroup,
+    verbs=LAUNCHERS,
+    epilog="""\b
+Examples:
+  convoy launch hosts node1:4,node2:4 -- resnet50 --data /data/imagenet --recipe imagenet-90
+  convoy launch slurm --nodes 2 --devices-per-node 4 --time 8h --submit -- resnet50 --data /data/imagenet
+""",
+)
 def command() -> None:
     """Train on several hosts, by the engine that they have.
 

@@ -29,7 +29,7 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if rank > 0 or kept:
         return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
-    address = interfaces.meeting_address(host, alone=num_ranks <= _num_local())
+    address = interfaces.meeting_address(host, alone=num_ranks <= _num_local(num_ranks))
     try:
         listening = interfaces.listen(address, port)
     except OSError as error:
@@ -45,15 +45,17 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
     """
     if interfaces.VARIABLES[0] in environment:
         return
-    address = interfaces.towards(environment["MASTER_ADDR"])
-    if address is None or (interfaces.is_loopback(address) and num_ranks > _num_local(environment)):
+    host = environment["MASTER_ADDR"]
+    address = interfaces.towards(host)
+    alone = interfaces.says_local(host) or num_ranks <= _num_local(num_ranks, environment)
+    if address is None or (interfaces.is_loopback(address) and not alone):
         return
     name = interfaces.interface_with(address)
     if name is not None:
         environment[interfaces.VARIABLES[0]] = name
 
 
-def _num_local(environment: MutableMapping[str, str] = os.environ) -> int:
-    """Ranks of this host, as the launcher says."""
+def _num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
+    """Ranks of this host, as the launcher says; all where it does not."""
     text = environment.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else 1
+    return int(text) if text.isdecimal() else num_ranks

@@ -13,6 +13,9 @@ OWN = frozenset(
 )
 """Options of `sbatch` that the script sets by options of Convoy's."""
 
+_EARLY_S = 60
+"""Slurm may send a signal so much earlier than it was asked to."""
+
 _SCRIPT = """\
 #!/bin/bash
 {options}
@@ -91,8 +94,11 @@ class Job:
         if self.max_restarts < 0:
             raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
         seconds = seconds_of(time_limit(self.time))
-        if not 1 <= self.save_before < min(seconds, 1 << 16):
-            raise ConvoyError(f"--save-before {self.save_before} must be from 1 to below the {seconds:,} s of --time")
+        if not 1 <= self.save_before < min(seconds - _EARLY_S, 1 << 16):
+            raise ConvoyError(
+                f"--save-before {self.save_before} leaves nothing of the {seconds:,} s of --time: Slurm may send its "
+                f"signal {_EARLY_S} s early: give the job more time, or save later"
+            )
         if self.interface is not None and not re.fullmatch(r"[^\s/,^=]{1,15}", self.interface):
             raise ConvoyError(f"--interface {self.interface!r} is no name of an interface, such as eth1")
         for name, value in self.options.items():
