@@ -47,7 +47,7 @@ Examples:
 @click.option("--fix", metavar="PATTERN=STRATEGY", multiple=True, help="What layers must have; repeatable.")
 @click.option("--score", metavar="PLAN|FILE", multiple=True, help="Predict this plan, without a search; repeatable.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of each device for the network, e.g. 8GB.")
-@click.option("--link", metavar="NAME|RATE", help="Devices that are not at hand, linked so: 10gbit, pcie4, nvlink4 …")
+@click.option("--link", metavar="NAME|RATE", help="Devices that are not at hand, linked so: 10gbit; 10gbit,8xnvlink4")
 @click.option(
     "--images-per-second",
     metavar="N",

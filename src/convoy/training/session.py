@@ -14,6 +14,7 @@ from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, 
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.planning import Scored
+from convoy.plans.hosts import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_model
@@ -191,6 +192,7 @@ def set_up(
         chosen = _choose_plan(ready, progress)
         plan, scored, shares = chosen.plan, chosen.scored, chosen.shares
         notes += chosen.notes
+    notes += note_on_hosts(plan, devices.ranks.on_host)
     session = _assemble(ready, plan, notes, shares)
     session.scored = scored
     return session
