@@ -39,7 +39,7 @@ class TestHost:
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """A process there, to its end."""
-        fixed = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+        fixed = {"capture_output": True, "text": True, "timeout": 150, "check": False}
         return subprocess.run(self._inside(command), **(fixed | options))
 
     def pids(self) -> list[int]:
