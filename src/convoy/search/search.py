@@ -12,6 +12,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement, place, sample_axes
 from convoy.plans.plan import Plan
 from convoy.plans.rules import Batch
+from convoy.search.collection import paused_collection
 from convoy.search.costs import Costs
 from convoy.search.fixes import Fix
 from convoy.search.layers import Layers
@@ -66,7 +67,9 @@ def search(
     Raises:
         ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
     """
-    return _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among, tolerance).run(top)
+    with paused_collection():
+        searching = _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among, tolerance)
+        return searching.run(top)
 
 
 class _Search:
