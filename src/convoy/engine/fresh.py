@@ -9,13 +9,13 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 _POLL_S = 0.01
 _PATIENCE_S = 0.5
 
 
-def fresh(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+def fresh(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """The part of a store that only the ranks which call this now use.
 
     Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
@@ -37,7 +37,7 @@ def fresh(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> d
         if names:
             store.wait(names, timeout)
         store.set(f"{own}/all", json.dumps([store.get(name).decode() for name in names]))
-        return dist.PrefixStore(own, store)
+        return PrefixStore(own, store)
     until = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < until:
         store.wait(["generation"], timeout)
@@ -46,7 +46,7 @@ def fresh(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> d
         soon = time.monotonic() + _PATIENCE_S
         while time.monotonic() < soon:
             if store.check([f"{generation}/all"]) and own in json.loads(store.get(f"{generation}/all")):
-                return dist.PrefixStore(generation, store)
+                return PrefixStore(generation, store)
             if store.get("generation").decode() != generation:
                 break
             time.sleep(_POLL_S)

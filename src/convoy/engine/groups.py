@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from convoy.engine.collectives import close
 from convoy.engine.fresh import fresh
@@ -19,7 +20,7 @@ from convoy.engine.meeting_place import choose_interface, open_store
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
-_store: dist.Store | None = None
+_store: Store | None = None
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,7 +64,7 @@ def join(timeout: float = 600.0) -> torch.device:
     return device
 
 
-def meeting_store() -> dist.Store | None:
+def meeting_store() -> Store | None:
     """The key-value store by which the ranks have met in `join`; None where they have not."""
     return _store
 

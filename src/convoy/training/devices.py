@@ -92,7 +92,10 @@ class Devices:
 
     def gather_samples(self, value: T) -> list[T]:
         """What each part of the batch gave, in the order of the parts; model groups speak once."""
-        values = self.gather(value)
+        return self.of_parts(self.gather(value))
+
+    def of_parts(self, values: list[T]) -> list[T]:
+        """Of what every rank has said, that of one rank for each part of the batch."""
         return [values[rank] for rank in self._leaders]
 
     def largest(self, *numbers: int) -> tuple[int, ...]:

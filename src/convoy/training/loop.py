@@ -24,6 +24,7 @@ from convoy.training.progress import Reporter
 from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.slow import SlowRanks
 from convoy.training.speed import SpeedTest
 from convoy.training.step import TrainingStep
 from convoy.training.summary import Progress
@@ -67,6 +68,7 @@ class Loop:
         self._observation: Observation | None = Observation(session)
         self._shown = 0.0
         self._left_out_in_a_row = 0
+        self._slow = SlowRanks(session.devices)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -247,6 +249,10 @@ class Loop:
         self.progress.num_images += window.num_images
         rate = self.session.quantities.schedule.lr(self.done - 1)
         self._metrics.write("train", self.done, self._epoch(), self._time(), **values, **left_out, lr=rate)
+        on_cpu = self.session.device.type == "cpu"
+        slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self.session.division)
+        if slow is not None:
+            self._tell(slow)
         self._shown = time.perf_counter()
         wait = window.data_wait_s / max(seconds, 1e-9)
         self.reporter.advance(

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -42,12 +42,15 @@ class StepResult:
 
     Attributes:
         seconds: what a microbatch took to compute, without waiting for other ranks; only where the step is `timed`.
+        own_s: what this rank has done, by the clock of the host and without its waits for other ranks; 0 on a GPU, of
+            which that clock knows nothing.
         bad: why the weights were left as they are; None where they were changed.
     """
 
     losses: list[Tensor]
     correct: list[Tensor]
     seconds: float
+    own_s: float = 0.0
     bad: Bad | None = None
 
 
@@ -100,6 +103,7 @@ class TrainingStep:
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
         here.update = update
+        began, waited_s = time.perf_counter(), here.waited_s
         self._begin("rest")
         if self.guard is not None:
             self.guard.begin()
@@ -117,7 +121,8 @@ class TrainingStep:
         self._begin("rest")
         self.scaler.update()
         self.network.updated()
-        return result
+        own_s = time.perf_counter() - began - (here.waited_s - waited_s)
+        return replace(result, own_s=own_s if self.pipeline.device.type == "cpu" else 0.0)
 
     def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
         """Leave the gradient of the global batch in the parameters."""
@@ -135,7 +140,7 @@ class TrainingStep:
         guard.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.network.updated()
-        return StepResult([], [], result.seconds, bad)
+        return StepResult([], [], result.seconds, bad=bad)
 
     def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
         """A part of the update begins."""

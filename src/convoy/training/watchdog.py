@@ -137,7 +137,7 @@ class Watchdog:
         if store is None or devices.num == 1:
             return
         prefix = devices.broadcast(uuid.uuid4().hex)
-        self._store = PrefixStore(prefix, store.clone())
+        self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self._interval_s)))
         self._write()
         devices.barrier()

@@ -26,6 +26,7 @@ class Window:
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
         paused_at: when the pause began that lasts now.
         left_out: updates that were not made, because loss or gradient were not finite.
+        ranks_s: seconds of every rank's own work, without its waits for the others; empty where nobody has taken them.
     """
 
     num_updates: int = 0
@@ -38,12 +39,15 @@ class Window:
     paused_at: float | None = None
     left_out: int = 0
     started: float = field(default_factory=time.perf_counter)
+    ranks_s: list[float] = field(default_factory=list)
+    _own_s: float = 0.0
     _results: list[StepResult] = field(default_factory=list)
     _wait_s: float = 0.0
     _bad: list[Bad] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update of a global batch of so many images, unless it was left out."""
+        self._own_s += result.own_s
         if result.bad is not None:
             self.left_out += 1
             return
@@ -109,17 +113,20 @@ class Window:
         correct = sum(_read([number for result in results for number in result.correct]))
         bad: list[Bad] = []
         wait_s = 0.0
-        parts = devices.gather_samples((mine, correct, self._wait_s, self._bad))
+        everyone = devices.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
+        parts = devices.of_parts(everyone)
         for update in zip(*(part[0] for part in parts), strict=True):
             for part in update:
                 for value in part:
                     self.loss += value
-        for _, num_correct, rank_wait_s, rank_bad in parts:
+        before = self.ranks_s or [0.0] * len(everyone)
+        self.ranks_s = [own + said[4] for own, said in zip(before, everyone, strict=True)]
+        for _, num_correct, rank_wait_s, rank_bad, _ in parts:
             self.num_correct += num_correct
             wait_s = max(wait_s, rank_wait_s)
             bad += rank_bad
         self.data_wait_s += wait_s
-        self._wait_s, self._bad = 0.0, []
+        self._wait_s, self._own_s, self._bad = 0.0, 0.0, []
         return sorted(bad, key=lambda entry: entry[0])
 
 
