@@ -24,3 +24,10 @@ def test_what_counts(seconds: tuple[float, ...], near: list[float], used: int) -
 def test_ends_only_when_all_agree() -> None:
     answers = iter((False, False, True))
     assert len(steady(lambda: 1.0, lambda value: value, lambda done: next(answers), enough=1)) == 3
+
+
+def test_two_are_enough_where_each_takes_long() -> None:
+    values = iter((8.0, 4.0, 2.0, 1.0))
+    assert steady(lambda: next(values), lambda value: value, patience_s=0.0) == [4.0]
+    values = iter((8.0, 4.0, 2.0, 1.0))
+    assert steady(lambda: next(values), lambda value: value, patience_s=60.0, most=4) == [1.0]

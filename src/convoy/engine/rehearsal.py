@@ -33,6 +33,7 @@ _MADE_UP = "made up"
 """That of transfers, of what stands in for them, and of their gradients."""
 _GROWS = 1000
 """Pages, from which on a pass is slower for them."""
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Rehearsal:
         Returns:
             Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
-        found = steady(self._measured, _seconds, agree, enough=enough)
+        found = steady(self._measured, _seconds, agree, enough=enough, patience_s=_PATIENCE_S)
         forward, backward = (_typical([both[way] for both in found]) for way in (0, 1))
         names = dict.fromkeys([*forward, *backward])
         return {name: CallTimes(forward.get(name, 0.0), backward.get(name, 0.0)) for name in names}

@@ -5,6 +5,8 @@ comes from the kernel page by page, on virtual machines at the price of copying 
 some rounds until its free blocks fit, so that a fixed number of rounds to warm up is either too small or a waste.
 """
 
+import math
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ def steady(
     enough: int = 3,
     within: float = 0.03,
     most: int = 10,
+    patience_s: float = math.inf,
 ) -> list[T]:
     """Measure until several measurements are near the fastest.
 
@@ -29,16 +32,19 @@ def steady(
         enough: measurements near the fastest, itself included, that make an end.
         within: how near, as a part of the fastest.
         most: measurements after which it ends in any case.
+        patience_s: seconds after which two measurements are enough: where each takes long, what disturbs one is small.
 
     Returns:
         The measurements near the fastest.
     """
     found: list[T] = []
     near: list[T] = []
+    began = time.monotonic()
     for _ in range(most):
         found.append(measure())
         limit = (1 + within) * min(map(seconds, found))
         near = [one for one in found if seconds(one) <= limit]
-        if agree(len(near) >= enough):
+        late = len(found) > 1 and time.monotonic() - began > patience_s
+        if agree(late or len(near) >= enough):
             break
     return near
