@@ -148,6 +148,8 @@ class Recipe(Section):
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
             if isinstance(every, Duration) and every.longer_than(self.epochs):
                 notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
+        if self.checkpoint.every != "auto" and self.checkpoint.mtbf != CheckpointConfig().mtbf:
+            notes.append(f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when")
         return notes
 
 

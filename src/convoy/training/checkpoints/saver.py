@@ -29,7 +29,7 @@ PATIENCE_S = (0.05, 1.0)
 """How long a rank waits for its own thread before it hears of the others: at first, and at most."""
 LONG_S = 30.0
 """A wait that is mentioned."""
-END_S = 10.0
+END_S = 5.0
 """What a checkpoint on its way is given when the run ends by a mistake."""
 
 
