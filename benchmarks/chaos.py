@@ -151,7 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill ranks of a training, and compare its weights.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=3500, help="of the run: more than there is time for between the kills")
+    parser.add_argument("--updates", type=int, default=3500, help="of the run: enough for all kills")
     parser.add_argument("--every", type=int, default=20, help="updates between two checkpoints")
     parser.add_argument("--data", default="mnist-mini")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")

@@ -34,6 +34,7 @@ def kill(run: Started, rank: int, out: Path, after: int) -> None:
     wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 60)
 
 
+@pytest.mark.matrix  # tests/benchmarks/test_chaos.py kills too
 def test_killed_ranks_are_started_again(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
