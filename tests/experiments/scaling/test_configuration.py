@@ -4,6 +4,8 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import configurations
+from convoy.experiments.scaling.study import Made, assumed
+from convoy.training import load_recipe
 
 
 def named(*arguments: object) -> list[str]:
@@ -56,3 +58,19 @@ def test_a_file_is_a_plan(tmp_path: object) -> None:
 def test_mistakes(plan: str, words: str) -> None:
     with pytest.raises(ConvoyError, match=words):
         configurations([1, 2], [plan], [])
+
+
+def test_what_is_assumed_of_pictures_is_said() -> None:
+    own = load_recipe("default", ["model.name=tiny:TinyNet", "data.path=mnist-mini"])
+    assert "1×224×224 and 10 classes are assumed (--image-size" in assumed(own, Made((1, 224, 224), 10), None)
+    assert assumed(own, Made((1, 28, 28), 10), 28) == ""
+    known = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini"])
+    assert assumed(known, Made((1, 28, 28), 10), None) == ""
+
+
+def test_devices_of_unequal_speed_are_measured_alone() -> None:
+    rows = configurations([1, 3], ["sample"], [], ["", "auto"], alone=3)
+    assert [(row.label, row.place) for row in rows] == [
+        ("one device", 0), ("device 2 alone", 1), ("device 3 alone", 2), ("sample=3", 0), ("sample=3, shares auto", 0),
+    ]  # fmt: skip
+    assert configurations([2], ["sample"], [], [""], alone=2)[0].label == "sample=2"

@@ -2,12 +2,14 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.files import write_files
+from convoy.experiments.scaling.remarks import remarks
 from convoy.experiments.scaling.results import Results, results
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.table import csv_text, latex_text, lines, plus_minus
@@ -59,6 +61,26 @@ def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> Non
     _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=(0.8, 0.4)).rows
     assert two.ideal == pytest.approx(1.5)
     assert two.efficiency == pytest.approx(1.25 / 1.5)
+
+
+def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, study(speeds=(0.6, 0.6)), {"machine": "", "cores": 2})
+    store.document["table"] = {}
+    store.begin("", "")
+    rows = configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)
+    store.add(rows)
+    for row, seconds in zip(rows, (0.2, 0.4, 0.2, 0.15), strict=True):
+        parts = [replace(rank, microbatches=3 - number) for number, rank in enumerate(ranks(seconds, row.devices))]
+        store.put_visit(row, 1, parts, "", 1.0)
+    all_rows = results(store.document, 2, 6400)
+    assert all_rows.alone == pytest.approx((320, 160))
+    assert all_rows.reference is not None and all_rows.reference.label == "one device"
+    even, auto = all_rows.rows[2:]
+    assert (even.ideal, even.efficiency) == pytest.approx((1.5, 2 / 3))
+    assert auto.efficiency == pytest.approx(64 / 0.15 / 480)
+    said = " ".join(remarks(store.document, all_rows)).replace("\u202f", " ")
+    assert "480 together" in said and "sample=2 67 %, sample=2, shares auto 89 %" in said
+    assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in said
 
 
 def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from convoy.experiments.scaling.processes import Place, Say
 from convoy.experiments.scaling.schedule import Schedule
 from convoy.experiments.scaling.seats import Seats
 from convoy.experiments.scaling.store import Store
-from convoy.experiments.scaling.study import IMAGENET, Study, check_gpus, cores_per_device, made_for
+from convoy.experiments.scaling.study import IMAGENET, Study, assumed, check_gpus, cores_per_device, made_for
 from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, choose_device, load_recipe
@@ -192,6 +192,8 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         recipe = _divisible(ask, recipe, max(numbers))
         each = _share(ask, numbers, places, on_cpu)
         made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+        if made is not None and (sentence := assumed(recipe, made, ask.image_size)):
+            tell(sentence)
         study = Study(
             recipe=recipe,
             made=made,

@@ -122,6 +122,17 @@ def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Mad
     return Made((channels, size, size), num_classes)
 
 
+def assumed(recipe: Recipe, made: Made, image_size: int | None) -> str:
+    """A sentence where nobody has said how large the pictures are; empty elsewhere."""
+    if image_size or recipe.data.image_size or models.describe(recipe.model.name).input_shape is not None:
+        return ""
+    channels, height, width = made.shape
+    return (
+        f"{recipe.model.name} does not say what pictures it takes: {channels}×{height}×{width} and {made.num_classes} "
+        "classes are assumed (--image-size and --classes say otherwise)"
+    )
+
+
 def _channels(model: nn.Module) -> int:
     """As many as the first convolution takes."""
     return next((int(layer.in_channels) for layer in model.modules() if isinstance(layer, nn.Conv2d)), 3)
