@@ -147,12 +147,13 @@ class Transfer:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer, ctx.layer = transfer, here.layer
+        ctx.transfer, ctx.layer = transfer, "" if torch.compiler.is_compiling() else here.layer
         return transfer.forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        here.at(ctx.layer)
+        if not torch.compiler.is_compiling():
+            here.at(ctx.layer)
         return ctx.transfer.backward(gradient), None
 
 
