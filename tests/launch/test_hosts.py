@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,34 @@ def test_two_hosts_give_the_weights_of_one_device(
         assert (hosts[0].address, 29_400) in found
     else:  # torch's own, so that it is seen that the test would see it
         assert {address for address, _ in found} - addresses
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
+    """Bit for bit; torch takes half a minute to see that it does not come back."""
+    group = Group(Host.parse("node0:1,node1:1"), "elastic", least=1, max_restarts=3)
+    train = TRAIN.replace("24ba", "400ba").split()
+    options = ["--out", "left", "--set", "checkpoint.every=10ba", "--set", "log_every=1ba"]
+    metrics = folder / "left/metrics.jsonl"
+    with emulated_hosts(2, "1gbit") as hosts:
+        commands = [str(command) for command in group.commands([*train, *options])]
+        with (folder / "left.log").open("w") as log:
+            first, _ = (
+                host.start(["sh", "-c", command], cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
+                for host, command in zip(hosts, commands, strict=True)
+            )
+        until = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 30:
+            assert time.monotonic() < until and first.poll() is None, (folder / "left.log").read_text()
+            time.sleep(0.02)
+        for pid in hosts[1].pids():
+            os.kill(pid, signal.SIGKILL)
+        assert first.wait(120) == 0, (folder / "left.log").read_text()
+    assert "going on after" in (folder / "left.log").read_text()
+    whole = [sys.executable, "-m", "convoy", "train", *train, "--out", "whole"]
+    subprocess.run(whole, cwd=folder, env=ENVIRONMENT, check=True, timeout=150, capture_output=True)
+    assert digest(folder / "left") == digest(folder / "whole")
 
 
 def test_local_ranks_listen_on_loopback_alone(folder: Path) -> None:
