@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 from convoy import models
 from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
+from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Recipe, RunDirectory, load_recipe, train
 from convoy.training.optimizers import create_optimizer, learning_rate
 

@@ -17,7 +17,8 @@ import pytest
 from emulated_hosts import TestHost, emulated_hosts
 
 _DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
-# A requeued job waits until the credential of its first start has expired: by default, and if that is below 5 s, two minutes.
+# A requeued job waits until the credential of its first start has expired: two minutes by default, and if that is below
+# 5 s.
 _CONFIGURATION = """\
 ClusterName=convoytest
 SlurmctldHost=node0({addresses[0]})

@@ -1,8 +1,6 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -10,15 +8,16 @@ import torch
 
 from convoy import interfaces, launch
 from convoy.cli import options
-from convoy.cli.again import command_of, run_of
+from convoy.cli.again import command_of
+from convoy.cli.train_request import Request
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
 from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, load_recipe, train
-from convoy.training.parallel_config import LostGroupError, ParallelConfig, fitted, num_devices
+from convoy.training import ConsoleReporter, Devices, Recipe, Session, choose_device, train
+from convoy.training.parallel_config import num_devices
 from convoy.training.timespan import TimeSpan
 from convoy.training.watchdog import TIMEOUT_S, say_and_end
 
@@ -106,7 +105,7 @@ def command(
 
     MODEL may be left out where the recipe names it.
     """
-    request = _Request(
+    request = Request(
         arguments=arguments,
         model=model,
         recipe=recipe,
@@ -156,7 +155,7 @@ def command(
 
 
 def _train(
-    request: "_Request",
+    request: Request,
     recipe: Recipe,
     out: Path,
     devices: Devices,
@@ -226,102 +225,6 @@ def _device_of(name: str | None, own: torch.device, num_devices: int) -> torch.d
             "the machine's GPUs by CUDA_VISIBLE_DEVICES"
         )
     return device
-
-
-@dataclass
-class _Request:
-    """What the command line says, and what follows from it.
-
-    Attributes:
-        notes: sentences on options that were put out of force.
-        again: the ranks were started again, and go on with a run that they have told of already.
-    """
-
-    arguments: Sequence[str]
-    model: str | None
-    recipe: str | None
-    overrides: list[str]
-    out: Path | None
-    resume: bool
-    device: str | None
-
-    def __post_init__(self) -> None:
-        self.notes: list[str] = []
-        self.again = False
-        if self.out is None and self.model is not None and RunDirectory(Path(self.model)).is_run():
-            if not self.resume:
-                raise ConvoyError(f"{self.model} is a run: go on with it by convoy train {self.model} --resume")
-            self.out, self.model = Path(self.model), None
-        if self.resume and self.out is None:
-            named = f"{self.model} is no run directory: " if self.model is not None else ""
-            raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
-
-    def resolve(self, devices: Devices, jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
-        """The recipe of this command line, and the folder of its run; the same on every rank.
-
-        A run that the same ranks began, before they were started again, is gone on with.
-
-        Args:
-            devices: the ranks.
-            jobs: names of what started them.
-            elastic: their number may be another one than the plan is for, which is fitted to it.
-        """
-        if jobs:
-            self.out, self.again = devices.first(
-                lambda: run_of(self.out, _folders(self._recipe()), jobs, command_of(self.arguments))
-            )
-        self.resume = self.resume or self.again
-        resolved = self._recipe()
-        number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
-        said = {override.partition("=")[0] for override in self.overrides}
-        if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
-            number = num_devices(resolved.parallel.model_copy(update={"devices": None}))
-        elastic = elastic or self.again
-        number = devices.num if elastic else number
-        parallel = _formed(
-            resolved.parallel,
-            number,
-            (not elastic and "parallel.plan" in said, not elastic and "parallel.shares" in said),
-            elastic,
-            self.notes,
-            quiet=devices.rank > 0,
-        )
-        resolved = resolved.model_copy(update={"parallel": parallel})
-        return resolved, self.out or devices.first(lambda: next(p for p in _folders(resolved) if not p.exists()))
-
-    def _recipe(self) -> Recipe:
-        """The recipe, as it is said here and, where a run is gone on with, there."""
-        recipe, out = self.recipe, self.out
-        overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else list(self.overrides)
-        if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
-            recipe = str(RunDirectory(out).config)
-        elif self.resume and out is not None and self.model is None and recipe is None:
-            raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
-        elif self.model is None and recipe is None:
-            raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-        self.notes = []
-        return load_recipe(recipe or "default", overrides, self.notes)
-
-
-def _formed(
-    section: ParallelConfig, number: int, keep: tuple[bool, bool], elastic: bool, notes: list[str], quiet: bool
-) -> ParallelConfig:
-    """The section for so many devices. Where they are too few for the plan's groups, and others may come, it waits for
-    those: torch's launcher then starts all ranks anew."""
-    try:
-        return fitted(section, number, *keep, notes)
-    except LostGroupError as error:
-        if not elastic:
-            raise
-        if not quiet:
-            click.echo(f"{error}; waiting for others")
-        while True:
-            time.sleep(60)
-
-
-def _folders(recipe: Recipe) -> Iterator[Path]:
-    name = f"{recipe.model.name}-{Path(recipe.data.path).resolve().name}".replace(":", "-").replace("/", "-")
-    return (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10_000))
 
 
 def show_start(session: Session, console: Console) -> None:
