@@ -99,7 +99,7 @@ def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
     with emulated_hosts(2, "1gbit") as hosts:
         commands = [str(command) for command in group.commands([*train, *options])]
         with (folder / "left.log").open("w") as log:
-            first, _ = (
+            first, second = (
                 host.start(["sh", "-c", command], cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
                 for host, command in zip(hosts, commands, strict=True)
             )
@@ -109,6 +109,7 @@ def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
             time.sleep(0.02)
         for pid in hosts[1].pids():
             os.kill(pid, signal.SIGKILL)
+        second.wait(30)
         assert first.wait(120) == 0, (folder / "left.log").read_text()
     assert "going on after" in (folder / "left.log").read_text()
     whole = [sys.executable, "-m", "convoy", "train", *train, "--out", "whole"]
