@@ -31,3 +31,10 @@ def test_metrics_of_updates_to_be_done_again_are_dropped(tmp_path: Path) -> None
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     run.forget_metrics_after(2)
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_damaged_line_of_metrics_is_dropped(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_bytes(b'{"step": 1}\n{"st\xff\xfe\n{"step": 2}\n')
+    run.forget_metrics_after(2)
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -60,11 +60,11 @@ def disk_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = Path(str(error.filename)) if error.filename is not None else folder
-        if error.errno not in _FULL and not name.is_relative_to(folder):
+        name = Path(str(error.filename)) if error.filename is not None else None
+        if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
             raise
         raise ConvoyError(
-            f"cannot write to {name.parent if error.filename else folder} ({error.strerror}): free what is in its way, "
+            f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
             "then go on with --resume"
         ) from error
 

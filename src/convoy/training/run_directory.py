@@ -151,7 +151,7 @@ class RunDirectory:
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
                 if entry["step"] < step or (entry["step"] == step and not (final and entry["split"] == "test")):

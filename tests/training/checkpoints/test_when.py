@@ -1,5 +1,6 @@
 """When a checkpoint is due: the same updates on all ranks, whatever their clocks say."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def due(when: Automatic | Every, updates: range, clock: Clock, cost_s: float = 0
             when.saved(done)
             when.measured(done, cost_s, 0.01, 0.5)
     return found
+
+
+def test_a_wait_before_the_clock_runs_is_not_taken_from_it() -> None:
+    pace = Pace()
+    pace.waited(1000.0)
+    pace.updated(1)
+    time.sleep(0.01)
+    pace.updated(2)
+    assert pace.update_s >= 0.01
 
 
 def test_every_so_many_updates() -> None:

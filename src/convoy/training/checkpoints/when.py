@@ -29,7 +29,8 @@ class Pace:
 
     def waited(self, seconds: float) -> None:
         """The run was kept by a checkpoint."""
-        self._waited_s += seconds
+        if self._first is not None:
+            self._waited_s += seconds
 
     @property
     def update_s(self) -> float:
