@@ -34,7 +34,9 @@ Examples:
 )
 @click.argument("model")
 @click.option("--devices", metavar="N,N,…", help="Numbers of devices. [default: 1 and all that there are]")
-@click.option("--plans", metavar="P;P;…", default="sample;auto", show_default=True, help="Plans; without size: on all.")
+@click.option(
+    "--plans", metavar="P;P;…", default="sample;auto", show_default=True, help="Without size: on all; auto=4: on 4."
+)
 @click.option(
     "--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [--recipe's, or 256]"
 )

@@ -21,6 +21,16 @@ def test_a_plan_without_a_size_is_on_all_devices() -> None:
     ]  # fmt: skip
 
 
+def test_the_planner_is_asked_for_one_number_of_devices_only() -> None:
+    rows = configurations([1, 2, 4], ["sample", "auto=4"], [], ["", "auto"])
+    assert [(row.label, row.devices) for row in rows] == [
+        ("one device", 1),
+        ("sample=2", 2), ("sample=2, shares auto", 2),
+        ("sample=4", 4), ("sample=4, shares auto", 4), ("auto", 4), ("auto, shares auto", 4),
+    ]  # fmt: skip
+    assert [row.plan for row in rows if row.label.startswith("auto")] == ["auto", "auto"]
+
+
 def test_peers_come_with_plain_pytorch_on_one_device() -> None:
     found = named([1, 2], ["sample"], ["ddp", "accelerate"])
     assert found == ["one device/1", "plain PyTorch/1", "sample=2/2", "DistributedDataParallel/2", "accelerate/2"]
@@ -53,7 +63,14 @@ def test_a_file_is_a_plan(tmp_path: object) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "words"),
-    [("sample=3", "--devices has no 3"), ("smaple", "smaple"), ("sample,filter", "sample needs a number")],
+    [
+        ("sample=3", "--devices has no 3"),
+        ("auto=3", "--devices has no 3"),
+        ("auto=0", "write auto, or auto=4"),
+        ("auto=two", "write auto, or auto=4"),
+        ("smaple", "smaple"),
+        ("sample,filter", "sample needs a number"),
+    ],
 )
 def test_mistakes(plan: str, words: str) -> None:
     with pytest.raises(ConvoyError, match=words):

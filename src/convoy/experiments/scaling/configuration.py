@@ -1,5 +1,6 @@
 """What is measured beside each other: each a way to train the network on some devices."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ PEERS = {"ddp": "DistributedDataParallel", "fabric": "Lightning Fabric", "accele
 """What plain PyTorch users would take, by their names on the command line."""
 
 CONVOY, TORCH = "convoy", "torch"
+AUTO = "auto"
+"""The plan that the planner chooses; on the command line with a number of devices, too, as in `auto=4`."""
+_AUTO_ON = re.compile(r"auto=[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def configurations(
 
     Args:
         devices: numbers of devices. One that comes twice is measured twice.
-        plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration.
+        plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration; `auto=4`
+            is the planner's on 4 devices only.
         peers: keys of `PEERS`; with any, plain PyTorch on one device is measured too.
         shares: of unequal devices, as in `Configuration`; plans that divide the samples have a row for each.
         alone: so many devices are measured each by itself, where one device is asked for.
@@ -130,15 +135,19 @@ def _fixed_size(text: str) -> int | None:
     Raises:
         ConvoyError: it is no plan.
     """
-    if text == "auto" or text in STRATEGIES:
+    if text == AUTO or text in STRATEGIES:
         return None
+    if _AUTO_ON.fullmatch(text):
+        return int(text.partition("=")[2])
+    if text.startswith(f"{AUTO}="):
+        raise ConvoyError(f"--plans {text} has no number of devices: write auto, or auto=4 for 4 devices only")
     return Plan.parse(text).mesh.num_devices
 
 
 def _plan(text: str, devices: int) -> str:
     """A plan as a recipe has it."""
-    if text == "auto":
-        return text
+    if text == AUTO or _AUTO_ON.fullmatch(text):
+        return AUTO
     if text in STRATEGIES:
         return f"{text}={devices}"
     return plan_text(Plan.parse(text))
