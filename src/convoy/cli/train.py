@@ -139,6 +139,7 @@ def command(
                 timeout_s=timeout_s,
                 on_hang=hang,
             )
+            devices.barrier()  # the report is written, before any rank's status has a launcher end the others
             Devices.leave()
             return launch.ended(place, status)
     resolved, out = request.resolve(Devices())

@@ -83,15 +83,24 @@ def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
 def ended(place: Place, status: int) -> int:
     """Hand the exit status of a run that came to its end in good order to the starting process.
 
+    Every rank calls it, after rank 0 has written all that is to be written: a launcher ends the other ranks with the
+    first that has a status other than 0.
+
     Returns:
-        The status of this process: torch's launcher takes everything but 0 as a failure.
+        The status of this process: torch's launcher takes everything but 0 as a failure. Each of torchrun's agents
+        judges the ranks of its own host alone, while srun takes the highest status of all.
     """
     if place.folder is None:
-        return status if place.rank == 0 else 0  # srun and torchrun end the others with the first that fails
+        return 0 if place.source == "Slurm" and place.rank > 0 else status
     folder = Path(place.folder)
     leave(folder, place.rank)
     if place.rank == 0:
-        (folder / "status").write_text(str(status))
+        try:
+            temporary = folder / "status.tmp"
+            temporary.write_text(str(status))
+            temporary.replace(folder / "status")
+        except OSError:  # no room for it: the starting process sees that of this one
+            return status
     return 0
 
 
@@ -108,17 +117,24 @@ def _stop_early(number: int, frame: Any) -> None:
 
 
 def _fail(failure: Failure, folder: Path | None) -> None:
-    """Report a failure and end."""
-    if folder is not None:
-        failure.write(folder)
-    else:
-        with contextlib.suppress(OSError):
+    """Report a failure and end, whatever becomes of the report."""
+    verbose = "-v" in sys.argv or "--verbose" in sys.argv
+    try:
+        if folder is not None:
+            failure.write(folder)
+        else:
             leave_word(failure)
-        verbose = "-v" in sys.argv or "--verbose" in sys.argv
-        print(failure.text(verbose), file=sys.stderr, flush=True)
+            _print(failure.text(verbose))
+    except OSError:  # no room for it
+        _print(failure.text(verbose))
     if failure.kind == "lost":  # who was lost has the word, and is to be noticed first
         time.sleep(GRACE_S)
     _end(failure.status if folder is None else status_of(folder, failure.status))
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _say_why(place: Place, folder: Path) -> None:
