@@ -49,6 +49,13 @@ class TestEveryKind:
         (container,) = manifests.pod_of(manifests.read(manifests.training(accelerator=None), kind))["containers"]
         assert set(container["resources"]["limits"]) == {"cpu", "memory"}
 
+    def test_ranks_have_the_pods_time_to_save(self, kind: str) -> None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        for changes, seconds in (({}, "110"), ({"environment": {name: "50"}}, "50")):
+            pod = manifests.pod_of(manifests.read(manifests.training(**changes), kind))
+            assert [one["value"] for one in pod["containers"][0]["env"] if one["name"] == name] == [seconds]
+            assert kind == "trainjob" or pod["terminationGracePeriodSeconds"] == 120
+
     def test_only_the_jobs_own_pods_may_connect(self, kind: str) -> None:
         documents = manifests.read(manifests.training(), kind)
         policy = documents["NetworkPolicy"]["spec"]

@@ -15,6 +15,8 @@ JOIN_TIMEOUT_S, READ_TIMEOUT_S = 1800, 600
 """How long a pod waits for the others, which may have to pull the image first, and for the first one to listen."""
 GRACE_S = 120
 """Between the signal to stop and the end: time for a checkpoint."""
+_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Names the seconds after which torch's launcher kills its ranks by itself, 30 unless it is set."""
 
 
 def command(training: Training) -> list[str]:
@@ -50,6 +52,7 @@ def environment(training: Training) -> list[dict[str, Any]]:
     """Variables of the container, secrets by reference."""
     return [
         {"name": "HOME", "value": "/tmp"},
+        *([] if _SHUTDOWN in training.environment else [{"name": _SHUTDOWN, "value": str(GRACE_S - 10)}]),
         *({"name": name, "value": escaped(value)} for name, value in training.environment.items()),
         *(
             {"name": one.name, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
