@@ -14,5 +14,9 @@ class ConvoyError(ValueError):
         return printable(super().__str__(), keep="\n")
 
 
+class MeetingError(ConvoyError):
+    """The ranks did not find each other, in time or at all; where they are started again they may."""
+
+
 class TooLargeError(ConvoyError):
     """A network does not fit into the memory of the devices."""

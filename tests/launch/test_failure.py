@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MeetingError
 from convoy.launch.failure import Failure, cause, failure_of, read_failures
 
 
@@ -20,6 +20,12 @@ def test_a_mistake_is_one_sentence_and_an_error_has_its_rank_and_traceback() -> 
     assert (mistake.text(), mistake.status) == ("convoy: the data is missing: look for it", 2)
     assert error.text().startswith("rank 1 failed: KeyError: 'x'\nTraceback")
     assert error.status == 1
+
+
+def test_ranks_that_did_not_meet_may_when_they_are_started_again() -> None:
+    failure = fail(1, MeetingError("rank 1 cannot join the others"))
+    assert failure.text() == "rank 1 failed: rank 1 cannot join the others"
+    assert (failure.status, failure.final) == (1, False)
 
 
 @pytest.mark.parametrize(

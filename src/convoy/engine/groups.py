@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from convoy.engine.collectives import close
 from convoy.engine.fresh import fresh
 from convoy.engine.meeting_place import choose_interface, open_store
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MeetingError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
 _store: Store | None = None
@@ -38,7 +38,8 @@ def join(timeout: float = 600.0) -> torch.device:
         The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
 
     Raises:
-        ConvoyError: only some of the variables are set, they are no numbers, or the other ranks are not to be reached.
+        ConvoyError: only some of the variables are set, or they are no numbers.
+        MeetingError: the other ranks are not to be reached.
     """
     local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -58,7 +59,7 @@ def join(timeout: float = 600.0) -> torch.device:
             dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=limit)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise ConvoyError(
+            raise MeetingError(
                 f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
             ) from error
     return device

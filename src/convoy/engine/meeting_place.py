@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from convoy import interfaces
-from convoy.errors import ConvoyError
+from convoy.errors import MeetingError
 
 
 def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
@@ -22,7 +22,8 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         timeout: to wait for rank 0.
 
     Raises:
-        ConvoyError: rank 0 cannot listen where the others look for it.
+        ConvoyError: others could not reach rank 0 where they look for it.
+        MeetingError: rank 0 cannot listen there.
         RuntimeError: the store is not to be reached.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -33,7 +34,7 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     try:
         listening = interfaces.listen(address, port)
     except OSError as error:
-        raise ConvoyError(f"rank 0 {error.strerror}: set MASTER_PORT to a free port") from error
+        raise MeetingError(f"rank 0 {error.strerror}: set MASTER_PORT to a free port") from error
     port = listening.getsockname()[1]
     return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MeetingError
 
 Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
 _ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
@@ -63,6 +63,8 @@ class Failure:
 def failure_of(rank: int, error: BaseException) -> Failure:
     """What an exception says about a rank."""
     trace = "".join(traceback.format_exception(error))
+    if isinstance(error, MeetingError):
+        return Failure(rank, "error", str(error), "", time.time())
     if isinstance(error, ConvoyError):
         return Failure(rank, "mistake", str(error), trace, time.time())
     if isinstance(error, KeyboardInterrupt):
