@@ -35,6 +35,15 @@ def test_an_interface_that_is_not_there_is_refused() -> None:
     assert interfaces.chosen({"GLOO_SOCKET_IFNAME": "eth0,eth1"}) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["", "eth0,eth1", "^lo", "=eth0", "a b", "a/b", "eth0\n", "e\x1b[0m", "interface-of-node"]
+)
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConvoyError, match="is no name of an interface"):
+        interfaces.check_name(name)
+    interfaces.check_name("bond0.100")
+
+
 def test_a_socket_listens_on_one_address() -> None:
     before = listening([os.getpid()])
     with interfaces.listen("127.0.0.1", 0) as one, socket.create_server(("", 0)) as every:

@@ -7,6 +7,7 @@ is given a socket that listens already.
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import MutableMapping
@@ -16,6 +17,16 @@ from convoy.errors import ConvoyError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+def check_name(interface: str) -> None:
+    """Refuse what cannot be the name of an interface, of any host: a list or a pattern, for instance.
+
+    Raises:
+        ConvoyError: it cannot.
+    """
+    if not re.fullmatch(r"[^\s/,^=]{1,15}", interface) or not interface.isprintable():
+        raise ConvoyError(f"--interface {interface!r} is no name of an interface, such as eth1")
 
 
 def use(interface: str, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -148,6 +148,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         ({"max_restarts": -1}, "--max-restarts -1"),
         ({"time": "2m", "save_before": 60}, "--save-before 60"),
         ({"interface": "eth0; rm"}, "--interface"),
+        ({"name": "n\n#SBATCH --uid=0"}, "--name 'n"),
         ({"options": {"time": "1"}}, "--option time"),
         ({"options": {"a b": "1"}}, "'a b'"),
         ({"options": {"comment": "a\n#SBATCH --uid=0"}}, "'comment'"),
@@ -155,7 +156,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 )
 def test_a_job_that_cannot_be_is_refused(changes: dict, word: str) -> None:
     with pytest.raises(ConvoyError, match=word):
-        Job(["lenet"], None, "python", "n", **changes)
+        Job(**{"arguments": ["lenet"], "out": None, "python": "python", "name": "n"} | changes)
 
 
 def test_without_slurm_the_script_is_there_to_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

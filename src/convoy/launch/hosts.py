@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from convoy import interfaces
 from convoy.errors import ConvoyError
 
 Rendezvous = Literal["convoy", "c10d", "static"]
@@ -103,8 +104,8 @@ class Group:
             raise ConvoyError(f"--port {self.port} must be from 1 to 65535")
         if self.max_restarts < 0:
             raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
-        if self.interface is not None and not re.fullmatch(r"[^\s/,^=]{1,15}", self.interface):
-            raise ConvoyError(f"--interface {self.interface!r} is no name of an interface, such as eth1")
+        if self.interface is not None:
+            interfaces.check_name(self.interface)
 
     def commands(self, arguments: Sequence[str]) -> list[Command]:
         """A command for each host.

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.launch.slurm.times import seconds_of, time_limit
 
@@ -91,6 +92,8 @@ class Job:
         for option, number in {**counts, "--cores-per-device": self.cores_per_device}.items():
             if number is not None and number < 1:
                 raise ConvoyError(f"{option} {number} must be at least 1")
+        if not self.name.isprintable():
+            raise ConvoyError(f"--name {self.name!r} must be one line without control characters")
         if self.max_restarts < 0:
             raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
         seconds = seconds_of(time_limit(self.time))
@@ -99,8 +102,8 @@ class Job:
                 f"--save-before {self.save_before} leaves nothing of the {seconds:,} s of --time: Slurm may send its "
                 f"signal {_EARLY_S} s early: give the job more time, or save later"
             )
-        if self.interface is not None and not re.fullmatch(r"[^\s/,^=]{1,15}", self.interface):
-            raise ConvoyError(f"--interface {self.interface!r} is no name of an interface, such as eth1")
+        if self.interface is not None:
+            interfaces.check_name(self.interface)
         for name, value in self.options.items():
             if name in OWN:
                 raise ConvoyError(f"--option {name} is set by an option of its own: see convoy launch slurm --help")
