@@ -35,7 +35,7 @@ def test_curves_are_those_of_the_trainer_and_the_same_bits(tmp_path: Path, capfd
     assert (serial["configuration"], two["configuration"]) == ("one device", "sample=2")
     assert two["distance_error"] == two["distance_loss"] == 0
     assert two["evaluations"] == 24 and two["updates"] == 24
-    assert any("SHA-256" in sentence and "all configurations" in sentence for sentence in told["remarks"])
+    assert any("SHA-256" in sentence and "all 2 configurations" in sentence for sentence in told["remarks"])
 
     training = ["train", "tiny:TinyNet", "--data", str(data), *RECIPE, "--epochs", "2", "--out", str(alone)]
     assert main(training) == 0

@@ -52,8 +52,31 @@ def test_bits_are_said_as_such(tmp_path: Path) -> None:
     curves = found(tmp_path, same=["sample=2 on 2", "filter=2 on 2"])
     said = " ".join(convergence_remarks(curves))
     assert "distance 0" in said and "to the last bit" in said
-    assert f"all configurations are the same bit for bit: SHA-256 {0:064x}" in said
+    assert f"The final weights of all 3 configurations are the same bit for bit: SHA-256 {0:064x}" in said
     assert "To compare" not in said
+
+
+def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None:
+    found(tmp_path, same=["sample=2 on 2", "filter=2 on 2"])
+    path = tmp_path / "bench.json"
+    written = json.loads(path.read_text())
+    _, _, filtered = (row["training"] for row in written["configurations"])
+    for one in filtered["evaluations"]:
+        one["step"] += 50  # between those of the others
+    path.write_text(json.dumps(written))
+    curves = convergence(document(tmp_path))
+    assert curves is not None
+    said = " ".join(convergence_remarks(curves))
+    assert "in all 10 evaluations of 2 configurations" in said
+    assert "Not compared, as no evaluation was after as many updates: filter=2." in said
+    assert [line["final weights"] for line in convergence_lines(curves)].count("the reference") == 1
+    for one in filtered["evaluations"]:
+        one["step"] -= 50
+    del filtered["evaluations"][4:]
+    path.write_text(json.dumps(written))
+    curves = convergence(document(tmp_path))
+    assert curves is not None
+    assert "in all 4 to 10 evaluations of all 3 configurations" in " ".join(convergence_remarks(curves))
 
 
 def test_rows_with_other_bits_are_named(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def convergence_lines(found: Convergence) -> list[dict[str, str]]:
 def _cells(found: Convergence, curve: Curve) -> tuple[str, ...]:
     distance = curve.distance
     places = formats.percent_places(found.images)
-    reference = distance is None
+    reference = curve is found.reference
     return (
         short(curve.label),
         str(curve.devices),
@@ -93,19 +93,39 @@ def _distance(found: Convergence) -> str:
     error, loss, reference = found.worst_error, found.worst_loss, found.reference
     if error is None or loss is None or reference is None or error.distance is None or loss.distance is None:
         return ""
-    number = max(curve.distance.evaluations for curve in found.others if curve.distance is not None)
+    number = _evaluations(found)
+    apart = _not_compared(found)
     base = "the serial run's" if reference.devices == 1 else f"those of {_where(reference)}"
     if not error.distance.error and not loss.distance.loss:
         return (
-            f"Over updates the curves are one: in all {number} evaluations of all {len(found.curves)} configurations "
-            f"test error and test loss are {base} to the last bit, distance 0."
+            f"Over updates the curves are one: in all {number} evaluations of "
+            f"{_configurations(found, len(found.others))} test error and test loss are {base} to the last bit, "
+            f"distance 0.{apart}"
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(error.distance.error)} "
         f"({_where(error)}, after {formats.count(error.distance.error_at)} updates), the test loss never farther than "
         f"{_exactly(loss.distance.loss)} ({_where(loss)}, after {formats.count(loss.distance.loss_at)}), over {number} "
-        f"evaluations of {formats.plural(len(found.others), 'other configuration')}."
+        f"evaluations of {formats.plural(len(found.others), 'other configuration')}.{apart}"
     )
+
+
+def _evaluations(found: Convergence) -> str:
+    """How many of each curve were compared."""
+    numbers = sorted({curve.distance.evaluations for curve in found.others if curve.distance is not None})
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _configurations(found: Convergence, others: int) -> str:
+    """So many others and the reference."""
+    everything = others + 1 == len(found.curves) and not found.failed and not found.waiting
+    return f"{'all ' if everything else ''}{others + 1} configurations"
+
+
+def _not_compared(found: Convergence) -> str:
+    """A sentence, after a space, on curves that share no evaluation with the reference; empty where all do."""
+    names = [_where(curve) for curve in found.curves if curve.distance is None and curve is not found.reference]
+    return f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
 
 
 def _where(curve: Curve) -> str:
@@ -114,7 +134,7 @@ def _where(curve: Curve) -> str:
 
 
 def _bits(found: Convergence) -> str:
-    done = [curve for curve in found.others if curve.finished]
+    done = [curve for curve in found.curves if curve.finished and curve is not found.reference]
     if found.reference is None or not found.reference.sha256 or not done:
         return ""
     same = [curve for curve in done if found.same_weights(curve)]
@@ -125,7 +145,7 @@ def _bits(found: Convergence) -> str:
         )
     checksum = f"SHA-256 {found.reference.sha256}"
     if not other:
-        return f"The final weights of all configurations are the same bit for bit: {checksum}."
+        return f"The final weights of {_configurations(found, len(done))} are the same bit for bit: {checksum}."
     exact = ", the reproducible mode's promise being for plans by sample" if found.reproducible else ""
     return (
         f"The final weights of {', '.join(_where(curve) for curve in same)} are the reference's bit for bit, "

@@ -35,6 +35,11 @@ _PRELOAD = ["torch", "torch.distributed", "convoy.training", "convoy.planning", 
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
     """A rank raised an unexpected error, was killed or did not come back."""
 
+    @property
+    def reason(self) -> str:
+        """The first line of it, without where in the code that was."""
+        return str(self).strip().partition("\n")[0]
+
 
 class Place(Protocol):
     """Where a rank runs, if not simply on this machine: `convoy.launch.emulated` has such."""

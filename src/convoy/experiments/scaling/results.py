@@ -10,6 +10,7 @@ from convoy.experiments.scaling.curves import where
 from convoy.experiments.scaling.forecast import COMPUTE
 from convoy.experiments.scaling.spread import repeatability
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
+from convoy.experiments.scaling.store import plan_of
 
 DAY_S = 86_400
 
@@ -201,8 +202,8 @@ def _row(
     ideal = sum(speeds[:devices]) / speeds[0]
     ratios = [over * own[number] / base[number] for number in own if number in base]
     speedup = over * statistics.median(own.values()) / statistics.median(base.values())
-    forecast = document["forecasts"].get(str(devices)) or {"auto": None, "predictions": {}}
-    plan = row["plan"] if row["plan"] != "auto" else forecast["auto"] or f"sample={devices}"
+    forecast = document["forecasts"].get(str(devices)) or {"predictions": {}}
+    plan = plan_of(document, row)
     plain = not row.get("shares") and not row.get("place")  # the planner knows of no other shares and devices
     predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and plain else None
     return Row(

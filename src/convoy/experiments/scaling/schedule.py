@@ -119,7 +119,7 @@ class Schedule:
             )
             found = ranks[0]
         except RankFailed as error:
-            found = Forecast(notes=(f"nothing is predicted for {devices}: {_first_line(error)}",))
+            found = Forecast(notes=(f"nothing is predicted for {devices}: {error.reason}",))
         except ConvoyError as error:
             found = Forecast(notes=(f"nothing is predicted for {devices}: {error}",))
         for note in found.notes:
@@ -135,18 +135,15 @@ class Schedule:
         devices = f"{row.devices} device{'s' if row.devices > 1 else ''}"
         self.progress(f"round {round_} of {self.rounds}: {row.label}, {devices}", self._done, self._total)
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-        plan = row.plan
-        if plan == "auto":
-            plan = (self.store.forecast(row.devices) or {}).get("auto") or f"sample={row.devices}"
         try:
-            task = self._task(row, plan)
+            task = self._task(row, self.store.plan_of(row))
             seats = self.seats.of(row.devices, round_, row.place)
             quiet = row.kind != CONVOY  # some greet at every start
             ranks: list[RankTimes] = run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
         except ConvoyError as error:
             kept["failed"] = str(error)
         except RankFailed as error:
-            kept["failed"] = _first_line(error)
+            kept["failed"] = error.reason
         if kept["failed"]:
             self.tell(f"{row.label} on {devices}: {kept['failed']}")
         else:
@@ -169,7 +166,3 @@ class Schedule:
     def _save(self) -> None:
         self.store.spent(time.perf_counter() - self._began, self._planning)
         self.store.save()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -1,12 +1,13 @@
 """bench.json: what was measured so far, whole after every measurement."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.configuration import Configuration
+from convoy.experiments.scaling.configuration import AUTO, Configuration
 from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
@@ -109,6 +110,10 @@ class Store:
         found: dict[str, Any] | None = self.document["forecasts"].get(str(devices))
         return found
 
+    def plan_of(self, row: Configuration) -> str | None:
+        """The plan that a row runs, as `plan_of` says."""
+        return plan_of(self.document, self.row(row))
+
     def put_forecast(self, devices: int, found: Forecast) -> None:
         """Keep what was predicted, beside what was before."""
         before = self.forecast(devices) or {"auto": None, "predictions": {}, "notes": []}
@@ -143,6 +148,18 @@ class Store:
             write_text(self.path, json.dumps(self.document, ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:
             raise ConvoyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
+
+
+def plan_of(document: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """The plan that a row of a document runs: of `auto` that which was found, or else plain sample parallelism.
+
+    None where the row is not of Convoy.
+    """
+    plan: str | None = row["plan"]
+    if plan != AUTO:
+        return plan
+    known: str | None = (document["forecasts"].get(str(row["devices"])) or {}).get("auto")
+    return known or f"sample={row['devices']}"
 
 
 def read(folder: Path) -> dict[str, Any]:

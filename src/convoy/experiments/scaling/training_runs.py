@@ -94,10 +94,11 @@ class TrainingRuns:
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
         name = where(self.store.row(row))
-        task = Task(CONVOY, self._recipe(row), None, self.study.device_type, updates=0, warm_up=0)
+        recipe = self.study.recipe_for(row, self.store.plan_of(row))
+        task = Task(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
         began, took = time.perf_counter(), kept["wall_s"]
         try:
-            run_ranks(
+            signals: list[str | None] = run_ranks(
                 train_run,
                 self.seats.of(row.devices),
                 task,
@@ -108,11 +109,11 @@ class TrainingRuns:
                 end_softly=True,
                 say=lambda said, done, _: self.progress(f"training {name}: {said}", before + done, total),
             )
-            kept["finished"] = True
+            kept["finished"] = not any(signals)
         except ConvoyError as error:
             kept["failed"] = str(error)
         except RankFailed as error:
-            kept["failed"] = str(error).strip().partition("\n")[0]
+            kept["failed"] = error.reason
         finally:
             kept["wall_s"] = round(took + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
@@ -120,12 +121,8 @@ class TrainingRuns:
             self.store.save()
         if kept["failed"]:
             self.tell(f"{name} was not trained: {kept['failed']}")
-
-    def _recipe(self, row: Configuration) -> Recipe:
-        plan = row.plan
-        if plan == "auto":
-            plan = (self.store.forecast(row.devices) or {}).get("auto") or f"sample={row.devices}"
-        return self.study.recipe_for(row, plan)
+        elif not kept["finished"]:
+            self.tell(f"the training of {name} was stopped by {next(filter(None, signals))}; the same command goes on")
 
 
 def _folder_name(key: str) -> str:

@@ -1,0 +1,50 @@
+"""The course of a study's trainings, whose ranks are made up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convoy.experiments.scaling import training_runs
+from convoy.experiments.scaling.configuration import configurations
+from convoy.experiments.scaling.processes import RankFailed
+from convoy.experiments.scaling.seats import Seats
+from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.training_runs import TrainingRuns
+from experiments.scaling.made_study import MACHINE, study
+
+
+def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = configurations([1, 2], ["sample", "filter"], [])
+    store = Store.open(tmp_path, study(), MACHINE)
+    store.add(rows)
+    store.begin_training(1.0)
+    ends: list[list[str | None] | RankFailed] = [
+        [None], ["SIGTERM", "SIGTERM"], RankFailed("rank 1 failed: a fault\nTraceback"),
+        [None, None], [None, None],
+    ]  # fmt: skip
+    trained: list[str] = []
+    said: list[str] = []
+
+    def run_ranks(function: Any, seats: Any, task: Any, *_: Any, **__: Any) -> list[str | None]:
+        trained.append(str(task.recipe.parallel.plan))
+        end = ends.pop(0)
+        if isinstance(end, RankFailed):
+            raise end
+        return end
+
+    def train() -> list[tuple[bool, str | None]]:
+        runs = TrainingRuns(study(), rows, store, tmp_path, Seats(1, []), 1.0, "", lambda *_: None, said.append)
+        runs()
+        return [(kept["finished"], kept["failed"]) for kept in (store.row(row)["training"] for row in rows)]
+
+    monkeypatch.setattr(training_runs, "run_ranks", run_ranks)
+    assert train() == [(True, None), (False, None), (False, "rank 1 failed: a fault")]
+    assert said == [
+        "the training of sample=2 on 2 devices was stopped by SIGTERM; the same command goes on",
+        "filter=2 on 2 devices was not trained: rank 1 failed: a fault",
+    ]
+    assert train() == [(True, None)] * 3
+    assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
