@@ -1,6 +1,9 @@
 """Updates whose loss is not finite: left out alike on any number of devices, or the run ends and says where it is."""
 
+import importlib
 import json
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,15 @@ import pytest
 import torch
 
 from convoy.errors import ConvoyError
-from convoy.training import finite
+from convoy.training import finite, load_recipe, train
+from convoy.training.loop import Loop
+from convoy.training.progress import Silence
+from convoy.training.session import Session
 from ranks import run_ranks
 from tiny import write_mnist
-from whole_runs import Ended, as_before, train_here
+from whole_runs import BASE, Ended, as_before, train_here
+
+training = importlib.import_module("convoy.training.train")
 
 SETTINGS = {"model.name": "unfinite:Unfinite", "reproducible": "true", "epochs": "16ba", "on_nan": "skip"}
 """Updates 7 and 15 are not finite."""
@@ -78,6 +86,42 @@ def test_the_end_says_where_it_began(data: Path, tmp_path: Path, num: int, plan:
         assert (" on rank 0 on host " in said) == (num > 1)
         assert said.endswith("(the newest checkpoint is of update 6)")
         assert "(--set on_nan=skip)" in said
+
+
+def test_the_end_is_said_even_where_it_cannot_be_traced_back(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Session]] = []
+    again: list[tuple[bool, str | None]] = []
+    check = Loop._check_loss
+
+    def checked(self: Loop, loss: float) -> None:
+        seen.append(weakref.ref(self.session))
+        check(self, loss)
+
+    def out_of_memory(session: Session, *_: object) -> str:
+        again.append((all(one() is None for one in seen), session.recipe.parallel.plan))
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Loop, "_check_loss", checked)
+    monkeypatch.setattr(training, "trace_back", out_of_memory)
+    values = BASE | SETTINGS | {"on_nan": "stop", "data.path": str(data), "parallel.plan": "auto"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+    with as_before(), pytest.raises(finite.NotFiniteError, match="the loss became nan by update 7"):
+        train(recipe, tmp_path / "run", reporter=Silence())
+    assert seen and again == [(True, "serial")]  # the first network is gone by then
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:
+    never = threading.Event()
+    training._briefly(never.wait, 0.05)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise RuntimeError("changed while it was written")
+
+    training._briefly(fail)
+    never.set()
 
 
 class _Spoilt(torch.autograd.Function):

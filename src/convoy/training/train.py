@@ -1,6 +1,8 @@
 """Begins a run, or goes on with one, and leaves its folder complete."""
 
 import contextlib
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from convoy.training.evaluate import Evaluation
 from convoy.training.files import disk_explained, write_json, write_text
 from convoy.training.finite import NotFiniteError
 from convoy.training.loop import Loop
+from convoy.training.parallel_config import plan_text
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.restore import network_input
@@ -30,6 +33,8 @@ from convoy.training.weights import save_weights
 
 LOCK_PATIENCE_S = 30.0
 """Seconds in which what is left of a killed process, its loader's workers, lets go of the run."""
+WRITE_S = 5.0
+"""Seconds that a file system is given to answer when the run has failed."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,7 @@ def train(
         summary(loop.progress, "running", loop.done, None)
 
         def hang(sentence: str) -> None:
-            with contextlib.suppress(OSError):
-                summary(loop.progress, "failed", loop.done, loop.evaluation)
+            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
             on_hang(sentence)
 
         try:
@@ -117,14 +121,24 @@ def train(
                 if signal is None:
                     _deliver(run, session, loop)
         except NotFiniteError as error:
-            summary(loop.progress, "failed", loop.done, loop.evaluation)
-            with Watchdog(devices, meeting_store(), hang, timeout_s):
-                again = set_up(session.recipe, device, reporter.prepare, devices)
-                update_s = loop.progress.train_s / max(1, loop.done)
-                raise ConvoyError(trace_back(again, loop.store, loop.identity, error, update_s)) from error
+            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
+            ran, data, division = _as_it_ran(session), session.data, session.division
+            store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
+            # There may be no room for a second network beside the first.
+            error.__traceback__ = None
+            del session, loop, summary
+            _free(device)
+            ends = partial(_end_with, on_hang, error)
+            try:
+                with Watchdog(devices, meeting_store(), ends, timeout_s):
+                    again = set_up(ran, device, reporter.prepare, devices, data)
+                    again.division = division
+                    sentence = trace_back(again, store, name, error, update_s)
+            except Exception:
+                raise error from None
+            raise ConvoyError(sentence) from error
         except BaseException:
-            with contextlib.suppress(OSError):
-                summary(loop.progress, "failed", loop.done, loop.evaluation)
+            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
         devices.barrier()  # nobody goes on, or away, before all is written
@@ -163,6 +177,36 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
         data = session.data
         write_json(run.path / "evaluation.json", loop.evaluation.save(run.path, data.classes, data.test.name))
         save_weights(weights, run.weights)
+
+
+def _as_it_ran(session: Session) -> Recipe:
+    """The recipe with the plan that ran, which is not looked for again."""
+    parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
+    return session.recipe.model_copy(update={"parallel": parallel})
+
+
+def _free(device: torch.device) -> None:
+    """Give back the memory of what nobody has any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _end_with(on_hang: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
+    """While it is looked for where the error began, nothing moves any more: the error is what counts."""
+    on_hang(f"{error}\n{sentence}")
+
+
+def _briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
+    """Write something if that can be, but do not wait for a file system that does not answer."""
+
+    def try_it() -> None:
+        with contextlib.suppress(Exception):
+            write()
+
+    thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
+    thread.start()
+    thread.join(seconds)
 
 
 def _no_summary(progress: Progress, status: Status, steps: int, evaluation: Evaluation | None) -> None:
