@@ -54,6 +54,27 @@ def test_a_rank_that_was_given_more_is_not_slow(monkeypatch: pytest.MonkeyPatch)
     assert any(looks(monkeypatch, division, [[2.0, 4.0, 1.0]] * 9))
 
 
+def groups(monkeypatch: pytest.MonkeyPatch, parts: list[int], division: Division, seconds: list[float]) -> list[int]:
+    """The stretches in which somebody is named, where ranks have these parts of the batch."""
+    devices = Devices()
+    monkeypatch.setattr(devices, "gather", lambda value: [(part, "host") for part in parts])
+    judge = SlowRanks(devices)
+    return [i for i in range(1, 7) if judge.look(seconds, 20, 2.5 * max(seconds), division)]
+
+
+def test_ranks_without_samples_are_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    division = Division((1,) * 6, (2, 2, 2, 0, 0, 0, 0))
+    assert groups(monkeypatch, list(range(7)), division, [1.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]) == [3, 6]
+
+
+def test_only_ranks_in_the_same_place_of_their_groups_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide((1,) * 6, 3)
+    parts = [0, 0, 1, 1, 2, 2]
+    assert groups(monkeypatch, parts, division, [1.0, 3.0, 1.0, 3.0, 1.0, 3.0]) == []
+    assert groups(monkeypatch, parts, division, [1.0, 3.0, 2.0, 3.0, 1.0, 3.0]) == [3, 6]
+    assert groups(monkeypatch, [0, 0, 0], divide((1,) * 6, 1), [1.0, 3.0, 1.0]) == []
+
+
 def _one_sleeps(data: Path, out: Path) -> Ended:
     """Rank 1 has a slow way to its pictures."""
     rank = Devices.join()[0].rank

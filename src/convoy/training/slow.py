@@ -2,6 +2,7 @@
 
 import socket
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 
 from convoy.training.devices import Devices
@@ -11,8 +12,8 @@ STRETCH_S, STRETCH_UPDATES = 2.0, 10
 """What is compared is the work of at least so long, and of so many updates."""
 RATIO = 1.3
 """How much longer than the others, in the middle, a slow rank works."""
-PART = 0.1
-"""The part of an update that all others must lose by it."""
+LOSS_SHARE = 0.1
+"""The share of an update that all others must lose by it."""
 IN_A_ROW = 3
 """Stretches in which the same rank must be slow before it is named; then again after twice as many, and so on."""
 
@@ -20,7 +21,8 @@ IN_A_ROW = 3
 class SlowRanks:
     """Compares what the ranks need for the same number of samples, without their waits for each other.
 
-    All ranks make it.
+    Only those are compared that do the same work: ranks with samples, in the same place of their model groups. All
+    ranks make it.
 
     Args:
         devices: the ranks.
@@ -28,6 +30,7 @@ class SlowRanks:
 
     def __init__(self, devices: Devices) -> None:
         self._ranks = devices.gather((devices.sample_rank, socket.gethostname()))
+        self._places = _places([part for part, _ in self._ranks])
         self._seconds = [0.0] * len(self._ranks)
         self._updates = 0
         self._took_s = 0.0
@@ -61,10 +64,15 @@ class SlowRanks:
     def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
         samples = [len(division.positions(part)) for part, _ in self._ranks]
         per_sample = [s / n if n else 0.0 for s, n in zip(update_s, samples, strict=True)]
-        slowest = max(range(len(per_sample)), key=per_sample.__getitem__)
-        others = statistics.median_low(s for rank, s in enumerate(per_sample) if rank != slowest)
-        lost_s = (per_sample[slowest] - others) * samples[slowest]
-        if others == 0 or per_sample[slowest] < RATIO * others or lost_s < PART * took_s:
+        found = []
+        for place in self._places:
+            busy = [rank for rank in place if samples[rank]]
+            if len(busy) > 1:
+                worst = max(busy, key=per_sample.__getitem__)
+                middle = statistics.median_low(per_sample[rank] for rank in busy if rank != worst)
+                found.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
+        lost_s, slowest, others = max(found, default=(0.0, 0, 0.0))
+        if others == 0 or per_sample[slowest] < RATIO * others or lost_s < LOSS_SHARE * took_s:
             self._slow, self._times, self._next = None, 0, IN_A_ROW
             return None
         if self._slow != slowest:
@@ -78,3 +86,15 @@ class SlowRanks:
             f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / others:.2g} times as long as the others need "
             "for as much, and they wait for it; if it stays so, give it less (--shares auto) or leave it out"
         )
+
+
+def _places(parts: Sequence[int]) -> list[list[int]]:
+    """The ranks by their place in their model group, which has the same part of the batch.
+
+    Args:
+        parts: that every rank has.
+    """
+    places = defaultdict(list)
+    for rank, part in enumerate(parts):
+        places[parts[:rank].count(part)].append(rank)
+    return list(places.values())
