@@ -100,6 +100,8 @@ def fitted(
         changes["plan"] = plan_text(plan) if keep_plan or plan.mesh.num_devices == num_devices else None
     if not keep_shares and isinstance(section.shares, tuple) and len(section.shares) != num_devices:
         changes["shares"] = None
+        given = ",".join(f"{share:g}" for share in section.shares)
+        notes.append(f"the shares {given} are for {len(section.shares)} devices, not {num_devices}: they are left out")
     return section.model_copy(update=changes)
 
 
