@@ -182,6 +182,8 @@ def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
         ("a:1,b:1", "nothing to train"),
         ("a:1,b:1 -- lenet --devices 3", "--devices 3 contradicts the 2 ranks"),
         ("a:1,b:1 -- lenet --max-restarts 3", "--max-restarts after --"),
+        ("a:1,b:1 -- resnt50 --data d --set optimizer.bogus=3", "optimizer.bogus"),
+        ("a:1,b:1 -- resnt50 --data d", "did you mean resnet50"),
         ("a:1,b:1 -- lenet --no-such-thing", "--no-such-thing"),
         ("--min-hosts 3 a:1,b:1 -- lenet", "--min-hosts 3 must be from 1 to the 2 hosts"),
         ("--min-hosts 1 --rendezvous static a:1,b:1 -- lenet", "--rendezvous static needs all hosts"),

@@ -182,6 +182,21 @@ def test_the_command_line_writes_a_script(tmp_path: Path, capsys: pytest.Capture
     assert "gpus-per-node" not in text
 
 
+def test_a_run_is_gone_on_with_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "it").mkdir(parents=True)
+    (tmp_path / "runs" / "it" / "config.yaml").write_text("model: {name: lenet}\ndata: {path: x}\n")
+    train = ["--weights", "runs/it", "runs/it", "--resume", "--epochs", "9"]
+    assert main(["launch", "slurm", "--", *train]) == 0
+    text = (tmp_path / "it.sbatch").read_text()
+    assert "out=runs/it\n" in text
+    assert 'convoy train --weights runs/it --epochs 9 --out "$out" --resume &' in text
+    assert main(["launch", "hosts", "a:1,b:1", "--", *train]) == 0
+    assert capsys.readouterr().out.endswith("convoy train --weights runs/it runs/it --resume --epochs 9\n")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -192,6 +207,10 @@ def test_the_command_line_writes_a_script(tmp_path: Path, capsys: pytest.Capture
         ("--script /no/such/folder/x -- lenet", "cannot write --script /no/such/folder/x"),
         ("-- lenet --dvice cpu", "--dvice"),
         ("--nodes 2", "nothing to train"),
+        ("-- lenett --data d", "unknown model 'lenett'"),
+        ("-- lenet --data d --recipe imagenet-91", "there is no recipe imagenet-91"),
+        ("-- lenet --data d --set optimizer.bogus=3", "optimizer.bogus"),
+        ("-- runs/gone --resume", "runs/gone is no run directory"),
     ],
 )
 def test_a_mistake_is_said_in_a_sentence(

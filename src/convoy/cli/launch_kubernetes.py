@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
+from convoy.cli.launch_arguments import check_recipe
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
 from convoy.launch.kubernetes.arguments import complete, name_for
@@ -84,10 +85,11 @@ def command(
     _check_options(arguments)
     name = name_for(arguments) if name is None else name
     on_cpus = accelerator == "none"
+    completed = complete(arguments, name, nodes * devices_per_node, min_nodes is not None, data_claim is not None)
     training = Training(
         name=name,
         image=image,
-        arguments=complete(arguments, name, nodes * devices_per_node, min_nodes is not None, data_claim is not None),
+        arguments=completed,
         num_nodes=nodes,
         devices_per_node=devices_per_node,
         least_nodes=min_nodes,
@@ -103,6 +105,7 @@ def command(
         max_restarts=max_restarts,
         user=user,
     )
+    check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
     text = to_yaml(manifest(training, kind, runtime))
     if out is None:
         click.echo(text, nl=False)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from convoy.cli import options
-from convoy.cli.launch_arguments import training_arguments, without
+from convoy.cli.launch_arguments import training_arguments, without, without_model
 from convoy.errors import ConvoyError
 from convoy.launch.slurm import Job, submit
 
@@ -63,7 +63,9 @@ def command(
     given = training_arguments(arguments, values["nodes"] * values["devices_per_node"])
     if values["interface"] is None:
         values["interface"] = given["interface"]
-    name = name or re.sub(r"[^\w.-]+", "-", given["model"] or Path(given["recipe"]).stem)
+    name = name or re.sub(r"[^\w.-]+", "-", given["model"] or Path(given["recipe"] or given["out"]).stem)
+    if given["model"] is None:
+        arguments = tuple(without_model(arguments))
     job = Job(
         arguments=without(arguments, "--out", "--interface", flags=("--resume",)),
         out=None if given["out"] is None else str(given["out"]),

@@ -53,10 +53,10 @@ class Request:
         """
         if jobs:
             self.out, self.again = devices.first(
-                lambda: run_of(self.out, _folders(self._recipe()), jobs, command_of(self.arguments))
+                lambda: run_of(self.out, _folders(self.recipe_of()), jobs, command_of(self.arguments))
             )
         self.resume = self.resume or self.again
-        resolved = self._recipe()
+        resolved = self.recipe_of()
         number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
         said = {override.partition("=")[0] for override in self.overrides}
         if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
@@ -74,8 +74,12 @@ class Request:
         resolved = resolved.model_copy(update={"parallel": parallel})
         return resolved, self.out or devices.first(lambda: next(p for p in _folders(resolved) if not p.exists()))
 
-    def _recipe(self) -> Recipe:
-        """The recipe, as it is said here and, where a run is gone on with, there."""
+    def recipe_of(self) -> Recipe:
+        """The recipe, as it is said here and, where a run is gone on with, there.
+
+        Raises:
+            ConvoyError: there is no such recipe or run, or something in it is wrong.
+        """
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else list(self.overrides)
         if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:

@@ -214,6 +214,9 @@ class TestCommandLine:
         ("more", "sentence"),
         [
             (["--", "lenet", "--dta", "x"], "--dta"),
+            (["--", "resnt50", "--data", "x"], "did you mean resnet50"),
+            (["--", "lenet", "--data", "x", "--set", "optimizer.bogus=3"], "optimizer.bogus"),
+            (["--", "runs/cifar", "--data", "x"], "unknown model 'runs/cifar'"),
             (["--"], "nothing to train"),
             (["--", "lenet", "--out", "runs/x"], "--out runs/x would be lost with the pod"),
             (["--", "lenet", "--out=/runs/../x"], "would be lost with the pod"),
