@@ -128,6 +128,7 @@ def command(
             if devices.num > 1:
                 cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
                 devices.ranks = Ranks.here()  # who shares a host is known now
+            request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
             status = _train(
                 request,
                 resolved,
@@ -148,8 +149,7 @@ def command(
         cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
         verbose = "-v" in arguments or "--verbose" in arguments
         return launch.start(arguments, number, verbose, max_restarts or 0, advice=_ADVICE)
-    if max_restarts:
-        request.notes.append("--max-restarts has no effect on one device: go on with a run by --resume")
+    request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
     if resolved.parallel.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
     return _train(request, resolved, out, Devices(), choose_device(device))
@@ -200,6 +200,22 @@ def _train(
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     console.print(f"report: {report}", markup=False, soft_wrap=True)
     return 0
+
+
+def _without_effect(
+    place: launch.Place | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
+) -> list[str]:
+    """A sentence for each option that is given and changes nothing for so many ranks, at such a place."""
+    notes = []
+    if max_restarts and place is None:
+        notes.append("--max-restarts has no effect on one device: go on with a run by --resume")
+    elif max_restarts and place is not None and place.folder is None:
+        instead = "convoy launch slurm" if place.source == "Slurm" else place.source
+        notes.append(f"--max-restarts has no effect on ranks that {place.source} started: give it to {instead}")
+    for option, value in (("--timeout", timeout), ("--interface", interface)):
+        if value is not None and number == 1:
+            notes.append(f"{option} has no effect on one device: there are no other ranks")
+    return notes
 
 
 def _seconds(timeout: str | None) -> float:

@@ -1,0 +1,34 @@
+"""Options of `convoy train` that have no effect say so."""
+
+from pathlib import Path
+
+import pytest
+
+from convoy.cli import main
+from convoy.cli.train import _without_effect
+from convoy.launch import Place
+from tiny import write_mnist
+
+
+def test_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    write_mnist(tmp_path / "data", 64, 16)
+    run = ["train", "lenet", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--epochs", "1ba"]
+    options = ["--timeout", "30s", "--interface", "lo", "--max-restarts", "2"]
+    assert main([*run, "--batch", "8", "--workers", "0", *options]) == 0
+    said = capsys.readouterr().out
+    for option in ("--timeout", "--interface", "--max-restarts"):
+        assert said.count(f"{option} has no effect on one device: ") == 1
+
+
+@pytest.mark.parametrize(("source", "instead"), [("torchrun", "torchrun"), ("Slurm", "convoy launch slurm")])
+def test_restarts_are_the_matter_of_who_started_the_ranks(source: str, instead: str) -> None:
+    (note,) = _without_effect(Place(0, 2, source), 2, 3, "30s", "lo")
+    assert note == f"--max-restarts has no effect on ranks that {source} started: give it to {instead}"
+
+
+def test_what_has_an_effect_is_not_noted() -> None:
+    assert _without_effect(Place(0, 2, "--devices", "folder"), 2, 3, "30s", "lo") == []
+    assert _without_effect(Place(0, 2, "torchrun"), 2, None, "30s", "lo") == []
+    assert _without_effect(None, 1, 0, None, None) == []
