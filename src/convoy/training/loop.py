@@ -11,6 +11,7 @@ from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
 from convoy.training.checkpoints.build import create_saver, load_latest
+from convoy.training.checkpoints.saver import TIMEOUT_S
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
@@ -50,12 +51,19 @@ class Loop:
         comparison: what was predicted beside what was measured, once enough has been seen.
     """
 
-    def __init__(self, session: Session, run: RunDirectory, reporter: Reporter, handed_on: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run: RunDirectory,
+        reporter: Reporter,
+        handed_on: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.handed_on = handed_on
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
-        self.saver = create_saver(self.store, session, self._tell)
+        self.saver = create_saver(self.store, session, self._tell, timeout_s)
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = Progress()
@@ -114,7 +122,7 @@ class Loop:
                             if signal is not None:
                                 self._conclude()
                                 self._save()
-                                self._finish_saving(must=True)
+                                self._finish_saving(or_raise=True)
                                 return signal
             finally:
                 self.reporter.end()
@@ -307,9 +315,9 @@ class Loop:
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
 
-    def _finish_saving(self, must: bool = False) -> None:
+    def _finish_saving(self, or_raise: bool = False) -> None:
         """Wait for what is on its way, and say what all of them took."""
-        self.saver.finish(must)
+        self.saver.finish(or_raise)
         self.progress.checkpoints = self.saver.tally.as_dict()
         self.reporter.say(str(self.saver.tally))
 

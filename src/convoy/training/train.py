@@ -86,7 +86,8 @@ def train(
         on_start: called with the session when everything is checked and before the first update, on rank 0.
         handed_on: another process hands signals on to this rank (`convoy.launch`).
         jobs: names of what started the ranks, which know their run again by them when they are started again.
-        timeout_s: seconds without any movement on several devices after which the run ends.
+        timeout_s: seconds without any movement on several devices, or of waiting for one checkpoint, after which the
+            run ends.
         on_hang: is called then with a sentence, from another thread; it should end the process.
 
     Raises:
@@ -101,7 +102,7 @@ def train(
     session = set_up(recipe, device, reporter.prepare, devices)
     if first:
         on_start(session)
-    loop = Loop(session, run, reporter, handed_on)
+    loop = Loop(session, run, reporter, handed_on, timeout_s)
     with contextlib.ExitStack() as stack:
         stack.enter_context(disk_explained(run.path))
         devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming))

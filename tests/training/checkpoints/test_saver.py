@@ -36,11 +36,11 @@ def state(step: int) -> dict[str, Tensor]:
 class Run:
     """The part of a training loop that saves."""
 
-    def __init__(self, folder: Path, goes_on: bool = False, keep: int = 3) -> None:
+    def __init__(self, folder: Path, goes_on: bool = False, keep: int = 3, timeout_s: float = 300.0) -> None:
         self.said: list[str] = []
         self.devices = Devices(Ranks.here())
         self.store = CheckpointStore(folder / "checkpoints", keep)
-        self.saver = Saver(self.store, Every(1), self.devices, self.said.append, goes_on=goes_on)
+        self.saver = Saver(self.store, Every(1), self.devices, self.said.append, goes_on=goes_on, timeout_s=timeout_s)
         self.seen = folder / "plan.yaml"
         if self.devices.rank == 0:
             self.seen.write_text("plan")
@@ -178,7 +178,7 @@ def test_that_it_is_written_is_noticed_while_training_goes_on(tmp_path: Path) ->
     assert run_ranks(_until_seen, 2, tmp_path) == [True, True]
 
 
-def _without_room(folder: Path, rank: int, goes_on: bool, must: bool) -> tuple[list[str], str, list[str]]:
+def _without_room(folder: Path, rank: int, goes_on: bool, or_raise: bool) -> tuple[list[str], str, list[str]]:
     run = Run(folder, goes_on)
     error = ""
     with run.saver.open(run.seen):
@@ -188,13 +188,13 @@ def _without_room(folder: Path, rank: int, goes_on: bool, must: bool) -> tuple[l
         with no_room(run.devices.rank == rank or rank < 0):
             run.save(2)
             try:
-                run.saver.finish(must)
+                run.saver.finish(or_raise)
             except ConvoyError as failure:
                 error = str(failure)
         run.devices.barrier()
         names = left(folder)
         run.devices.barrier()
-        if goes_on and not must:
+        if goes_on and not or_raise:
             run.save(3)
             run.saver.finish()
     return names, error, run.said
@@ -228,6 +228,38 @@ def test_who_was_asked_to_stop_does_not_claim_to_have_saved(tmp_path: Path) -> N
     for _, error, said in run_ranks(_without_room, 2, tmp_path, 1, True, True):
         assert "could not be written" in error
         assert said == []
+
+
+def _without_an_answer(folder: Path) -> tuple[str, list[str]]:
+    """The file system of rank 1 does not answer, and no rank asks it for anything more."""
+    run, answers = Run(folder, goes_on=True, timeout_s=0.2), threading.Event()
+
+    def hang(self: Any, *arguments: Any) -> None:
+        answers.wait(30)
+        raise AssertionError("too late to be heard of")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing.Draft, "discard", lambda self: answers.wait(30))
+        if run.devices.rank == 1:
+            patch.setattr(writing.Draft, "add", hang)
+        with pytest.raises(ConvoyError) as failure, run.saver.open(run.seen):
+            run.save(1)
+            run.saver.finish()
+        hung = [thread for thread in threading.enumerate() if thread.name == "convoy-checkpoint"]
+        answers.set()
+        for thread in hung:
+            thread.join()
+    run.devices.barrier()
+    return str(failure.value), [name for name in left(folder) if not name.startswith(".")]
+
+
+def test_a_file_system_that_does_not_answer_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    found = run_ranks(_without_an_answer, 2, tmp_path)
+    for sentence, names in found:
+        assert names == []
+        assert sentence == found[0][0]
+        assert "the checkpoint of update 1 is not written after 0.2 s (--timeout), still written by " in sentence
+        assert "rank 1: there is no older one; see whether" in sentence
 
 
 def _in_place_of_the_folder(folder: Path) -> str:

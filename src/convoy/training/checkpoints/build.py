@@ -12,13 +12,14 @@ from convoy.training.devices import Devices
 from convoy.training.session import Session
 
 
-def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str], None]) -> Saver:
+def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str], None], timeout_s: float) -> Saver:
     """What saves a session's state, as its recipe says.
 
     Args:
         store: of the run.
         session: that is trained.
         tell: takes a sentence for whoever watches.
+        timeout_s: seconds that the run waits for a checkpoint before it ends.
     """
     recipe, every = session.recipe, session.quantities.checkpoint_every
     when: When
@@ -34,6 +35,7 @@ def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str],
         tell,
         goes_on=recipe.checkpoint.on_error == "continue",
         on_processor=session.device.type == "cpu",
+        timeout_s=timeout_s,
     )
 
 

@@ -20,6 +20,7 @@ from convoy.training.checkpoints.when import Pace, When
 from convoy.training.checkpoints.writing import State, Writing
 from convoy.training.devices import Devices
 from convoy.training.files import to_json
+from convoy.training.timespan import in_words
 
 LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""
@@ -29,6 +30,8 @@ PATIENCE_S = (0.05, 1.0)
 """How long a rank waits for its own thread before it hears of the others: at first, and at most."""
 LONG_S = 30.0
 """A wait that is mentioned."""
+TIMEOUT_S = 300.0
+"""Seconds that the run waits for a checkpoint, unless it is told otherwise."""
 END_S = 5.0
 """What a checkpoint on its way is given when the run ends by a mistake."""
 
@@ -43,6 +46,7 @@ class _Report:
         processor_s: that the thread had.
         seconds: until it was written.
         update_s: the time of an update.
+        kept_s: that the run has now waited for it in one go.
     """
 
     state: State
@@ -51,6 +55,7 @@ class _Report:
     processor_s: float
     seconds: float
     update_s: float
+    kept_s: float
 
 
 class Saver:
@@ -66,6 +71,7 @@ class Saver:
         tell: takes a sentence for whoever watches.
         goes_on: whether the run goes on where a checkpoint cannot be written.
         on_processor: whether the ranks compute on the processor that the writing thread needs as well.
+        timeout_s: seconds that the run waits for a checkpoint before it ends.
 
     Attributes:
         newest: step of the newest checkpoint that is on disk; None without any.
@@ -81,6 +87,7 @@ class Saver:
         *,
         goes_on: bool = False,
         on_processor: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.newest: int | None = None
         self.tally = Tally()
@@ -91,6 +98,7 @@ class Saver:
         self._tell = tell
         self._goes_on = goes_on
         self._on_processor = on_processor
+        self._timeout_s = timeout_s
         self._pace = Pace()
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
@@ -175,14 +183,14 @@ class Saver:
         self._waited(began)
         self.tally.at_once(time.perf_counter() - came)
 
-    def finish(self, must: bool = False) -> None:
+    def finish(self, or_raise: bool = False) -> None:
         """Wait until the checkpoint on its way is written. All ranks call it.
 
         Args:
-            must: a failure ends the run in any case.
+            or_raise: a failure ends the run in any case.
 
         Raises:
-            ConvoyError: it could not be written, and the run is not to go on then.
+            ConvoyError: it could not be written, and the run is not to go on then; or that takes too long.
         """
         came = time.perf_counter()
         patience, longest = PATIENCE_S
@@ -192,11 +200,13 @@ class Saver:
             self._writing.wait(patience)
             patience = min(longest, 2 * patience)
             self._waited(began)
-            writing, reports = self._writing, self._ask(must)
-            if not said and time.perf_counter() - came > LONG_S:
+            writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
+            kept_s = reports[0].kept_s  # one clock for all
+            if self._writing is not None and kept_s > self._timeout_s:
+                self._too_late(writing, reports)
+            if not said and kept_s > LONG_S:
                 said = True
-                slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
-                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, still written by {slow}")
+                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
         self.tally.at_once(time.perf_counter() - came)
 
     def _waited(self, since: float) -> None:
@@ -205,7 +215,7 @@ class Saver:
         self.tally.waited_s += seconds
         self._pace.waited(seconds)
 
-    def _ask(self, must: bool = False) -> list[_Report]:
+    def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[_Report]:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
         writing = self._writing
         assert writing is not None
@@ -217,6 +227,7 @@ class Saver:
             writing.processor_s,
             writing.seconds,
             self._pace.update_s,
+            kept_s,
         )
         reports = self._devices.gather(mine)
         states = [report.state for report in reports]
@@ -225,7 +236,7 @@ class Saver:
         if "running" not in states:
             self._writing = None
             if "failed" in states:
-                self._failure(writing, reports, must)
+                self._failure(writing, reports, or_raise)
             else:
                 self._success(writing.draft, reports)
         return reports
@@ -242,19 +253,18 @@ class Saver:
         if sentence is not None:
             self._tell(sentence)
 
-    def _failure(self, writing: Writing, reports: list[_Report], must: bool) -> None:
+    def _failure(self, writing: Writing, reports: list[_Report], or_raise: bool) -> None:
         if self._devices.rank == 0:
             writing.draft.discard()
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
         rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
         where = f"rank {rank}: {reason}" if self._devices.num > 1 else reason
-        newest = f"the newest whole one is of update {self.newest:,}" if self.newest else "there is no older one"
         sentence = (
             f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} ({where}): "
-            f"{newest}"
+            f"{self._older()}"
         )
-        if must or not self._goes_on:
+        if or_raise or not self._goes_on:
             raise ConvoyError(
                 f"{sentence}; free what is in its way and go on with --resume, or let runs train on without it: "
                 "--set checkpoint.on_error=continue"
@@ -262,6 +272,19 @@ class Saver:
         self._failed = True
         self.tally.failed += 1
         self._tell(f"{sentence}; the run goes on")
+
+    def _too_late(self, writing: Writing, reports: list[_Report]) -> None:
+        """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
+        self._writing = None
+        writing.give_up()
+        raise ConvoyError(
+            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
+            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            "answers, then go on with --resume"
+        )
+
+    def _older(self) -> str:
+        return f"the newest whole one is of update {self.newest:,}" if self.newest else "there is no older one"
 
     def _abandon(self, timeout_s: float) -> None:
         """The run ends in the middle: let what is on its way become a checkpoint if that does not take long."""
@@ -272,6 +295,11 @@ class Saver:
         writing.give_up()
         if self._devices.rank == 0 and timeout_s and writing.state != "written":
             writing.draft.discard()
+
+
+def _still(reports: list[_Report]) -> str:
+    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
+    return f"still written by {slow}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
