@@ -9,6 +9,7 @@ import pytest
 
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.files import write_files
+from convoy.experiments.scaling.forecast import Forecast, Prediction
 from convoy.experiments.scaling.remarks import remarks
 from convoy.experiments.scaling.results import Results, results
 from convoy.experiments.scaling.store import Store
@@ -81,6 +82,29 @@ def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> No
     said = " ".join(remarks(store.document, all_rows)).replace("\u202f", " ")
     assert "480 together" in said and "sample=2 67 %, sample=2, shares auto 89 %" in said
     assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in said
+
+
+def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
+    def predicted(folder: Path, own: object) -> tuple[list[float | None], str]:
+        plain = study()
+        parallel = plain.recipe.parallel.model_copy(update={"shares": own})
+        recipe = plain.recipe.model_copy(update={"parallel": parallel})
+        store = Store.open(folder, study(recipe=recipe), {"machine": "", "cores": 2})
+        store.document["table"] = {}
+        store.begin("", "")
+        rows = configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)
+        store.add(rows)
+        for row in rows:
+            store.put_visit(row, 1, ranks(0.1, row.devices), "", 1.0)
+        for devices, plan in ((1, "serial"), (2, "sample=2")):
+            store.put_forecast(devices, Forecast(None, {plan: Prediction(0.1 / devices, {}, 1)}))
+        found = results(store.document, 2, 6400)
+        return [row.predicted for row in found.rows], " ".join(remarks(store.document, found))
+
+    even, said = predicted(tmp_path / "even", None)
+    assert even == [0.1, None, 0.05, None]
+    assert "Predictions are of even parts of the batch; not predicted: sample=2, shares auto on 2." in said
+    assert predicted(tmp_path / "own", "auto")[0] == [0.1, None, None, None]
 
 
 def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ class Forecast:
 
 
 def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
-    """Predict all plans on the devices of a task. All ranks call it.
+    """Predict all plans on the devices of a task, with the batch in even parts. All ranks call it.
+
+    Devices that are not equally fast are predicted as such. Shares are not: not those of a row, and not those by speed
+    that the planner would have with `auto`.
 
     Args:
         task: its recipe has the devices; its plan does not matter.

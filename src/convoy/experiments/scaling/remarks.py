@@ -19,6 +19,7 @@ def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
         _cost(found),
         _same(found),
         *_unequal(document, found),
+        _not_predicted(found),
         _over(found),
         _one_device(found),
     ]
@@ -120,6 +121,15 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
     batch, num = document["study"]["batch"], sum(next((row.microbatches for row in rows), ()))
     coarse = too_coarse(batch, num, speeds) if num and any(", shares" in row.series for row in rows) else ""
     return [*said, *([coarse] if coarse else [])]
+
+
+def _not_predicted(found: Results) -> str:
+    """Which rows of Convoy have no prediction where others have."""
+    own = [row for row in found.rows if row.kind == CONVOY]
+    names = [f"{plan_label(row)} on {row.devices}" for row in own if row.predicted is None and ", shares" in row.series]
+    if not names or all(row.predicted is None for row in own):
+        return ""
+    return f"Predictions are of even parts of the batch; not predicted: {', '.join(names)}."
 
 
 def _over(found: Results) -> str:

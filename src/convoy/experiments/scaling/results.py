@@ -204,8 +204,7 @@ def _row(
     speedup = over * statistics.median(own.values()) / statistics.median(base.values())
     forecast = document["forecasts"].get(str(devices)) or {"predictions": {}}
     plan = plan_of(document, row)
-    plain = not row.get("shares") and not row.get("place")  # the planner knows of no other shares and devices
-    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and plain else None
+    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and _foretold(document, row) else None
     return Row(
         key=row["key"],
         label=row["label"],
@@ -231,6 +230,12 @@ def _row(
         place=row.get("place", 0),
         microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
     )
+
+
+def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a prediction of the row's plan is one of the row: it has even parts, and is not of one slower device."""
+    own = row.get("shares") or document["study"]["recipe"]["parallel"].get("shares")
+    return not row.get("place") and (int(row["devices"]) == 1 or not own)
 
 
 def _alone(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[int, float]]) -> list[float]:
