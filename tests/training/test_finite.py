@@ -15,6 +15,7 @@ from convoy.training import finite, load_recipe, train
 from convoy.training.loop import Loop
 from convoy.training.progress import Silence
 from convoy.training.session import Session
+from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Ended, as_before, train_here
@@ -122,6 +123,29 @@ def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:
 
     training._briefly(fail)
     never.set()
+
+
+def test_no_checkpoint_holds_weights_that_are_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = TrainingStep.__call__
+
+    def spoil(self: TrainingStep, batch: Any, update: int) -> Any:
+        result = call(self, batch, update)
+        if update == 3:  # the loss was fine, and the next one comes after the checkpoint
+            next(iter(self.network.model.parameters())).data.view(-1)[0] = float("inf")
+        return result
+
+    monkeypatch.setattr(TrainingStep, "__call__", spoil)
+    monkeypatch.setattr(training, "trace_back", lambda session, store, name, error, s: str(error))
+    values = BASE | {"data.path": str(data), "checkpoint.every": "2ba", "epochs": "8ba"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+    with (
+        as_before(),
+        pytest.raises(ConvoyError, match=r"weights became infinite .* by update 4: .*update 2"),
+    ):
+        train(recipe, tmp_path / "run", reporter=Silence())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 class _Spoilt(torch.autograd.Function):

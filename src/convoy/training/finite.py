@@ -22,16 +22,17 @@ SKIP = ", or leave such updates out (--set on_nan=skip)"
 
 
 class NotFiniteError(ConvoyError):
-    """The loss is not finite; every rank raises it.
+    """Loss or weights are not finite; every rank raises it.
 
     Attributes:
+        what: happened, in words.
         by: weight updates done when it was noticed.
         saved: what there is to go back to, in words.
     """
 
-    def __init__(self, loss: float, by: int, saved: str) -> None:
-        super().__init__(f"the loss became {loss} by update {by:,}: {ADVICE}{SKIP} ({saved})")
-        self.loss, self.by, self.saved = loss, by, saved
+    def __init__(self, what: str, by: int, saved: str) -> None:
+        super().__init__(f"{what} by update {by:,}: {ADVICE}{SKIP} ({saved})")
+        self.what, self.by, self.saved = what, by, saved
 
 
 @dataclass(frozen=True)

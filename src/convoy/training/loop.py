@@ -4,6 +4,9 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
+from typing import NoReturn
+
+import torch
 
 from convoy.cost.store import ProfileStore
 from convoy.engine.position import here
@@ -271,10 +274,19 @@ class Loop:
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
-            self.saver.finish()
-            newest = self.saver.newest
-            saved = f"the newest checkpoint is of update {newest}" if newest else "there is no checkpoint yet"
-            raise NotFiniteError(loss, self.done, saved)
+            self._not_finite(f"the loss became {loss}")
+
+    def _check_weights(self) -> None:
+        """No checkpoint holds what the next loss will show to be lost. All ranks call it."""
+        fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
+        if self.session.devices.any(not fine):
+            self._not_finite("weights became infinite or no numbers")
+
+    def _not_finite(self, what: str) -> NoReturn:
+        self.saver.finish()
+        newest = self.saver.newest
+        saved = f"the newest checkpoint is of update {newest}" if newest else "there is no checkpoint yet"
+        raise NotFiniteError(what, self.done, saved)
 
     def _evaluate(self) -> None:
         result = self.evaluation = self.session.evaluate()
@@ -310,6 +322,7 @@ class Loop:
         window = self.window.pack()
         self._check_loss(window["loss"])
         self.session.network.synchronise()
+        self._check_weights()
         self.progress.checkpoints = self.saver.tally.as_dict()
         values = {"progress": vars(self.progress), "window": window}
         tensors, rest = self.session.state.contents(values)
