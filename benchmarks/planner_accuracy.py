@@ -34,6 +34,7 @@ SUBJECTS = (
     Subject("alexnet", "alexnet", 224, 64, 1000),
     Subject("vgg11", "vgg11-cifar", 32, 64),
     Subject("vgg11", "vgg11-cifar", 32, 128),
+    Subject("vgg11-imagenet", "vgg11", 64, 32, 1000),
     Subject("googlenet", "googlenet-cifar", 32, 16, options={"aux_logits": False}),
     Subject("googlenet", "googlenet-cifar", 32, 32, options={"aux_logits": False}),
     Subject("squeezenet", "squeezenet1_1-cifar", 32, 32),

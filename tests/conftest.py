@@ -4,6 +4,9 @@ import atexit
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # A shell starts background jobs with SIGINT ignored, and processes pass that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -12,3 +15,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
 os.environ["CONVOY_CACHE"] = _cache.name
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Ranks note in their environment through which interface they talk: later tests begin as the first."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() | before.keys():
+        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != before.get(name):
+            os.environ.pop(name, None) if name not in before else os.environ.update({name: before[name]})

@@ -61,6 +61,7 @@ def test_a_mistake_is_not_repeated(data: Path, tmp_path: Path) -> None:
     assert found.stderr == "convoy: rank 1 finds the data wanting: mend it\n"
 
 
+@pytest.mark.matrix
 def test_an_error_ends_the_run_when_no_restart_is_left(data: Path, tmp_path: Path) -> None:
     options = ("--devices", "2", "--max-restarts", "1")
     found = finish(command(data, tmp_path / "run", *options, model="failing:Failing"), 1)
@@ -68,6 +69,7 @@ def test_an_error_ends_the_run_when_no_restart_is_left(data: Path, tmp_path: Pat
     assert "rank 1 failed: KeyError: 'the odd key'\nTraceback" in found.stderr
 
 
+@pytest.mark.matrix
 def test_under_torchrun_a_run_is_known_again(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

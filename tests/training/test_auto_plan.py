@@ -26,10 +26,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("auto") / "data")
 
 
-def session(data: Path, cache: Path, plan: str, *settings: str) -> Session:
+def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16) -> Session:
     """The session of a run on the ranks that are there."""
     devices, device = Devices.join()
-    common = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", f"microbatch={PASS}", "optimizer.lr=0.1"]
+    common = [
+        f"data.path={data}",
+        "model.name=tiny:TinyNet",
+        f"batch={batch}",
+        f"microbatch={PASS}",
+        "optimizer.lr=0.1",
+    ]
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
     with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
         return set_up(recipe, device, devices=devices)
@@ -199,8 +205,8 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
         return replace(planned, candidates=tuple(plain))
 
     with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "paces", lambda *of: (0.5, 1.5)):
-        found = session(data, cache, "auto", "batch=48")
-    own, plain = weights(found), weights(session(data, cache, "sample=2", "batch=48"))
+        found = session(data, cache, "auto", batch=48)
+    own, plain = weights(found), weights(session(data, cache, "sample=2", batch=48))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
     (row,) = [row for row in found.derived if row.name == "microbatches of each part"]
     return row.formula, found.division.counts, distance
