@@ -2,8 +2,8 @@
 
 gloo's all-to-all offers a rank's tensor to a neighbour before it says that it is ready for the neighbour's. On the one
 connection between them that word then waits behind the whole tensor, unless both ranks begin in the same instant, and
-the two directions of the link take turns. Receives that are posted first use both at once: twice as fast for two ranks,
-1.35 times for four, over links of 3 Gbit/s (docs/decisions.md).
+the two directions of the link take turns. Receives that are posted first use both at once: twice as fast for two hosts,
+1.5 times for four (docs/benchmarks/directions.md).
 """
 
 from collections.abc import Sequence

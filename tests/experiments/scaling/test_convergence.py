@@ -79,6 +79,18 @@ def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None
     assert "in all 4 to 10 evaluations of all 3 configurations" in " ".join(convergence_remarks(curves))
 
 
+def test_a_training_without_any_number_has_no_curve(tmp_path: Path) -> None:
+    found(tmp_path)
+    path = tmp_path / "bench.json"
+    written = json.loads(path.read_text())
+    for one in written["configurations"][2]["training"]["evaluations"]:
+        one["loss"] = None  # as one that was infinite
+    path.write_text(json.dumps(written))
+    curves = convergence(document(tmp_path))
+    assert curves is not None
+    assert len(convergence_lines(curves)) == len(curves.curves) == 2
+
+
 def test_rows_with_other_bits_are_named(tmp_path: Path) -> None:
     curves = found(tmp_path, same=["sample=2 on 2"])
     said = " ".join(convergence_remarks(curves))

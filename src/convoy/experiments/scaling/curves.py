@@ -145,7 +145,7 @@ def convergence(document: Mapping[str, Any]) -> Convergence | None:
     if asked is None:
         return None
     rows = [row for row in document["configurations"] if row["kind"] == CONVOY and row.get("training") is not None]
-    curves = [_curve(row) for row in rows if row["training"]["evaluations"]]
+    curves = [curve for curve in map(_curve, rows) if curve.steps]
     reference = min(curves, key=lambda curve: curve.devices, default=None)
     return Convergence(
         epochs=asked["epochs"],
