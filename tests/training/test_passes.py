@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.engine import prepare
 from convoy.engine.gradients import GradientReducer
+from convoy.engine.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training.division import Division, soonest
 from convoy.training.under_plan import Method, UnderPlan
@@ -17,7 +19,8 @@ SIZE, COUNTS = 2, (4, 1)
 
 def _network(normed: bool) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 6, 3), *([nn.BatchNorm2d(6)] if normed else []), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5)]
+    norm = nn.BatchNorm2d(6)
+    layers = [nn.Conv2d(3, 6, 3), *([norm, nn.ReLU(), norm] if normed else []), nn.Flatten(), nn.Linear(24, 5)]
     return nn.Sequential(*layers).double()
 
 
@@ -25,14 +28,26 @@ def _images() -> Tensor:
     return torch.randn(10, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def _serial() -> list[Tensor]:
-    model = _network(normed=False)
-    model(_images()).square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
+Result = dict[str, Tensor]
+"""Gradients of the second of two updates, and buffers after it, by their names."""
 
 
-def _update(plan: str, normed: bool = False, late: bool = False) -> tuple[list[Tensor], list[int], int, bool]:
-    """Two updates of four passes. Of the second: gradients, passes that ran, exchanges, whether some may be missing."""
+def _serial(normed: bool = False) -> Result:
+    model = _network(normed)
+    context = prepare(model, 0, "microbatch")
+    for update in range(2):
+        model.zero_grad()
+        for start in range(0, len(_images()), SIZE):
+            context.enter(update, start, (SIZE,), torch.device("cpu"))
+            model(_images()[start : start + SIZE]).square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients | dict(model.named_buffers())
+
+
+def _update(
+    plan: str, normed: bool = False, late: bool = False, forget: bool = False
+) -> tuple[Result, list[int], int]:
+    """Two updates of four passes: the result, and of the second the passes that ran and the exchanges."""
     model = _network(normed)
     example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
     network = UnderPlan(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
@@ -45,16 +60,15 @@ def _update(plan: str, normed: bool = False, late: bool = False) -> tuple[list[T
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "_finish", counted)
+        if forget:
+            patch.setattr(RunningStatistics, "record_left_out", lambda self, starts, owners: None)
         for update in range(2):
             exchanges.clear()
             model.zero_grad()
             ran = _passes(network, update, late)
-    gradients = [
-        network.whole(name, parameter.grad)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    ]
-    return gradients, ran, len(exchanges), network.skips()
+    state = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | dict(model.named_buffers())
+    result = {name: network.whole(name, tensor) for name, tensor in state.items()}
+    return result, ran, len(exchanges)
 
 
 def _passes(network: UnderPlan, update: int, late: bool) -> list[int]:
@@ -64,7 +78,7 @@ def _passes(network: UnderPlan, update: int, late: bool) -> list[int]:
     ran = []
     for number, piece in enumerate(passes):
         part, last = piece.parts[network.engine.sample_rank], number == len(passes) - 1
-        if not len(part) and not last and network.skips():
+        if not len(part) and not last and network.leaves_out(update, piece):
             continue
         ran.append(number)
         network.enter(update, piece)
@@ -75,19 +89,26 @@ def _passes(network: UnderPlan, update: int, late: bool) -> list[int]:
     return ran
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("late", "few"), [(False, [0, 3]), (True, [3])])
-def test_a_rank_without_samples_leaves_the_pass_out(late: bool, few: list[int]) -> None:
-    for rank, (gradients, ran, exchanges, skips) in enumerate(run_ranks(_update, 2, "sample=2", False, late)):
-        assert skips
+def test_a_rank_without_samples_leaves_the_pass_out(normed: bool, late: bool, few: list[int]) -> None:
+    results = run_ranks(_update, 2, "sample=2", normed, late)
+    for rank, (result, ran, exchanges) in enumerate(results):
         assert ran == ([0, 1, 2, 3], few)[rank]
         assert exchanges == 1
-        torch.testing.assert_close(gradients, _serial(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result, _serial(normed), rtol=1e-12, atol=1e-12)
+    for name, tensor in results[0][0].items():
+        assert torch.equal(tensor, results[1][0][name]), name
 
 
-@pytest.mark.parametrize(("plan", "normed"), [("owt=2", False), ("sample=2", True)])
-def test_where_others_need_it_the_pass_runs(plan: str, normed: bool) -> None:
-    for _, ran, exchanges, skips in run_ranks(_update, 2, plan, normed):
-        assert not skips
+def test_running_statistics_need_the_passes_that_are_left_out() -> None:
+    with pytest.raises(AssertionError):
+        for result, *_ in run_ranks(_update, 2, "sample=2", True, True, True):
+            torch.testing.assert_close(result, _serial(True), rtol=1e-12, atol=1e-12)
+
+
+def test_where_others_need_it_the_pass_runs() -> None:
+    for _, ran, exchanges in run_ranks(_update, 2, "owt=2"):
         assert ran == [0, 1, 2, 3]
         assert exchanges == 1
 

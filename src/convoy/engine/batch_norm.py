@@ -76,7 +76,10 @@ class MicrobatchNorm(_BatchNorm):
 
 def replace_batch_norm(model: nn.Module, context: StepContext) -> None:
     """Replace every `nn.BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d` of the model, in place."""
-    for name, module in list(model.named_modules()):
+    replaced: dict[_BatchNorm, MicrobatchNorm] = {}  # a layer may have several names
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) in BATCH_NORM_LAYERS:
             assert isinstance(module, _BatchNorm)
-            model.set_submodule(name, MicrobatchNorm(module, context))
+            if module not in replaced:
+                replaced[module] = MicrobatchNorm(module, context)
+            model.set_submodule(name, replaced[module])

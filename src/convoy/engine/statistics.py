@@ -47,10 +47,19 @@ class _Terms:
     owners: list[int] = field(default_factory=list)
     terms: list[Term | None] = field(default_factory=list)
 
-    def in_order(self) -> list[Term]:
+    def add(self, starts: Sequence[int], owners: Sequence[int], terms: Sequence[Term | None]) -> None:
+        self.starts += starts
+        self.owners += owners
+        self.terms += terms
+
+    def sort(self) -> None:
+        """Bring the terms in the order of their microbatches, whichever passes a rank was in."""
         order = sorted(range(len(self.starts)), key=lambda i: (self.starts[i], i))
-        found = [self.terms[i] for i in order]
-        return [term for term in found if term is not None]
+        self.starts, self.owners = [self.starts[i] for i in order], [self.owners[i] for i in order]
+        self.terms = [self.terms[i] for i in order]
+
+    def known(self) -> list[Term]:
+        return [term for term in self.terms if term is not None]
 
 
 class RunningStatistics:
@@ -59,6 +68,7 @@ class RunningStatistics:
     def __init__(self) -> None:
         self._layers: dict[str, _Terms] = {}
         self._local: dict[str, Running] = {}
+        self._left_out: list[tuple[Sequence[int], Sequence[int]]] = []
 
     def record(
         self, running: Running, starts: Sequence[int], owners: Sequence[int], terms: Sequence[Term | None]
@@ -71,10 +81,14 @@ class RunningStatistics:
             owners: for every microbatch, the rank along `running.axes` that has it.
             terms: for every microbatch its statistics, None for those of other ranks.
         """
-        layer = self._layers.setdefault(running.name, _Terms(running))
-        layer.starts += starts
-        layer.owners += owners
-        layer.terms += terms
+        self._layers.setdefault(running.name, _Terms(running)).add(starts, owners, terms)
+
+    def record_left_out(self, starts: Sequence[int], owners: Sequence[int]) -> None:
+        """Note a pass in which only other ranks have microbatches, and which this one does not run.
+
+        All layers then hold the same samples, and this rank runs another pass of the same update.
+        """
+        self._left_out.append((starts, owners))
 
     def record_local(self, running: Running) -> None:
         """Note a layer whose buffers each rank has updated by the samples of its own."""
@@ -86,13 +100,24 @@ class RunningStatistics:
 
         Buffers that every rank has updated by itself become their mean over the ranks.
         """
+        for layer in self._layers.values():
+            self._add_left_out(layer)
+            layer.sort()
         if groups is not None:
             for axes in sorted({layer.running.axes for layer in self._layers.values()}):
                 _collect([layer for layer in self._layers.values() if layer.running.axes == axes], axes, groups)
             self._average(groups)
         _apply(list(self._layers.values()))
-        self._layers = {}
-        self._local = {}
+        self._layers, self._local, self._left_out = {}, {}, []
+
+    def _add_left_out(self, layer: _Terms) -> None:
+        """What the layer would have noted, as often in a pass as it is called."""
+        calls = layer.starts.count(layer.starts[-1])
+        for starts, owners in self._left_out:
+            for _ in range(calls):
+                layer.add(starts, owners, [None] * len(starts))
+            if layer.running.count is not None:
+                layer.running.count.add_(calls * len(starts))
 
     def _average(self, groups: Groups) -> None:
         for axes in sorted({running.axes for running in self._local.values()}):
@@ -140,7 +165,7 @@ def add_term(running: list[Tensor], term: list[Tensor] | Term, weights: list[flo
 
 def _apply(layers: list[_Terms]) -> None:
     """One term after the other, for all layers at once."""
-    terms = [layer.in_order() for layer in layers]
+    terms = [layer.known() for layer in layers]
     weights = [_weights(layer.running, len(found)) for layer, found in zip(layers, terms, strict=True)]
     for i in range(max(map(len, terms), default=0)):
         having = [place for place, found in enumerate(terms) if i < len(found)]

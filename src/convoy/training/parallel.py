@@ -32,8 +32,8 @@ class TrainedNetwork(Protocol):
     version: int
     """Which of the optimiser's states is this rank's, where a method lets them drift apart, else 0."""
 
-    def skips(self) -> bool:
-        """Whether this rank may leave out a pass without samples that is not the last: no other needs it there."""
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a training pass, with the samples of all ranks."""
@@ -105,7 +105,7 @@ class OneDevice:
         self.forward = forward
         self._tree = GradientTree(list(model.parameters())) if tree else None
 
-    def skips(self) -> bool:
+    def leaves_out(self, update: int, piece: Pass) -> bool:
         """One device has samples in every pass."""
         return False
 

@@ -157,7 +157,7 @@ class TrainingStep:
             began = time.perf_counter()
             last = number == len(self.passes)
             end = start + len(piece.parts[self.rank])
-            if end == start and not last and self.network.skips():
+            if end == start and not last and self.network.leaves_out(update, piece):
                 continue
             self._begin("input")
             images, targets = self._input(batch, labels, start, end, update, piece)

@@ -88,15 +88,24 @@ class UnderPlan:
             if not method.tree:
                 self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
 
-    def skips(self) -> bool:
-        """Where passes exchange nothing and no layer keeps account of all ranks' microbatches."""
-        return not self._method.tree and not self._normed and self.engine.silent
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Where passes exchange nothing; batch norm learns of the others' microbatches all the same."""
+        if self._method.tree or not self.engine.silent:
+            return False
+        if self._normed:
+            self._announce(update, piece)
+            owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
+            self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
+        return True
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a pass with the samples of all ranks."""
         self._update = update
         self._left_over = False  # the pass takes with it what paused ones before it have left
         self.engine.samples = tuple(map(len, piece.parts))
+        self._announce(update, piece)
+
+    def _announce(self, update: int, piece: Pass) -> None:
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
