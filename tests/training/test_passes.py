@@ -44,9 +44,7 @@ def _serial(normed: bool = False) -> Result:
     return gradients | dict(model.named_buffers())
 
 
-def _update(
-    plan: str, normed: bool = False, late: bool = False, forget: bool = False
-) -> tuple[Result, list[int], int]:
+def _update(plan: str, normed: bool = False, late: bool = False, forget: bool = False) -> tuple[Result, list[int], int]:
     """Two updates of four passes: the result, and of the second the passes that ran and the exchanges."""
     model = _network(normed)
     example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
