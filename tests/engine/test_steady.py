@@ -31,3 +31,8 @@ def test_two_are_enough_where_each_takes_long() -> None:
     assert steady(lambda: next(values), lambda value: value, patience_s=0.0) == [4.0]
     values = iter((8.0, 4.0, 2.0, 1.0))
     assert steady(lambda: next(values), lambda value: value, patience_s=60.0, most=4) == [1.0]
+
+
+def test_two_are_not_enough_while_memory_grows() -> None:
+    values, grows = iter((8.0, 4.0, 2.0, 1.0)), iter((True, False))
+    assert steady(lambda: next(values), lambda value: value, patience_s=0.0, settled=lambda: not next(grows)) == [2.0]

@@ -92,6 +92,7 @@ class Rehearsal:
 
         self._timed: list[TimedTransfer] = []
         self._ahead = 4
+        self._grew = False
 
         def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> NoTransfer:
             return NoTransfer(steps, shape, placement, place, channels_last)
@@ -120,7 +121,14 @@ class Rehearsal:
         Returns:
             Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
-        found = steady(self._measured, _seconds, agree, enough=enough, patience_s=_PATIENCE_S)
+        found = steady(
+            self._measured,
+            _seconds,
+            agree,
+            enough=enough,
+            patience_s=_PATIENCE_S,
+            settled=lambda: not self._grew,
+        )
         forward, backward = (_typical([both[way] for both in found]) for way in (0, 1))
         names = dict.fromkeys([*forward, *backward])
         return {name: CallTimes(forward.get(name, 0.0), backward.get(name, 0.0)) for name in names}
@@ -137,7 +145,9 @@ class Rehearsal:
         """A pass; where memory still grew in it, it need not grow in the next ones."""
         before = page_faults()
         times = self._pass()
-        if self._device.type == "cpu" and self._ahead and (grown := page_faults() - before) > _GROWS:
+        grown = page_faults() - before
+        self._grew = self._device.type == "cpu" and self._ahead > 0 and grown > _GROWS
+        if self._grew:
             self._ahead -= 1
             get_ahead(4 * grown)
         return times

@@ -22,6 +22,7 @@ def steady(
     within: float = 0.03,
     most: int = 10,
     patience_s: float = math.inf,
+    settled: Callable[[], bool] = lambda: True,
 ) -> list[T]:
     """Measure until several measurements are near the fastest.
 
@@ -33,6 +34,7 @@ def steady(
         within: how near, as a part of the fastest.
         most: measurements after which it ends in any case.
         patience_s: seconds after which two measurements are enough: where each takes long, what disturbs one is small.
+        settled: whether the last measurement was of a process that has what it needs; without that, two are not enough.
 
     Returns:
         The measurements near the fastest.
@@ -44,7 +46,7 @@ def steady(
         found.append(measure())
         limit = (1 + within) * min(map(seconds, found))
         near = [one for one in found if seconds(one) <= limit]
-        late = len(found) > 1 and time.monotonic() - began > patience_s
+        late = len(found) > 1 and settled() and time.monotonic() - began > patience_s
         if agree(late or len(near) >= enough):
             break
     return near

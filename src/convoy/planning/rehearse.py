@@ -1,5 +1,6 @@
 """Rehearsals on the devices at hand: how long every piece of a placement takes."""
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
+_SMALL = 0.01
+"""Pieces that take less than this part of the time say nothing about how fast a rank is."""
+
 
 @dataclass(frozen=True)
 class Rehearsed:
@@ -31,7 +35,7 @@ class Rehearsed:
     Attributes:
         times: of the pieces.
         around: of a pass, outside of its calls.
-        by_rank: seconds that each rank took for the pieces that all of them had; empty where only one rehearsed.
+        by_rank: seconds that each rank takes for the pieces that all of them had; empty where only one rehearsed.
     """
 
     times: dict[Piece, Times]
@@ -115,13 +119,21 @@ def rehearse(
 
 
 def _of_each_rank(said: Sequence[Sequence[tuple[Piece, Times]]], without: set[Piece]) -> tuple[float, ...]:
-    """Seconds that each rank took for what all of them computed, each sort of it once."""
+    """Seconds that each rank takes for what all of them computed, each sort of it once.
+
+    How fast a rank is shows in all pieces alike: the median over the pieces tells it from what has disturbed one.
+    """
     means = [
         {one: mean([times for other, times in rows if other == one]).total for one in {one for one, _ in rows}}
         for rows in said
     ]
     shared = set(means[0]).intersection(*means[1:]) - without
-    return tuple(sum(found[one] for one in shared) for found in means)
+    usual = {one: statistics.median(found[one] for found in means) for one in shared}
+    total = sum(usual.values())
+    large = [one for one in shared if usual[one] > _SMALL * total]
+    if not large:
+        return ()
+    return tuple(total * statistics.median(found[one] / usual[one] for one in large) for found in means)
 
 
 def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Times:

@@ -76,7 +76,7 @@ def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: S
         parallel = task.recipe.parallel.model_copy(update={"plan": "auto"})
         session = set_up(task.recipe.model_copy(update={"parallel": parallel}), device, say, devices, data)
         auto = plan_text(session.plan)
-        notes += [note for note in session.notes if note.startswith(("plan auto", "in a race"))]
+        notes += session.notes
         del session
     if not predict:
         return Forecast(auto, {}, tuple(notes))
