@@ -101,7 +101,7 @@ def configurations(
             if size is None or size == number:
                 used.add(text)
                 plan = _plan(text, number)
-                fitting = [one for one in shares if _fits(one, text, plan, number)] or [""]
+                fitting = [one for one in shares if _fits(one, plan, number)] or [""]
                 found += [(CONVOY, number, plan, text, one) for one in fitting]
         found += [(peer, number, None, peer, "") for peer in peers]
     for text in plans:
@@ -121,12 +121,17 @@ def configurations(
     return [*rows[:after], *places, *rows[after:]]
 
 
-def _fits(shares: str, text: str, plan: str, devices: int) -> bool:
+def parts_of(plan: str, devices: int) -> int:
+    """Into how many parts a plan divides the batch; one that the planner is to choose, into as many as devices."""
+    return devices if plan == AUTO else Plan.parse(plan).parts
+
+
+def _fits(shares: str, plan: str, devices: int) -> bool:
     """Whether a plan can have such shares: it divides the samples, into so many parts where they are numbers."""
     if not shares:
         return True
-    divides = any(word in text or word in plan for word in ("sample", "owt", "auto"))
-    return divides and (shares == "auto" or len(shares.split(",")) == devices)
+    parts = parts_of(plan, devices)
+    return parts > 1 and (shares == "auto" or len(shares.split(",")) == parts)
 
 
 def _fixed_size(text: str) -> int | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from convoy.experiments import formats
 from convoy.experiments.scaling.coarseness import too_coarse
-from convoy.experiments.scaling.configuration import CONVOY
+from convoy.experiments.scaling.configuration import CONVOY, parts_of
 from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.table import plan_label
 
@@ -118,6 +118,7 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
             ratio = even[row.plan].seconds / row.seconds
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
             said.append(f"{plan_label(row)} is {ratio:.2f} times as fast as even parts{parts}.")
+    rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
     batch, num = document["study"]["batch"], sum(next((row.microbatches for row in rows), ()))
     coarse = too_coarse(batch, num, speeds) if num and any(", shares" in row.series for row in rows) else ""
     return [*said, *([coarse] if coarse else [])]
