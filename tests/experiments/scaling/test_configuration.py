@@ -60,6 +60,11 @@ def test_numbers_are_for_plans_with_so_many_parts() -> None:
     ]  # fmt: skip
 
 
+def test_the_planner_can_be_bound_to_numbers_that_some_plan_has() -> None:
+    rows = configurations([4], ["auto"], [], ["3,1", "3,3,2,2", "3,2,1", "1"])
+    assert [row.label for row in rows] == ["auto, shares 3,1", "auto, shares 3,3,2,2"]
+
+
 def test_a_file_is_a_plan(tmp_path: object) -> None:
     path = f"{tmp_path}/mine.yaml"
     with open(path, "w") as file:  # noqa: PTH123

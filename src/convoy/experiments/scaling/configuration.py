@@ -29,7 +29,8 @@ class Configuration:
         kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
         plan: of Convoy, as a recipe has it; `auto` is the planner's.
         series: rows of one series differ by their devices only.
-        shares: parts of the batch, as a recipe has them: empty for even ones, `auto`, or `3,3,2`.
+        shares: parts of the batch, as a recipe has them: empty for even ones, or with the planner's plan for its own;
+            `auto`, or `3,3,2`.
         place: of one device alone, which one it is, from 0.
     """
 
@@ -130,8 +131,10 @@ def _fits(shares: str, plan: str, devices: int) -> bool:
     """Whether a plan can have such shares: it divides the samples, into so many parts where they are numbers."""
     if not shares:
         return True
-    parts = parts_of(plan, devices)
-    return parts > 1 and (shares == "auto" or len(shares.split(",")) == parts)
+    parts, number = parts_of(plan, devices), len(shares.split(","))
+    if plan == AUTO and shares != "auto":
+        return number > 1 and devices % number == 0
+    return parts > 1 and (shares == "auto" or number == parts)
 
 
 def _fixed_size(text: str) -> int | None:
