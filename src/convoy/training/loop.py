@@ -87,6 +87,7 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
+        here.to("reading")
         checkpoint, refused = load_latest(self.store, self.identity, self.session.devices)
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
