@@ -22,19 +22,18 @@ from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
 from convoy.training.finite import ADVICE, Bad, NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
+from convoy.training.log import Log
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
 from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.slow import SlowRanks
 from convoy.training.speed import SpeedTest
 from convoy.training.step import TrainingStep
 from convoy.training.summary import Progress
 from convoy.training.window import Window
 
-SHOW_EVERY_S = 0.2
 GIVE_UP = 20
 """Updates left out in a row after which the run ends."""
 TOLD = 5
@@ -77,9 +76,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._shown = 0.0
         self._left_out_in_a_row = 0
-        self._slow = SlowRanks(session.devices)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -105,16 +102,16 @@ class Loop:
         Returns:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
-        self._clock = time.perf_counter() - self.progress.time_s
         metrics = MetricsWriter.silent()
         if self.session.devices.rank == 0:
             metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         agreement = Agreement(self.session.devices)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
-            metrics as self._metrics,
+            metrics,
             self.saver.open(self.run.plan),
         ):
+            self._log = Log(self.session, self.progress, metrics, self.reporter, self._tell)
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
@@ -205,10 +202,9 @@ class Loop:
         quantities = self.session.quantities
         total = quantities.total_updates
         if self.done % quantities.log_every == 0 or self.done == total:
-            self._log()
-        elif time.perf_counter() - self._shown > SHOW_EVERY_S:
-            self._shown = time.perf_counter()
-            self.reporter.advance(self.done)
+            self._end_window()
+        else:
+            self._log.show(self.done)
         self.window.pause()
         if self._observation is not None and self._observation.done:
             self._conclude()
@@ -249,29 +245,13 @@ class Loop:
         for _, sample, reason in self.window.collect(self.session.devices):
             self.progress.add_bad(data.train.name(sample), reason, "train")
 
-    def _log(self) -> None:
+    def _end_window(self) -> None:
+        """Write the line of the updates since the last one."""
         self._collect()
         window, self.window = self.window, Window()
-        seconds, values = window.seconds, window.averages()
         if window.num_updates:
-            self._check_loss(values["loss"])
-        left_out = {"left_out": window.left_out} if window.left_out else {}
-        self.progress.train_s += seconds
-        self.progress.data_wait_s += window.data_wait_s
-        self.progress.num_images += window.num_images
-        rate = self.session.quantities.schedule.lr(self.done - 1)
-        self._metrics.write("train", self.done, self._epoch(), self._time(), **values, **left_out, lr=rate)
-        on_cpu = self.session.device.type == "cpu"
-        slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self.session.division)
-        if slow is not None:
-            self._tell(slow)
-        self._shown = time.perf_counter()
-        wait = window.data_wait_s / max(seconds, 1e-9)
-        self.reporter.advance(
-            self.done,
-            f"epoch {self._epoch():.2f}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
-            f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
-        )
+            self._check_loss(window.averages()["loss"])
+        self._log.train(self.done, window)
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -293,23 +273,7 @@ class Loop:
         result = self.evaluation = self.session.evaluate()
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
-        self._metrics.write(
-            "test",
-            self.done,
-            self._epoch(),
-            self._time(),
-            loss=result.loss,
-            top1=result.top1,
-            top5=result.top5,
-            images=result.num_images,
-            images_per_s=result.num_images / max(result.seconds, 1e-9),
-        )
-        quantities = self.session.quantities
-        epochs = quantities.total_updates / quantities.updates_per_epoch
-        self.reporter.say(
-            f"epoch {self._epoch():.3g} of {epochs:.3g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
-            f" over {result.num_images:,} images"
-        )
+        self._log.test(self.done, result)
         if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
             self.progress.best_top1, self.progress.best_step = result.top1, self.done
             self._save()
@@ -318,7 +282,7 @@ class Loop:
         if self.saver.has(self.done):
             return
         here.to("checkpoint")
-        self._time()
+        self._log.time()
         self._collect()
         window = self.window.pack()
         self._check_loss(window["loss"])
@@ -334,10 +298,3 @@ class Loop:
         self.saver.finish(or_raise)
         self.progress.checkpoints = self.saver.tally.as_dict()
         self.reporter.say(str(self.saver.tally))
-
-    def _epoch(self) -> float:
-        return self.done / self.session.quantities.updates_per_epoch
-
-    def _time(self) -> float:
-        self.progress.time_s = time.perf_counter() - self._clock
-        return self.progress.time_s

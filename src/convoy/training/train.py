@@ -26,7 +26,8 @@ from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.restore import network_input
 from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
-from convoy.training.session import Session, set_up
+from convoy.training.session import Session
+from convoy.training.set_up import set_up
 from convoy.training.summary import Progress, Status, write_summary
 from convoy.training.trace_back import trace_back
 from convoy.training.watchdog import Watchdog, say_and_end
