@@ -10,7 +10,6 @@ import torch
 
 from convoy.cost.store import ProfileStore
 from convoy.engine.position import here
-from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Agreement
 from convoy.training.checkpoints.build import create_saver, load_latest
@@ -20,8 +19,9 @@ from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import write_json
-from convoy.training.finite import ADVICE, Bad, NotFiniteError
+from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
+from convoy.training.left_out import LeftOut
 from convoy.training.log import Log
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
@@ -33,11 +33,6 @@ from convoy.training.speed import SpeedTest
 from convoy.training.step import TrainingStep
 from convoy.training.summary import Progress
 from convoy.training.window import Window
-
-GIVE_UP = 20
-"""Updates left out in a row after which the run ends."""
-TOLD = 5
-"""Updates that were left out, of which something is said."""
 
 
 class Loop:
@@ -76,7 +71,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._left_out_in_a_row = 0
+        self._left_out = LeftOut(self._tell)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -152,9 +147,9 @@ class Loop:
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._leave_out(result.bad)
+                        self._left_out.add(result.bad, self.progress)
                     else:
-                        self._left_out_in_a_row = 0
+                        self._left_out.made()
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -212,16 +207,6 @@ class Loop:
             self._evaluate()
         if self.saver.due(self.done) and self.done < total:
             self._save()
-
-    def _leave_out(self, bad: Bad) -> None:
-        """Count an update that was not made; the first few are told of."""
-        self.progress.left_out += 1
-        self._left_out_in_a_row += 1
-        if self._left_out_in_a_row == GIVE_UP:
-            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
-        if self.progress.left_out <= TOLD:
-            last = "; others are only counted" if self.progress.left_out == TOLD else ""
-            self._tell(f"{bad}: left out, with {self.progress.left_out} so far{last}")
 
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""
