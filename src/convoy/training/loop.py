@@ -11,13 +11,13 @@ import torch
 from convoy.cost.store import ProfileStore
 from convoy.engine.position import here
 from convoy.planning.comparison import Comparison
-from convoy.training.agreement import Agreement
+from convoy.training.agreement import Stop
 from convoy.training.checkpoints.build import create_saver, load_latest
 from convoy.training.checkpoints.saver import TIMEOUT_S
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
-from convoy.training.evaluate import Evaluation
+from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.files import write_json
 from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
@@ -89,7 +89,8 @@ class Loop:
             self.done = self.saver.newest = checkpoint.step
             self.saver.tally = Tally(**self.progress.checkpoints)
         if self.session.devices.rank == 0:
-            self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
+            again = self.progress.to_evaluate or self.done == self.session.quantities.total_updates
+            self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -100,7 +101,6 @@ class Loop:
         metrics = MetricsWriter.silent()
         if self.session.devices.rank == 0:
             metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
-        agreement = Agreement(self.session.devices)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
             metrics,
@@ -110,23 +110,29 @@ class Loop:
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
+            self._stop = Stop(self.session.devices, interrupt)
             try:
-                while self.done < total:
-                    with closing(self._updates()) as updates:
-                        for _ in updates:
-                            signal = agreement.signal(interrupt.signal)
-                            if signal is not None:
-                                self._conclude()
-                                self._save()
-                                self._finish_saving(or_raise=True)
-                                return signal
+                self._do_updates(total)
             finally:
                 self.reporter.end()
             self._conclude()
-            self._evaluate()
+            if self._stop.signal is None:
+                self._evaluate()
             self._save()
-            self._finish_saving()
-        return None
+            self._finish_saving(or_raise=self._stop.signal is not None)
+        return self._stop.signal
+
+    def _do_updates(self, total: int) -> None:
+        """Do the updates that are left, with all that is due in between, or as many as there is time for."""
+        if self.progress.to_evaluate and self.done < total:
+            self.window.pause()
+            self._evaluate()
+            self.window.go_on()
+        while self.done < total and self._stop.signal is None:
+            with closing(self._updates()) as updates:
+                for _ in updates:
+                    if self._stop.after_update():
+                        return
 
     def _updates(self) -> Generator[None, None, None]:
         """Do one update after the other; yields after each, when everything that is due after it has been done.
@@ -255,7 +261,12 @@ class Loop:
         raise NotFiniteError(what, self.done, saved)
 
     def _evaluate(self) -> None:
-        result = self.evaluation = self.session.evaluate()
+        try:
+            result = self.evaluation = self.session.evaluate(self._stop.in_evaluation())
+        except StoppedError:
+            self.progress.to_evaluate = True
+            return
+        self.progress.to_evaluate = False
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)

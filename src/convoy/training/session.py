@@ -1,7 +1,7 @@
 """The live objects of one run, and what they do together: batches, updates, evaluations."""
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,15 @@ class Session:
         """The context of a forward pass."""
         return autocast_of(self.recipe, self.device)
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split."""
+    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
+
+        Args:
+            is_asked_to_stop: called before each batch; the same on all ranks.
+
+        Raises:
+            StoppedError: it was asked to stop. Nothing has changed.
+        """
         devices, size = self.devices, self._evaluation_batch()
         samples = range(len(self.data.test))
 
@@ -80,7 +87,7 @@ class Session:
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
         )
-        with self.state.delivered() as model:
+        with closing(batches), self.state.delivered() as model:
             return evaluate(
                 model,
                 batches,
@@ -90,6 +97,7 @@ class Session:
                 devices,
                 announce,
                 self.network.joint,
+                is_asked_to_stop,
             )
 
     def _evaluation_batch(self) -> int:
