@@ -14,7 +14,7 @@ def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **cha
     values: dict[str, Any] = {
         "name": "resnet50",
         "image": "registry.example:5000/team/convoy:1.0",
-        "arguments": complete(arguments, "resnet50", 8),
+        "arguments": arguments if "--resume" in arguments else complete(arguments, {}, "resnet50", 8),
         "num_nodes": 2,
         "devices_per_node": 4,
         "run_claim": "runs",

@@ -13,6 +13,7 @@ import torch
 from convoy.training import load_recipe, train
 from convoy.training.devices import Devices
 from convoy.training.progress import Silence
+from convoy.training.watchdog import Watchdog
 
 BASE = {
     "model.name": "tiny:TinyNet",
@@ -60,7 +61,9 @@ def as_before() -> Iterator[pytest.MonkeyPatch]:
             torch.use_deterministic_algorithms(False)
 
 
-def train_here(data: Path, out: Path, settings: dict[str, str], resume: bool = False) -> Ended:
+def train_here(
+    data: Path, out: Path, settings: dict[str, str], resume: bool = False, watchdog: Watchdog | None = None
+) -> Ended:
     """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
     devices, device = Devices.join()
     values = BASE | {"data.path": str(data), "parallel.devices": str(devices.num)} | settings
@@ -74,6 +77,7 @@ def train_here(data: Path, out: Path, settings: dict[str, str], resume: bool = F
             device=device,
             devices=devices,
             reporter=words,
+            watchdog=watchdog,
             on_start=lambda session: notes.append(session.notes),
         )
     digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()

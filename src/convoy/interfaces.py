@@ -50,6 +50,11 @@ def names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
+def loopback() -> str | None:
+    """The one through which nobody but this host is reached; None in a container without."""
+    return "lo" if "lo" in names() else None
+
+
 def address_of(interface: str) -> str:
     """An address of an interface of this host, of IPv4 if it has one.
 

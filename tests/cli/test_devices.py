@@ -148,7 +148,7 @@ def test_torchrun_is_joined(serial: Path, data: Path, tmp_path: Path) -> None:
         (["--devices", "0"], "parallel.devices is 0"),
         (["--devices", "9"], "8 microbatches of a batch of 24 cannot be divided over 9 devices"),
         (["--devices", "2", "--plan", "sample=3"], "the plan sample=3 is for 3 devices, but 2 run"),
-        (["--devices", "2", "--shares", "1,2,3"], "--shares names 3 devices"),
+        (["--devices", "2", "--shares", "1,2,3"], "--shares names 3 parts"),
         (["--devices", "2", "--cores-per-device", "999"], "needs 1998 cores"),
         (["--devices", "2", "--local-sgd", "4"], "reproducible gives the same weights on any number of devices"),
     ],

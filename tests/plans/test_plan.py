@@ -232,6 +232,22 @@ def test_every_yaml_reads_back():
     assert made > 200
 
 
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ("serial", 1),
+        ("sample=3", 3),
+        ("sample=2,filter=2", 2),
+        ("filter=2,owt=3", 3),
+        ("sample=2,height=2,sample=3", 6),
+        ("filter=4", 1),
+        ({"mesh": {"a": 2, "b": 5}, "layers": {"conv": {"a": "filter"}, "*": {"a": "sample", "b": "filter"}}}, 2),
+    ],
+)
+def test_parts_of_the_batch(plan, parts):
+    assert Plan.parse(plan).parts == parts
+
+
 def test_plans_are_public() -> None:
     import convoy
 

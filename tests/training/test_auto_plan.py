@@ -13,7 +13,7 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.planning import Planned, make_plan, measured
 from convoy.plans.plan import Plan
 from convoy.training import Devices, Session, auto_plan, load_recipe
-from convoy.training.session import set_up
+from convoy.training.set_up import set_up
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from tiny import write_mnist

@@ -56,7 +56,7 @@ def test_shares_are_proportional_by_largest_remainder() -> None:
             r"2 microbatches of a batch of 64 cannot be divided over 3 devices: set microbatch=21",
         ),
         (2, 2, 3, None, r"raise --batch to at least 3"),
-        (64, 8, 3, (1, 1), r"--shares names 2 devices, but the batch is divided over 3"),
+        (64, 8, 3, (1, 1), r"--shares names 2 parts, but the plan divides the batch into 3"),
     ],
 )
 def test_what_cannot_be_divided(batch: int, num: int, ranks: int, shares: tuple | None, word: str) -> None:

@@ -26,14 +26,14 @@ class Crashed(Exception):  # noqa: N818
 @contextmanager
 def crash(after: int | None) -> Iterator[None]:
     with as_before() as patch:
-        log = loop.Loop._log
+        log = loop.Loop._end_window
 
         def logged(self: loop.Loop) -> None:
             log(self)
             if self.done == after:
                 raise Crashed
 
-        patch.setattr(loop.Loop, "_log", logged)
+        patch.setattr(loop.Loop, "_end_window", logged)
         yield
 
 

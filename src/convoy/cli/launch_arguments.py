@@ -19,7 +19,7 @@ def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = F
         click.ClickException: `convoy train` would not take them.
         ConvoyError: they say something else than the launcher, or no recipe or network that there is.
     """
-    values = _parsed(arguments)
+    values = parsed(arguments)
     if values["model"] is None and values["recipe"] is None and not values["resume"]:
         raise ConvoyError("nothing to train: give after -- what convoy train is to be given, e.g. -- lenet --data DIR")
     asked = values["devices"]
@@ -44,7 +44,7 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
     from convoy.cli.train_request import Request
     from convoy.models.create import find
 
-    values = _parsed(arguments)
+    values = parsed(arguments)
     overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
     asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
     request = Request(arguments, overrides=[*overrides, *values["settings"]], **asked)
@@ -55,15 +55,20 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
 
 def without_model(arguments: Sequence[str]) -> list[str]:
     """Arguments without MODEL, which may stand anywhere and say the same as the value of an option."""
-    values, given = _parsed(arguments), list(arguments)
+    values, given = parsed(arguments), list(arguments)
     for number, argument in enumerate(given):
         shorter = [*given[:number], *given[number + 1 :]]
-        if argument == values["model"] and _parsed(shorter) == values | {"model": None}:
+        if argument == values["model"] and parsed(shorter) == values | {"model": None}:
             return shorter
     return given
 
 
-def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+def parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    """What `convoy train` would be told by some arguments, by the names of its options; `model` is MODEL.
+
+    Raises:
+        click.ClickException: it would not take them.
+    """
     from convoy.cli.train import command as train
 
     return train.make_context("convoy train", list(arguments)).params

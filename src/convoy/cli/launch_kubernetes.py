@@ -1,12 +1,11 @@
 """`convoy launch kubernetes`: a manifest that trains on the pods of a cluster."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from convoy.cli import options
-from convoy.cli.launch_arguments import check_recipe
+from convoy.cli.launch_arguments import check_recipe, parsed
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
 from convoy.launch.kubernetes.arguments import complete, name_for
@@ -82,10 +81,11 @@ def command(
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
     started again goes on from the newest checkpoint.
     """
-    _check_options(arguments)
-    name = name_for(arguments) if name is None else name
+    said = parsed(arguments)  # a slip is found here, and not in the cluster
+    name = name_for(said["model"], said["recipe"]) if name is None else name
     on_cpus = accelerator == "none"
-    completed = complete(arguments, name, nodes * devices_per_node, min_nodes is not None, data_claim is not None)
+    elastic = min_nodes is not None
+    completed = complete(arguments, said, name, nodes * devices_per_node, elastic, data_claim is not None)
     training = Training(
         name=name,
         image=image,
@@ -113,13 +113,6 @@ def command(
     _write(out, text)
     click.echo(f"manifest: {out}; start it with: kubectl apply -f {out}")
     return 0
-
-
-def _check_options(arguments: Sequence[str]) -> None:
-    """Read the arguments as `convoy train` will, so that a slip is found here and not in the cluster."""
-    from convoy.cli.train import command as train
-
-    train.make_context("convoy train", list(arguments))
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:

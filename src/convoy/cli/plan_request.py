@@ -82,9 +82,10 @@ class Request:
                 "fewer"
             )
         shares = self.recipe.parallel.shares
-        if isinstance(shares, tuple) and len(shares) not in (1, self.devices):
+        if isinstance(shares, tuple) and self.devices % len(shares):
             raise ConvoyError(
-                f"--shares names {len(shares)} devices, but the plan is for {self.devices}: give {self.devices} numbers"
+                f"--shares names {len(shares)} parts of the batch, into which no plan on {self.devices} "
+                f"device{'s' if self.devices > 1 else ''} divides it: give {self.devices} numbers"
             )
         if self.scores and self.fixes:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")

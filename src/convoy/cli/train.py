@@ -1,6 +1,6 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -10,6 +10,8 @@ from convoy import interfaces, launch
 from convoy.cli import options
 from convoy.cli.again import command_of
 from convoy.cli.train_request import Request
+from convoy.engine.groups import meeting_store
+from convoy.engine.position import here
 from convoy.errors import ConvoyError
 from convoy.experiments import write_report
 from convoy.launch import cores
@@ -19,7 +21,7 @@ from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Recipe, Session, choose_device, train
 from convoy.training.parallel_config import num_devices
 from convoy.training.timespan import TimeSpan
-from convoy.training.watchdog import TIMEOUT_S, say_and_end
+from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 
 KEYS = {
     "data": "data.path",
@@ -122,25 +124,19 @@ def command(
         devices_asked = values["devices"]
         place.check(int(devices_asked) if devices_asked is not None else None)
         with launch.as_rank(place) as hang:
-            devices, own = Devices.join(max(600.0, 2 * timeout_s))
-            jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
-            resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
-            if devices.num > 1:
-                cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
-                devices.ranks = Ranks.here()  # who shares a host is known now
-            request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
-            status = _train(
-                request,
-                resolved,
-                out,
-                devices,
-                _device_of(device, own, devices.num),
-                handed_on=place.folder is not None,
-                jobs=jobs,
-                timeout_s=timeout_s,
-                on_hang=hang,
-            )
-            devices.barrier()  # the report is written, before any rank's status has a launcher end the others
+            devices, own = Devices.join(collective_limit_s(timeout_s))
+            with Watchdog(devices, meeting_store(), hang, timeout_s, patient=True) as watchdog:
+                jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
+                resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
+                if devices.num > 1:
+                    cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
+                    devices.ranks = Ranks.here()  # who shares a host is known now
+                request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
+                device_here = _device_of(device, own, devices.num)
+                handed_on = place.folder is not None
+                status = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
+                devices.barrier()  # the report is written, before any rank's status has a launcher end the others
+            devices.barrier()  # nobody asks any more where the others are
             Devices.leave()
             return launch.ended(place, status)
     resolved, out = request.resolve(Devices())
@@ -163,8 +159,7 @@ def _train(
     device: torch.device,
     handed_on: bool = False,
     jobs: Sequence[str] = (),
-    timeout_s: float = TIMEOUT_S,
-    on_hang: Callable[[str], None] = say_and_end,
+    watchdog: Watchdog | None = None,
 ) -> int:
     """Train on this rank, and on rank 0 write and say what came of it."""
     console = Console(highlight=False, quiet=devices.rank > 0)
@@ -183,9 +178,9 @@ def _train(
             on_start=lambda session: None if request.again else show_start(session, console),
             handed_on=handed_on,
             jobs=jobs,
-            timeout_s=timeout_s,
-            on_hang=on_hang,
+            watchdog=watchdog,
         )
+    here.to("report")
     report = write_report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
         console.print(

@@ -84,7 +84,7 @@ class Layerwise(Network):
 
     def forward(self, *inputs: Tensor) -> Any:
         """The network's output for this rank's own samples."""
-        self._check(inputs)
+        self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)

@@ -3,14 +3,14 @@
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from convoy.engine.contents import Contents, named_tensors, owners, plain_forward
+from convoy.engine.contents import named_tensors, owners, plain_forward
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.groups import Groups
@@ -19,6 +19,7 @@ from convoy.engine.program import Program, Watch
 from convoy.engine.samples import exchange_samples
 from convoy.engine.shards import collect, cut
 from convoy.engine.signature import Kind, Signature, kinds
+from convoy.engine.unchanged import Unchanged
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
 from convoy.graph.errors import CaptureError
@@ -30,7 +31,6 @@ from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement, Strategies, place, sample_axes
 from convoy.plans.rules import Batch
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 
@@ -67,7 +67,7 @@ class Network:
     loss: Loss = "mean"
     prefix: str = ""
     whole_batch: bool = False
-    shapes: Shapes = field(default_factory=dict)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     sample_axes: tuple[int, ...] = ()
     samples: tuple[int, ...] | None = None
@@ -84,9 +84,7 @@ class Network:
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
-        self._contents: Contents | None = Contents(self.model)
-        self._is_copy = False
-        self._frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._passes = 0
         self._uncompiled: Callable[..., Any] | None = None
@@ -110,7 +108,7 @@ class Network:
             with contextlib.suppress(CaptureError):
                 self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples))))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
-        self.borrowed = {owner: layer for graph in self._graphs for owner, layer in _borrowed(graph)}
+        self.borrowed = {owner: layer for graph in self._graphs for owner, layer in graph.borrowed()}
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples)))
@@ -151,7 +149,7 @@ class Network:
         return (self._uncompiled or self._forward)(*inputs)
 
     def _forward(self, *inputs: Tensor) -> Any:
-        self._check(inputs)
+        self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs)
         placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
         self.begin_pass(samples, inputs[0].device)
@@ -245,27 +243,6 @@ class Network:
             return self.samples
         return exchange_samples(inputs, self.model.training, self.groups, self.sample_axes)
 
-    def _check(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse what has changed in a way that ranks would not notice."""
-        if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
-            lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
-            raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
-        if self._contents is None:
-            self._contents = Contents(self.model)
-        self._contents.check()
-        if self.plan.mesh.num_devices == 1:
-            return
-        if any(p.requires_grad for p in self._frozen):
-            raise ConvoyError(
-                "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
-                "network anew, set requires_grad, then call convoy.parallelize"
-            )
-        if self._is_copy and self.model.training and torch.is_grad_enabled():
-            raise ConvoyError(
-                "this is a copy of a parallelized network, whose gradients nobody adds up: train the original, and "
-                "call the copy in eval mode or under torch.no_grad()"
-            )
-
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
         if not self._owners:
@@ -309,8 +286,7 @@ class Network:
         twin.model = copy.deepcopy(self.model, memo)
         twin.reducer = None
         twin._owners = {}  # the model's own copy is not complete yet
-        twin._contents = None
-        twin._is_copy = True
+        twin._unchanged = self._unchanged.of_copy(twin.model)
         twin._programs = {}
         twin._uncompiled = None
         return twin
@@ -322,12 +298,3 @@ def network_of(net: nn.Module) -> Network:
     if not isinstance(network, Network):
         raise ConvoyError("this network is not parallelized: pass what convoy.parallelize returned")
     return network
-
-
-def _borrowed(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Modules of whose parameters a call of another module makes use, with the name of that one."""
-    for call in graph.calls:
-        for name in call.inputs:
-            owner = name.rpartition(".")[0]
-            if graph.values[name].origin == "parameter" and owner != call.layer:
-                yield owner, call.layer

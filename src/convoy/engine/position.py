@@ -5,9 +5,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal[
-    "start", "data", "input", "forward", "backward", "gradient", "update", "rest", "evaluation", "checkpoint"
+    "start",
+    "reading",
+    "data",
+    "input",
+    "forward",
+    "backward",
+    "gradient",
+    "update",
+    "rest",
+    "evaluation",
+    "checkpoint",
+    "weights",
+    "report",
 ]
-"""What a rank does; `gradient` is their exchange, `rest` the loss and all else."""
+"""What a rank does; `reading` is of a checkpoint, `gradient` their exchange, `rest` the loss and all else."""
 
 
 @dataclass(slots=True)

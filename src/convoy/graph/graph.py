@@ -99,6 +99,14 @@ class Graph:
                 found[name].append(call)
         return found
 
+    def borrowed(self) -> Iterator[tuple[str, str]]:
+        """Modules of whose parameters a call of another module makes use, with the name of that one."""
+        for call in self.calls:
+            for name in call.inputs:
+                owner = name.rpartition(".")[0]
+                if self.values[name].origin == "parameter" and owner != call.layer:
+                    yield owner, call.layer
+
     def prefixed(self, prefix: str) -> "Graph":
         """The same graph as that of a part of a larger network, whose layers' names begin with `prefix`."""
         calls = (

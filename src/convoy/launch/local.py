@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -113,9 +112,10 @@ def _environment(folder: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-    if any(name == "lo" for _, name in socket.if_nameindex()):
+    loopback = interfaces.loopback()
+    if loopback is not None:
         for name in interfaces.VARIABLES:  # nobody else can reach them there
-            os.environ.setdefault(name, "lo")
+            os.environ.setdefault(name, loopback)
     try:
         yield
     finally:

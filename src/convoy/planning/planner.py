@@ -204,7 +204,8 @@ def _on_speeds(pace: Sequence[float], shares: tuple[int, ...] | None) -> str:
     said = f"the devices are not equally fast: the same takes them {' : '.join(f'{own / least:.2f}' for own in pace)}"
     if shares is None or len(set(shares)) == 1:
         return f"{said}, and the slowest decides"
-    return f"{said}; plans that divide samples over all of them do so as --shares {','.join(map(str, shares))}"
+    where = "over all of them" if len(shares) == len(pace) else f"into {len(shares)} parts"
+    return f"{said}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
 def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:

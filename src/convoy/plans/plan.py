@@ -86,6 +86,15 @@ class Plan:
         """The pattern that decides about a layer, or None where nothing matches it."""
         return next((pattern for pattern, _ in self.layers if fnmatch.fnmatchcase(layer, pattern)), None)
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts it divides the samples of a network that has layers for all patterns.
+
+        An axis divides samples where some layer does so on it (`sample`, `owt`).
+        """
+        named = {name for _, given in self.layers for name, strategy in given.items() if strategy in ("sample", "owt")}
+        return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in named))
+
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))

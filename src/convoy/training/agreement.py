@@ -1,12 +1,44 @@
 """When all ranks stop because one was asked to: at the same update, without asking each other at every one."""
 
 import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from convoy.training.devices import Devices
+from convoy.training.interrupt import Interrupt
 
 INTERVAL_S = 0.25
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2")
 _MAX_UPDATES = 1000
+
+
+class Stop:
+    """Whether the run is asked to stop. All ranks ask at the same time, and know the same.
+
+    Attributes:
+        signal: by which; stays when it has come.
+    """
+
+    def __init__(self, devices: Devices, interrupt: Interrupt) -> None:
+        self._devices = devices
+        self._interrupt = interrupt
+        self._updates = Agreement(devices)
+        self.signal: str | None = None
+
+    def after_update(self) -> bool:
+        """Whether to stop after this update. All ranks call it after every update."""
+        return self._ask(self._updates)
+
+    def in_evaluation(self) -> Callable[[], bool]:
+        """What says before each batch of an evaluation whether to stop; batches do not last as long as updates."""
+        return partial(self._ask, Agreement(self._devices))
+
+    def _ask(self, agreement: "Agreement") -> bool:
+        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
+            self.signal = self.signal or agreement.signal(self._interrupt.signal)
+        return self.signal is not None
 
 
 class Agreement:

@@ -102,7 +102,8 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
         return Division(sizes, microbatch_sizes(len(sizes), num_ranks))
     if len(shares) != num_ranks:
         raise ConvoyError(
-            f"--shares names {len(shares)} devices, but the batch is divided over {num_ranks}: give {num_ranks} numbers"
+            f"--shares names {len(shares)} parts, but the plan divides the batch into {num_ranks}: give {num_ranks} "
+            "numbers"
         )
     return Division(sizes, proportional(len(sizes), shares))
 

@@ -84,6 +84,10 @@ class Evaluation:
         }
 
 
+class StoppedError(Exception):
+    """An evaluation has ended before it was complete, as it was asked to."""
+
+
 @dataclass
 class Tally:
     """What one part of a split gave; `Tally.total` adds parts up.
@@ -157,6 +161,7 @@ def evaluate(
     devices: Devices | None = None,
     announce: Callable[[int], int] = lambda number: 0,
     joint: bool = False,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Run the network in evaluation mode over all batches.
 
@@ -170,6 +175,10 @@ def evaluate(
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
         joint: run the network for a batch without samples too, because other ranks' passes need this one.
+        is_asked_to_stop: called before each batch; the same on all ranks.
+
+    Raises:
+        StoppedError: it was asked to stop.
     """
     start = time.perf_counter()
     devices = devices or Devices()
@@ -177,6 +186,8 @@ def evaluate(
     with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
             here.to("evaluation")
+            if is_asked_to_stop():
+                raise StoppedError
             size = max(announce(number), len(batch.labels))
             if size == 0 and not joint:
                 tally.add(batch, torch.empty(0, num_classes))

@@ -10,35 +10,29 @@ import torch
 
 from convoy.cost.store import ProfileStore
 from convoy.engine.position import here
-from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
-from convoy.training.agreement import Agreement
+from convoy.training.agreement import Stop
 from convoy.training.checkpoints.build import create_saver, load_latest
 from convoy.training.checkpoints.saver import TIMEOUT_S
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.division import text
-from convoy.training.evaluate import Evaluation
+from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.files import write_json
-from convoy.training.finite import ADVICE, Bad, NotFiniteError
+from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
+from convoy.training.left_out import LeftOut
+from convoy.training.log import Log
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
 from convoy.training.resume import identity
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.slow import SlowRanks
 from convoy.training.speed import SpeedTest
 from convoy.training.step import TrainingStep
 from convoy.training.summary import Progress
 from convoy.training.window import Window
-
-SHOW_EVERY_S = 0.2
-GIVE_UP = 20
-"""Updates left out in a row after which the run ends."""
-TOLD = 5
-"""Updates that were left out, of which something is said."""
 
 
 class Loop:
@@ -77,9 +71,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._shown = 0.0
-        self._left_out_in_a_row = 0
-        self._slow = SlowRanks(session.devices)
+        self._left_out = LeftOut(self._tell)
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
@@ -87,6 +79,7 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
+        here.to("reading")
         checkpoint, refused = load_latest(self.store, self.identity, self.session.devices)
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
@@ -96,7 +89,8 @@ class Loop:
             self.done = self.saver.newest = checkpoint.step
             self.saver.tally = Tally(**self.progress.checkpoints)
         if self.session.devices.rank == 0:
-            self.run.forget_metrics_after(self.done, final=self.done == self.session.quantities.total_updates)
+            again = self.progress.to_evaluate or self.done == self.session.quantities.total_updates
+            self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -104,36 +98,41 @@ class Loop:
         Returns:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
-        self._clock = time.perf_counter() - self.progress.time_s
         metrics = MetricsWriter.silent()
         if self.session.devices.rank == 0:
             metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
-        agreement = Agreement(self.session.devices)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
-            metrics as self._metrics,
+            metrics,
             self.saver.open(self.run.plan),
         ):
+            self._log = Log(self.session, self.progress, metrics, self.reporter, self._tell)
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
+            self._stop = Stop(self.session.devices, interrupt)
             try:
-                while self.done < total:
-                    with closing(self._updates()) as updates:
-                        for _ in updates:
-                            signal = agreement.signal(interrupt.signal)
-                            if signal is not None:
-                                self._conclude()
-                                self._save()
-                                self._finish_saving(or_raise=True)
-                                return signal
+                self._do_updates(total)
             finally:
                 self.reporter.end()
             self._conclude()
-            self._evaluate()
+            if self._stop.signal is None:
+                self._evaluate()
             self._save()
-            self._finish_saving()
-        return None
+            self._finish_saving(or_raise=self._stop.signal is not None)
+        return self._stop.signal
+
+    def _do_updates(self, total: int) -> None:
+        """Do the updates that are left, with all that is due in between, or as many as there is time for."""
+        if self.progress.to_evaluate and self.done < total:
+            self.window.pause()
+            self._evaluate()
+            self.window.go_on()
+        while self.done < total and self._stop.signal is None:
+            with closing(self._updates()) as updates:
+                for _ in updates:
+                    if self._stop.after_update():
+                        return
 
     def _updates(self) -> Generator[None, None, None]:
         """Do one update after the other; yields after each, when everything that is due after it has been done.
@@ -154,9 +153,9 @@ class Loop:
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._leave_out(result.bad)
+                        self._left_out.add(result.bad, self.progress)
                     else:
-                        self._left_out_in_a_row = 0
+                        self._left_out.made()
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -204,10 +203,9 @@ class Loop:
         quantities = self.session.quantities
         total = quantities.total_updates
         if self.done % quantities.log_every == 0 or self.done == total:
-            self._log()
-        elif time.perf_counter() - self._shown > SHOW_EVERY_S:
-            self._shown = time.perf_counter()
-            self.reporter.advance(self.done)
+            self._end_window()
+        else:
+            self._log.show(self.done)
         self.window.pause()
         if self._observation is not None and self._observation.done:
             self._conclude()
@@ -215,16 +213,6 @@ class Loop:
             self._evaluate()
         if self.saver.due(self.done) and self.done < total:
             self._save()
-
-    def _leave_out(self, bad: Bad) -> None:
-        """Count an update that was not made; the first few are told of."""
-        self.progress.left_out += 1
-        self._left_out_in_a_row += 1
-        if self._left_out_in_a_row == GIVE_UP:
-            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
-        if self.progress.left_out <= TOLD:
-            last = "; others are only counted" if self.progress.left_out == TOLD else ""
-            self._tell(f"{bad}: left out, with {self.progress.left_out} so far{last}")
 
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""
@@ -248,29 +236,13 @@ class Loop:
         for _, sample, reason in self.window.collect(self.session.devices):
             self.progress.add_bad(data.train.name(sample), reason, "train")
 
-    def _log(self) -> None:
+    def _end_window(self) -> None:
+        """Write the line of the updates since the last one."""
         self._collect()
         window, self.window = self.window, Window()
-        seconds, values = window.seconds, window.averages()
         if window.num_updates:
-            self._check_loss(values["loss"])
-        left_out = {"left_out": window.left_out} if window.left_out else {}
-        self.progress.train_s += seconds
-        self.progress.data_wait_s += window.data_wait_s
-        self.progress.num_images += window.num_images
-        rate = self.session.quantities.schedule.lr(self.done - 1)
-        self._metrics.write("train", self.done, self._epoch(), self._time(), **values, **left_out, lr=rate)
-        on_cpu = self.session.device.type == "cpu"
-        slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self.session.division)
-        if slow is not None:
-            self._tell(slow)
-        self._shown = time.perf_counter()
-        wait = window.data_wait_s / max(seconds, 1e-9)
-        self.reporter.advance(
-            self.done,
-            f"epoch {self._epoch():.2f}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
-            f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
-        )
+            self._check_loss(window.averages()["loss"])
+        self._log.train(self.done, window)
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -289,26 +261,15 @@ class Loop:
         raise NotFiniteError(what, self.done, saved)
 
     def _evaluate(self) -> None:
-        result = self.evaluation = self.session.evaluate()
+        try:
+            result = self.evaluation = self.session.evaluate(self._stop.in_evaluation())
+        except StoppedError:
+            self.progress.to_evaluate = True
+            return
+        self.progress.to_evaluate = False
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
-        self._metrics.write(
-            "test",
-            self.done,
-            self._epoch(),
-            self._time(),
-            loss=result.loss,
-            top1=result.top1,
-            top5=result.top5,
-            images=result.num_images,
-            images_per_s=result.num_images / max(result.seconds, 1e-9),
-        )
-        quantities = self.session.quantities
-        epochs = quantities.total_updates / quantities.updates_per_epoch
-        self.reporter.say(
-            f"epoch {self._epoch():.3g} of {epochs:.3g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
-            f" over {result.num_images:,} images"
-        )
+        self._log.test(self.done, result)
         if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
             self.progress.best_top1, self.progress.best_step = result.top1, self.done
             self._save()
@@ -317,7 +278,7 @@ class Loop:
         if self.saver.has(self.done):
             return
         here.to("checkpoint")
-        self._time()
+        self._log.time()
         self._collect()
         window = self.window.pack()
         self._check_loss(window["loss"])
@@ -333,10 +294,3 @@ class Loop:
         self.saver.finish(or_raise)
         self.progress.checkpoints = self.saver.tally.as_dict()
         self.reporter.say(str(self.saver.tally))
-
-    def _epoch(self) -> float:
-        return self.done / self.session.quantities.updates_per_epoch
-
-    def _time(self) -> float:
-        self.progress.time_s = time.perf_counter() - self._clock
-        return self.progress.time_s

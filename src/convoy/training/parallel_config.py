@@ -44,7 +44,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if isinstance(self.shares, tuple) and (not self.shares or min(self.shares) <= 0):
-            raise ValueError("parallel.shares must be numbers above zero, one for each device, e.g. 3,3,2")
+            raise ValueError("parallel.shares must be numbers above zero, one for each part of the batch, e.g. 3,3,2")
         if self.gradient_compression is not None and self.local_sgd is not None:
             raise ValueError(
                 "parallel.gradient_compression has no effect with local_sgd, which sends no gradients: give one"
@@ -86,6 +86,7 @@ def fitted(
     """
     changes: dict[str, object] = {"devices": num_devices}
     notes = [] if notes is None else notes
+    parts: int | None = num_devices
     if section.plan is not None and section.plan.strip() != "auto":
         plan = Plan.parse(section.plan)
         if not keep_plan and plan.mesh.num_devices not in (1, num_devices):
@@ -97,12 +98,24 @@ def fitted(
                 )
             plan = found.plan
             notes.append(f"the plan {before} was fitted to {num_devices} device{'s'[: num_devices > 1]}: {plan}")
-        changes["plan"] = plan_text(plan) if keep_plan or plan.mesh.num_devices == num_devices else None
-    if not keep_shares and isinstance(section.shares, tuple) and len(section.shares) != num_devices:
+        if keep_plan or plan.mesh.num_devices == num_devices:
+            changes["plan"], parts = plan_text(plan), plan.parts
+        else:
+            changes["plan"] = None
+    elif section.plan is not None and section.devices == num_devices:
+        parts = None
+    if not keep_shares and isinstance(section.shares, tuple) and not _fit(section.shares, parts, num_devices):
         changes["shares"] = None
         given = ",".join(f"{share:g}" for share in section.shares)
-        notes.append(f"the shares {given} are for {len(section.shares)} devices, not {num_devices}: they are left out")
+        many = f"{len(section.shares)} part{'s'[: len(section.shares) > 1]} of the batch"
+        notes.append(f"the shares {given} are for {many}, not {parts or num_devices}: they are left out")
     return section.model_copy(update=changes)
+
+
+def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool:
+    """Whether shares are as many as the parts of the batch; as the planner could make, where it chooses (None)."""
+    number = len(shares)
+    return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
 
 
 def num_devices(section: ParallelConfig) -> int:

@@ -141,12 +141,12 @@ class RunDirectory:
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
-    def forget_metrics_after(self, step: int, final: bool = False) -> None:
+    def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
         """Drop the metrics of updates that will be done again; a half-written last line goes too.
 
         Args:
             step: weight updates that are done.
-            final: they are all, and only the last evaluation will be done again.
+            and_evaluation: the evaluation after them will be done again, too.
         """
         if not self.metrics.exists():
             return
@@ -154,7 +154,8 @@ class RunDirectory:
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
-                if entry["step"] < step or (entry["step"] == step and not (final and entry["split"] == "test")):
+                again = and_evaluation and entry["split"] == "test"
+                if entry["step"] < step or (entry["step"] == step and not again):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue

@@ -1,40 +1,29 @@
-"""Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
+"""The live objects of one run, and what they do together: batches, updates, evaluations."""
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
-from convoy.data import Batch, DataSet, Order, evaluation_batches, num_workers, open_data, training_batches
-from convoy.data.sources import Progress
-from convoy.engine import Probe, prepare
+from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
+from convoy.engine import Probe
 from convoy.planning import Scored
-from convoy.plans.hosts import note_on_hosts
 from convoy.plans.plan import Plan
-from convoy.training.auto_plan import Choice, Chosen, Shares
-from convoy.training.build import build_model
-from convoy.training.derived import Derived, Quantities, derive, resolve
+from convoy.training.derived import Derived, Quantities
 from convoy.training.devices import Devices
-from convoy.training.division import Division, divide
-from convoy.training.ema import AveragedWeights
+from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import Guard
 from convoy.training.loss import ClassificationLoss
-from convoy.training.numerics import autocast_of, set_numerics
-from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import OneDevice, TrainedNetwork
-from convoy.training.planning import describe, method_of, plan_of
-from convoy.training.precision import Scaler, check_precision
+from convoy.training.numerics import autocast_of
+from convoy.training.parallel import TrainedNetwork
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
-from convoy.training.trial import check_coupling, merged, try_out
-from convoy.training.under_plan import UnderPlan
 
 
 @dataclass
@@ -75,8 +64,15 @@ class Session:
         """The context of a forward pass."""
         return autocast_of(self.recipe, self.device)
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split."""
+    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
+
+        Args:
+            is_asked_to_stop: called before each batch; the same on all ranks.
+
+        Raises:
+            StoppedError: it was asked to stop. Nothing has changed.
+        """
         devices, size = self.devices, self._evaluation_batch()
         samples = range(len(self.data.test))
 
@@ -91,7 +87,7 @@ class Session:
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
         )
-        with self.state.delivered() as model:
+        with closing(batches), self.state.delivered() as model:
             return evaluate(
                 model,
                 batches,
@@ -101,6 +97,7 @@ class Session:
                 devices,
                 announce,
                 self.network.joint,
+                is_asked_to_stop,
             )
 
     def _evaluation_batch(self) -> int:
@@ -151,174 +148,3 @@ class Session:
             last_waits=recipe.reproducible and self.devices.num > 1,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
-
-
-def set_up(
-    recipe: Recipe,
-    device: torch.device,
-    progress: Progress | None = None,
-    devices: Devices | None = None,
-    data: DataSet | None = None,
-) -> Session:
-    """Open the data, build the network and everything around it. All ranks call it.
-
-    Args:
-        recipe: what to train, and how.
-        device: where.
-        progress: is told of long work on the data: what, done, total.
-        devices: the ranks; None for one device.
-        data: in place of what the recipe names, where only the speed counts.
-
-    Raises:
-        ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
-    """
-    devices = devices or Devices()
-    set_numerics(recipe)
-    plan, notes = plan_of(recipe.parallel, devices.num)
-    check_precision(recipe.precision, device)
-    if data is None:
-        data = open_data(recipe.data, progress if devices.rank == 0 else None)
-    quantities = resolve(recipe, len(data.train))
-    model, found_notes = build_model(recipe, data)
-    notes += found_notes
-    if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-        notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = try_out(model, recipe, data, quantities.sizes, device)
-    ready = _Ready(recipe, data, quantities, model, found, device, devices)
-    scored, shares = None, None
-    if plan is None:
-        chosen = _choose_plan(ready, progress)
-        plan, scored, shares = chosen.plan, chosen.scored, chosen.shares
-        notes += chosen.notes
-    notes += note_on_hosts(plan, devices.ranks.on_host)
-    session = _assemble(ready, plan, notes, shares)
-    session.scored = scored
-    return session
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """What a session is made of, whatever the plan.
-
-    Attributes:
-        model: the plain network; a session makes it its own.
-    """
-
-    recipe: Recipe
-    data: DataSet
-    quantities: Quantities
-    model: nn.Module
-    probe: Probe
-    device: torch.device
-    devices: Devices
-
-
-def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
-    """The session under a plan, with the planner's shares where the recipe gives none. All ranks call it."""
-    recipe, data, device, devices, model = ready.recipe, ready.data, ready.device, ready.devices, ready.model
-    sizes = ready.quantities.sizes
-    counts = models.count(model, (data.channels, data.image_size, data.image_size))
-    network: TrainedNetwork
-    if plan.mesh.num_devices > 1 or ready.probe.draws:
-        network = _under_plan(recipe, model, plan, data, sizes, device)
-    else:
-        context = prepare(model, recipe.seed, recipe.batch_norm)
-        forward = torch.compile(model) if recipe.compile else model
-        network = OneDevice(model, context, device, forward, recipe.reproducible)
-    devices.follow(plan.mesh, network.sample_axes)
-    sharing = devices.num // devices.num_sample_ranks
-    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing))
-    check_coupling(recipe, ready.probe, model, devices)
-    division = _division(recipe, sizes, devices, notes, shares)
-    optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
-    averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
-    scaler = Scaler(device, recipe.precision, devices.any)
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    return Session(
-        recipe=recipe,
-        devices=devices,
-        plan=plan,
-        division=division,
-        data=data,
-        order=Order(len(data.train), recipe.batch, recipe.seed),
-        quantities=ready.quantities,
-        device=device,
-        model=model,
-        network=network,
-        counts=counts,
-        pipeline=InputPipeline(data, device, memory_format),
-        state=RunState(network, optimizer, scaler, averaged),
-        probe=ready.probe,
-        merge=merge,
-        derived=[
-            *derive(
-                recipe,
-                len(data.train),
-                samples=[len(division.positions(part)) for part in range(devices.num_sample_ranks)],
-                workers=num_workers(data, recipe.data),
-            ),
-            Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"),
-            *describe(recipe.parallel, plan, devices.num, division),
-        ],
-        notes=[*recipe.notes(), *data.notes, *notes],
-    )
-
-
-def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
-    """The plan for `--plan auto`. All ranks call it."""
-    devices, sizes = ready.devices, ready.quantities.sizes
-    merge, _ = devices.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
-
-    def make_step(model: nn.Module, plan: Plan, racing: Devices, shares: Shares) -> TrainingStep:
-        return _assemble(replace(ready, model=model, devices=racing), plan, [], shares).step()
-
-    return Choice(
-        recipe=ready.recipe,
-        model=ready.model,
-        data=ready.data,
-        sizes=sizes,
-        merge=merge,
-        device=ready.device,
-        devices=devices,
-        make_step=make_step,
-        progress=progress if progress is not None and devices.rank == 0 else _silent,
-    )()
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress."""
-
-
-def _under_plan(
-    recipe: Recipe,
-    model: nn.Module,
-    plan: Plan,
-    data: DataSet,
-    sizes: tuple[int, ...],
-    device: torch.device,
-) -> UnderPlan:
-    """The network as the engine runs it: on several devices, and on one where random numbers that no layer controls
-    must be the same as on several."""
-    example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
-    model.train()
-    return UnderPlan(
-        model,
-        plan,
-        example,
-        batch_norm=recipe.batch_norm,
-        seed=recipe.seed,
-        method=method_of(recipe),
-        compile=recipe.compile,
-    )
-
-
-def _division(recipe: Recipe, sizes: tuple[int, ...], devices: Devices, notes: list[str], planned: Shares) -> Division:
-    shares = recipe.parallel.shares
-    if shares is not None and devices.num_sample_ranks == 1:
-        notes.append("--shares has no effect: the plan does not divide the batch")
-        shares = None
-    if planned is not None and not isinstance(shares, tuple):
-        return Division(sizes, planned)
-    return divide(sizes, devices.num_sample_ranks, shares if isinstance(shares, tuple) else None)

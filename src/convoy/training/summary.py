@@ -21,6 +21,7 @@ class Progress:
         data_wait_s: seconds of those spent waiting for data.
         num_images: training images seen.
         best_top1, best_step: the best evaluation so far.
+        to_evaluate: an evaluation was stopped, and is to be done again.
         left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
         checkpoints: what they have cost (`convoy.training.checkpoints.tally.Tally`).
@@ -32,6 +33,7 @@ class Progress:
     num_images: int = 0
     best_top1: float | None = None
     best_step: int | None = None
+    to_evaluate: bool = False
     left_out: int = 0
     bad_images: list[dict[str, str]] = field(default_factory=list)
     checkpoints: dict[str, Any] = field(default_factory=dict)

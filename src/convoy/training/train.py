@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from convoy.engine.groups import meeting_store
+from convoy.engine.position import here
 from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training import environment
@@ -25,10 +26,11 @@ from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.restore import network_input
 from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
-from convoy.training.session import Session, set_up
+from convoy.training.session import Session
+from convoy.training.set_up import set_up
 from convoy.training.summary import Progress, Status, write_summary
 from convoy.training.trace_back import trace_back
-from convoy.training.watchdog import TIMEOUT_S, Watchdog, say_and_end
+from convoy.training.watchdog import Watchdog, say_and_end
 from convoy.training.weights import save_weights
 
 LOCK_PATIENCE_S = 30.0
@@ -67,8 +69,7 @@ def train(
     on_start: Callable[[Session], None] = lambda session: None,
     handed_on: bool = False,
     jobs: Sequence[str] = (),
-    timeout_s: float = TIMEOUT_S,
-    on_hang: Callable[[str], None] = say_and_end,
+    watchdog: Watchdog | None = None,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -86,9 +87,8 @@ def train(
         on_start: called with the session when everything is checked and before the first update, on rank 0.
         handed_on: another process hands signals on to this rank (`convoy.launch`).
         jobs: names of what started the ranks, which know their run again by them when they are started again.
-        timeout_s: seconds without any movement on several devices, or of waiting for one checkpoint, after which the
-            run ends.
-        on_hang: is called then with a sentence, from another thread; it should end the process.
+        watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
+            on several devices, or wait for one checkpoint. None makes one for the run alone.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -97,27 +97,32 @@ def train(
     devices = devices or Devices()
     first = devices.rank == 0
     reporter = reporter if first else Silence()
-    resuming = devices.first(lambda: _check(run, recipe, resume))
-    device = device or environment.choose_device(None)
-    session = set_up(recipe, device, reporter.prepare, devices)
-    if first:
-        on_start(session)
-    loop = Loop(session, run, reporter, handed_on, timeout_s)
     with contextlib.ExitStack() as stack:
+        if watchdog is None:
+            watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
+        resuming = devices.first(lambda: _check(run, recipe, resume))
+        device = device or environment.choose_device(None)
+        session = set_up(recipe, device, reporter.prepare, devices)
+        here.to("start")
+        if first:
+            on_start(session)
+        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s)
         stack.enter_context(disk_explained(run.path))
         devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming))
+        watchdog.begin()
         if resuming:
             loop.resume()
             reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
+        hang = watchdog.end
 
-        def hang(sentence: str) -> None:
+        def fail(sentence: str) -> None:
             _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
-            on_hang(sentence)
+            hang(sentence)
 
         try:
-            with Watchdog(devices, meeting_store(), hang, timeout_s):
+            with watchdog.ending_by(fail):
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -129,9 +134,8 @@ def train(
             error.__traceback__ = None
             del session, loop, summary
             _free(device)
-            ends = partial(_end_with, on_hang, error)
             try:
-                with Watchdog(devices, meeting_store(), ends, timeout_s):
+                with watchdog.ending_by(partial(_end_with, hang, error)):
                     again = set_up(ran, device, reporter.prepare, devices, data)
                     again.division = division
                     sentence = trace_back(again, store, name, error, update_s)
@@ -172,6 +176,7 @@ def _begin(
 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
+    here.to("weights")
     weights = session.state.whole_weights()
     if session.devices.rank == 0:
         assert loop.evaluation is not None
@@ -193,9 +198,9 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _end_with(on_hang: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
+def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
     """While it is looked for where the error began, nothing moves any more: the error is what counts."""
-    on_hang(f"{error}\n{sentence}")
+    end(f"{error}\n{sentence}")
 
 
 def _briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:

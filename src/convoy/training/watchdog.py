@@ -2,7 +2,11 @@
 
 A thread of each rank writes the rank's position into the store by which the ranks have met, every few seconds. Where
 its own rank has not moved for as long as the user allows, it reads those of the others, says what it knows, and ends
-the process: the main thread may be in a collective, which nothing interrupts.
+the process: the main thread may be in a collective, which nothing interrupts. Nor does it end a rank that waits for one
+that moves.
+
+While the run is set up nobody can say how long a rank may take for a step of its own: pictures are counted, plans are
+searched, networks compiled. Then only a rank ends that waits for others, shortly before its collective would.
 """
 
 import json
@@ -12,8 +16,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Self
 
@@ -25,8 +30,14 @@ from convoy.training.timespan import in_words
 
 TIMEOUT_S = 300.0
 """Seconds without any movement that a run is given, unless the user says otherwise."""
-_WORDS = {
+_LIMIT_S, _BEFORE = 600.0, 0.9
+_OUTSIDE = {
     "start": "before the first update",
+    "reading": "reading a checkpoint",
+    "weights": "writing the weights",
+    "report": "writing the report",
+}
+_WORDS = {
     "data": "waiting for data",
     "input": "moving its data to the device",
     "forward": "forward pass",
@@ -65,10 +76,28 @@ class Seen:
         layer = f" of layer {self.layer.partition('#')[0]}" if self.layer else ""
         what = f" ({self.collective})" if self.collective != "wait" else ""
         waits = f", waiting for other ranks{what}" if self.collective else ""
+        if self.part in _OUTSIDE:
+            return f"{_OUTSIDE[self.part]}{waits}"
         return f"update {self.update + 1:,}, {_WORDS.get(self.part, self.part)}{layer}{waits}"
 
+    def works(self, timeout_s: float) -> bool:
+        """Whether it moves, and waits for nobody."""
+        return not self.collective and self.still_s + self.silent_s <= timeout_s
 
-def explain(rank: int, ranks: Mapping[int, Seen], timeout_s: float, silence_s: float, num_ranks: int) -> str:
+
+def collective_limit_s(timeout_s: float) -> float:
+    """Seconds that a collective may take where the user allows so many without movement: a watchdog speaks before."""
+    return max(_LIMIT_S, 2 * timeout_s)
+
+
+def explain(
+    rank: int,
+    ranks: Mapping[int, Seen],
+    timeout_s: float,
+    silence_s: float,
+    num_ranks: int,
+    option: str = " (--timeout)",
+) -> str:
     """The sentence of a rank that has waited for too long, and below it where all are.
 
     Args:
@@ -77,6 +106,7 @@ def explain(rank: int, ranks: Mapping[int, Seen], timeout_s: float, silence_s: f
         timeout_s: that it has waited.
         silence_s: after which a rank that writes nothing does not run.
         num_ranks: of all.
+        option: that says how long it may wait.
     """
     own = ranks[rank]
     missing = [other for other in range(num_ranks) if other not in ranks]
@@ -94,7 +124,7 @@ def explain(rank: int, ranks: Mapping[int, Seen], timeout_s: float, silence_s: f
         late = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
         held = f"while all wait for each other{late}"
     lines = [
-        f"rank {rank} on host {own.host} has not moved for {in_words(timeout_s)} (--timeout): {own.place()}, {held}",
+        f"rank {rank} on host {own.host} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
         "last positions:",
     ]
     for other in range(num_ranks):
@@ -107,6 +137,12 @@ def explain(rank: int, ranks: Mapping[int, Seen], timeout_s: float, silence_s: f
     return "\n".join(lines)
 
 
+def say_and_end(sentence: str) -> None:
+    """What to do where nobody has said otherwise."""
+    print(sentence, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class Watchdog:
     """Watches over this rank while entered. All ranks make it, at the same time.
 
@@ -116,18 +152,22 @@ class Watchdog:
         end: is called with the sentence, from a thread; it should end the process.
         timeout_s: seconds without movement.
         position: of this process.
+        patient: the run is still being set up: nothing ends but a rank that waits for others, until `begin`.
     """
 
     def __init__(
         self,
         devices: Devices,
         store: Store | None,
-        end: Callable[[str], None],
+        end: Callable[[str], None] = say_and_end,
         timeout_s: float = TIMEOUT_S,
         position: Position = here,
+        patient: bool = False,
     ) -> None:
+        self.timeout_s = timeout_s
+        self._patient = patient
         self._rank, self._num = devices.rank, devices.num
-        self._end, self._timeout_s, self._position = end, timeout_s, position
+        self.end, self._position = end, position
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
         self._store: Store | None = None
         self._count = 0
@@ -154,19 +194,47 @@ class Watchdog:
         if self._store is not None:
             self._thread.join(self._interval_s)
 
+    def begin(self) -> None:
+        """The run is set up: from now on the user's time counts."""
+        self._position.moved = time.monotonic()
+        self._patient = False
+
+    @contextmanager
+    def ending_by(self, end: Callable[[str], None]) -> Iterator[None]:
+        """While entered, another function is called with the sentence."""
+        before, self.end = self.end, end
+        try:
+            yield
+        finally:
+            self.end = before
+
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
             still_s = time.monotonic() - self._position.moved
             try:
                 self._write()
-                if still_s > min(2 * self._interval_s, self._timeout_s):
+                if still_s > min(2 * self._interval_s, self.timeout_s):
                     self._read(range(self._num))
             except RuntimeError:  # the host of the store is not to be reached
                 self._known[self._rank] = (self._own(), time.monotonic())
             still_s = time.monotonic() - self._position.moved
-            if still_s > self._timeout_s and not self._stop.is_set():
-                self._end(self._sentence(still_s))
+            if self._is_stuck(still_s) and not self._stop.is_set():
+                self.end(self._sentence(still_s))
                 return
+
+    def _is_stuck(self, still_s: float) -> bool:
+        waits = bool(self._position.collective)
+        if self._patient:
+            return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
+        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in self._others()))
+
+    def _others(self) -> list[Seen]:
+        return [seen for rank, seen in self._as_seen().items() if rank != self._rank]
+
+    def _as_seen(self) -> dict[int, Seen]:
+        """Those that are known, with the time since they wrote."""
+        now = time.monotonic()
+        return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
 
     def _own(self) -> Seen:
         at = self._position
@@ -187,17 +255,9 @@ class Watchdog:
                 self._known[rank] = (seen, now)
 
     def _sentence(self, still_s: float) -> str:
-        now = time.monotonic()
-        known = {rank: Seen(**{**asdict(seen), "silent_s": now - then}) for rank, (seen, then) in self._known.items()}
-        known[self._rank] = self._own()
+        known = {**self._as_seen(), self._rank: self._own()}
         silence_s = 3 * self._interval_s + max(1.0, 2 * self._interval_s)
-        return explain(self._rank, known, still_s, silence_s, self._num)
-
-
-def say_and_end(sentence: str) -> None:
-    """What to do where nobody has said otherwise."""
-    print(sentence, file=sys.stderr, flush=True)
-    os._exit(1)
+        return explain(self._rank, known, still_s, silence_s, self._num, "" if self._patient else " (--timeout)")
 
 
 def _named(ranks: Sequence[int], known: Mapping[int, Seen]) -> str:

@@ -76,7 +76,7 @@ def write_study(
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
         named = {AUTO if text == "auto" else str(text): text for text in texts}
         predictions = {text: Prediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
-        store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions, ("a note",)))
+        store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions=predictions, notes=("a note",)))
     noise = np.random.default_rng(0)
     for round_ in range(1, rounds + 1):
         for row in rows:

@@ -53,6 +53,18 @@ def test_plans_that_divide_samples_have_a_row_for_each_share() -> None:
     assert rows[3].series != rows[2].series
 
 
+def test_numbers_are_for_plans_with_so_many_parts() -> None:
+    rows = configurations([4], ["sample", "sample=2,filter=2", "filter=2,owt=2"], [], ["3,1", "3,3,2,2"])
+    assert [row.label for row in rows] == [
+        "sample=4, shares 3,3,2,2", "sample=2,filter=2, shares 3,1", "filter=2,owt=2, shares 3,1"
+    ]  # fmt: skip
+
+
+def test_the_planner_can_be_bound_to_numbers_that_some_plan_has() -> None:
+    rows = configurations([4], ["auto"], [], ["3,1", "3,3,2,2", "3,2,1", "1"])
+    assert [row.label for row in rows] == ["auto, shares 3,1", "auto, shares 3,3,2,2"]
+
+
 def test_a_file_is_a_plan(tmp_path: object) -> None:
     path = f"{tmp_path}/mine.yaml"
     with open(path, "w") as file:  # noqa: PTH123

@@ -97,7 +97,7 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
         for row in rows:
             store.put_visit(row, 1, ranks(0.1, row.devices), "", 1.0)
         for devices, plan in ((1, "serial"), (2, "sample=2")):
-            store.put_forecast(devices, Forecast(None, {plan: Prediction(0.1 / devices, {}, 1)}))
+            store.put_forecast(devices, Forecast(predictions={plan: Prediction(0.1 / devices, {}, 1)}))
         found = results(store.document, 2, 6400)
         return [row.predicted for row in found.rows], " ".join(remarks(store.document, found))
 
@@ -105,6 +105,28 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
     assert even == [0.1, None, 0.05, None]
     assert "Predictions are of even parts of the batch; not predicted: sample=2, shares auto on 2." in said
     assert predicted(tmp_path / "own", "auto")[0] == [0.1, None, None, None]
+
+
+def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, study(), {"machine": "", "cores": 2})
+    store.document["table"] = {}
+    store.begin("", "")
+    rows = configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)
+    store.add(rows)
+    for row in rows:
+        store.put_visit(row, 1, ranks(0.1, row.devices), "", 1.0)
+    predictions = {"sample=2": Prediction(0.06, {}, 1), "auto": Prediction(0.05, {}, 1)}
+    store.put_forecast(2, Forecast("sample=2", (3, 1), predictions=predictions))
+    found = results(store.document, 2, 6400)
+    assert [(row.label, row.predicted, row.uneven) for row in found.rows[2:]] == [
+        ("sample=2", 0.06, False), ("sample=2, shares auto", None, True),
+        ("auto", 0.05, True), ("auto, shares auto", None, True),
+    ]  # fmt: skip
+    said = " ".join(remarks(store.document, found))
+    assert (
+        "Predictions are of even parts of the batch, that of auto of the planner's own; not predicted: sample" in said
+    )
+    assert "sample=2, shares auto is" in said and "auto: sample=2 is" not in said
 
 
 def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import configurations
+from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.store import Store, read
 from experiments.scaling.made_study import document, study, write_study
 
@@ -65,3 +66,28 @@ def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> N
 def test_no_study_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="give the folder of a study"):
         read(tmp_path)
+
+
+def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, study(), {})
+    rows = {row.key: row for row in configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"])}
+    store.add(list(rows.values()))
+    keys = [
+        "sample=4 on 4",
+        "sample=4 on 4, shares auto",
+        "auto on 4",
+        "auto on 4, shares auto",
+        "auto on 4, shares 3,1",
+    ]
+    assert list(rows) == keys
+    runs = [(store.plan_of(row), store.shares_of(row)) for row in rows.values()]
+    assert runs == [("sample=4", ""), ("sample=4", "auto"), ("sample=4", ""), ("sample=4", "auto"), ("sample=4", "3,1")]
+    store.put_forecast(4, Forecast("sample=4", (3, 2, 2, 1), {"3,1": "sample=2,filter=2"}))
+    store.put_forecast(4, Forecast(None, None, {}, {}, ("another call, which chose nothing",)))
+    runs = [(store.plan_of(row), store.shares_of(row)) for row in rows.values()]
+    assert runs[:2] == [("sample=4", ""), ("sample=4", "auto")]
+    assert runs[2:] == [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
+    recipes = [study().recipe_for(row, *run).parallel.shares for row, run in zip(rows.values(), runs, strict=True)]
+    assert recipes == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
+    store.put_forecast(4, Forecast("owt=4"))
+    assert (store.plan_of(rows["auto on 4"]), store.shares_of(rows["auto on 4"])) == ("owt=4", "")

@@ -81,7 +81,7 @@ def cluster_readings(text: str) -> list[list[dict[str, Any]]]:
 def test_arguments_and_variables_arrive_as_they_are(kind: str) -> None:
     arguments = ("resnet50", *HOSTILE)
     variables = {f"VALUE_{number}": value for number, value in enumerate(HOSTILE)}
-    asked = manifests.training(arguments=complete(arguments, "resnet50", 8), environment=variables)
+    asked = manifests.training(arguments=complete(arguments, {}, "resnet50", 8), environment=variables)
     written = manifest(asked, kind)
     for documents in cluster_readings(to_yaml(written)):
         assert documents == written  # and no document more
@@ -248,16 +248,17 @@ class TestCommandLine:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("model", "recipe", "name"),
     [
-        (["timm:ViT_B", "--data", "x"], "timm-vit-b"),
-        (["my.nets:make"], "my-nets-make"),
-        (["18"], "convoy-18"),
-        (["图"], "convoy"),
-        (["--recipe", "lenet-mnist"], "lenet-mnist"),
-        (["--epochs", "3"], "convoy"),
-        (["a" * 100], "a" * 40),
+        ("timm:ViT_B", None, "timm-vit-b"),
+        ("my.nets:make", None, "my-nets-make"),
+        ("18", None, "convoy-18"),
+        ("图", None, "convoy"),
+        (None, "lenet-mnist", "lenet-mnist"),
+        ("lenet", "mine.yaml", "lenet"),
+        (None, None, "convoy"),
+        ("a" * 100, None, "a" * 40),
     ],
 )
-def test_names_made_from_models_are_names(arguments: list[str], name: str) -> None:
-    assert name_for(arguments) == name
+def test_names_made_from_models_are_names(model: str | None, recipe: str | None, name: str) -> None:
+    assert name_for(model, recipe) == name

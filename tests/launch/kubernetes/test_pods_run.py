@@ -26,7 +26,7 @@ class Pods:
     """The pods of an indexed Job: processes that see no other variables than those of the manifest."""
 
     def __init__(self, folder: Path, updates: int, *settings: str) -> None:
-        arguments = complete((*TRAIN, "--epochs", f"{updates}ba", *settings), "lenet", 2)
+        arguments = complete((*TRAIN, "--epochs", f"{updates}ba", *settings), {}, "lenet", 2)
         asked = manifests.training(arguments, name="lenet", devices_per_node=1, accelerator=None, data_claim=None)
         (container,) = manifests.pod_of(manifests.read(asked, "job"))["containers"]
         self.container, self.folder = container, folder

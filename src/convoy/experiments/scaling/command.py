@@ -13,7 +13,7 @@ import torch
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.coarseness import too_coarse
-from convoy.experiments.scaling.configuration import Configuration, check_peers, configurations
+from convoy.experiments.scaling.configuration import Configuration, check_peers, configurations, parts_of
 from convoy.experiments.scaling.machine import machine_of
 from convoy.experiments.scaling.peer_visit import check_recipe
 from convoy.experiments.scaling.peers import check_installed
@@ -228,7 +228,9 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
 def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
     """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
     microbatches = num_microbatches(study.recipe)
-    wanted = dict.fromkeys(row.devices for row in rows if row.shares)
+    wanted = dict.fromkeys(
+        row.devices for row in rows if row.shares and parts_of(row.plan or "serial", row.devices) == row.devices
+    )
     found = [too_coarse(study.batch(number), microbatches, study.speeds[:number]) for number in wanted if study.speeds]
     return list(dict.fromkeys(filter(None, found)))
 

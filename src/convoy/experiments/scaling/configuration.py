@@ -29,7 +29,8 @@ class Configuration:
         kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
         plan: of Convoy, as a recipe has it; `auto` is the planner's.
         series: rows of one series differ by their devices only.
-        shares: parts of the batch, as a recipe has them: empty for even ones, `auto`, or `3,3,2`.
+        shares: parts of the batch, as a recipe has them: empty for even ones, or with the planner's plan for its own;
+            `auto`, or `3,3,2`.
         place: of one device alone, which one it is, from 0.
     """
 
@@ -101,7 +102,7 @@ def configurations(
             if size is None or size == number:
                 used.add(text)
                 plan = _plan(text, number)
-                fitting = [one for one in shares if _fits(one, text, plan, number)] or [""]
+                fitting = [one for one in shares if _fits(one, plan, number)] or [""]
                 found += [(CONVOY, number, plan, text, one) for one in fitting]
         found += [(peer, number, None, peer, "") for peer in peers]
     for text in plans:
@@ -121,12 +122,19 @@ def configurations(
     return [*rows[:after], *places, *rows[after:]]
 
 
-def _fits(shares: str, text: str, plan: str, devices: int) -> bool:
+def parts_of(plan: str, devices: int) -> int:
+    """Into how many parts a plan divides the batch; one that the planner is to choose, into as many as devices."""
+    return devices if plan == AUTO else Plan.parse(plan).parts
+
+
+def _fits(shares: str, plan: str, devices: int) -> bool:
     """Whether a plan can have such shares: it divides the samples, into so many parts where they are numbers."""
     if not shares:
         return True
-    divides = any(word in text or word in plan for word in ("sample", "owt", "auto"))
-    return divides and (shares == "auto" or len(shares.split(",")) == devices)
+    parts, number = parts_of(plan, devices), len(shares.split(","))
+    if plan == AUTO and shares != "auto":
+        return number > 1 and devices % number == 0
+    return parts > 1 and (shares == "auto" or number == parts)
 
 
 def _fixed_size(text: str) -> int | None:

@@ -8,18 +8,22 @@ import torch
 
 from convoy.cost.store import ProfileStore
 from convoy.data import open_data
+from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
+from convoy.experiments.scaling.configuration import AUTO
 from convoy.experiments.scaling.processes import Say
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
-from convoy.experiments.scaling.study import data_of
+from convoy.experiments.scaling.study import data_of, in_recipe
 from convoy.experiments.scaling.visit import Task, join
 from convoy.planning import Ranks, make_plan, score
 from convoy.planning.planner import Scored
 from convoy.plans.plan import Plan
 from convoy.training.build import build_model
+from convoy.training.division import text as text_of
 from convoy.training.numerics import set_numerics
 from convoy.training.parallel_config import plan_text
-from convoy.training.session import set_up
+from convoy.training.session import Session
+from convoy.training.set_up import set_up
 from convoy.training.workloads import workload_of_recipe
 
 COMPUTE = "compute"
@@ -46,24 +50,28 @@ class Forecast:
 
     Attributes:
         auto: the plan that the trainer would take, where that was asked; None where not.
-        predictions: by the text of the plan; those that cannot be are left out.
+        auto_shares: microbatches of each part of the batch that it would take with it; None where they are even.
+        bound: the plans that it would take with shares that are numbers, by these.
+        predictions: by the text of the plan; those that cannot be are left out. That of `auto_shares` is of `auto`.
         notes: sentences on how they came to be.
     """
 
     auto: str | None = None
+    auto_shares: tuple[int, ...] | None = None
+    bound: dict[str, str] = field(default_factory=dict)
     predictions: dict[str, Prediction] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
+def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
     """Predict all plans on the devices of a task, with the batch in even parts. All ranks call it.
 
-    Devices that are not equally fast are predicted as such. Shares are not: not those of a row, and not those by speed
-    that the planner would have with `auto`.
+    Devices that are not equally fast are predicted as such. Shares are not, but those that the planner has for `auto`.
 
     Args:
         task: its recipe has the devices; its plan does not matter.
         plans: texts of plans for so many; `auto` is found first.
+        bound: shares, as numbers, for which a plan is to be found.
         predict: whether predictions are wanted, beside the plan of `auto`.
         keep: whether measured times are kept for the next time.
         say: is told of long work.
@@ -71,26 +79,44 @@ def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: S
     devices, device = join(task)
     data = data_of(task.made, task.recipe)
     notes: list[str] = []
-    auto = None
-    if "auto" in plans:
-        parallel = task.recipe.parallel.model_copy(update={"plan": "auto"})
-        session = set_up(task.recipe.model_copy(update={"parallel": parallel}), device, say, devices, data)
-        auto = plan_text(session.plan)
-        notes += session.notes
+    auto, shares = None, None
+    found: dict[str, Prediction] = {}
+
+    def choose(numbers: str = "") -> Session:
+        parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
+        recipe = task.recipe.model_copy(update={"parallel": parallel})
+        session = set_up(recipe, device, say, devices, data)
+        notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
+        return session
+
+    if AUTO in plans:
+        session = choose()
+        auto, counts = plan_text(session.plan), session.division.counts
+        even = microbatch_sizes(len(session.division.sizes), len(counts))
+        if task.recipe.parallel.shares is None and counts != even:
+            shares = counts
+            notes.append(f"plan auto divides the batch by speed: {text_of(counts)} microbatches")
+            if predict and session.scored is not None:
+                found[AUTO] = _prediction(session.scored)
         del session
+    bound_to = {}
+    for numbers in bound:
+        try:
+            bound_to[numbers] = plan_text(choose(numbers).plan)
+        except ConvoyError as error:
+            notes.append(f"auto, shares {numbers}: {error}")
     if not predict:
-        return Forecast(auto, {}, tuple(notes))
+        return Forecast(auto, shares, bound_to, {}, tuple(notes))
     set_numerics(task.recipe)
     data = data or open_data(task.recipe.data)
     model, _ = build_model(task.recipe, data)
     memory_format = torch.channels_last if task.recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
-    found: dict[str, Prediction] = {}
     try:
         workload = workload_of_recipe(task.recipe, model.train(), shape, devices.num, device)
         wanted: dict[str, Plan] = {}
-        for text in dict.fromkeys(auto if text == "auto" and auto is not None else text for text in plans):
+        for text in dict.fromkeys(auto if text == AUTO and auto is not None else text for text in plans):
             try:
                 workload.place(Plan.parse(text))
                 wanted[text] = Plan.parse(text)
@@ -105,7 +131,7 @@ def forecast(task: Task, plans: Sequence[str], predict: bool, keep: bool, say: S
         notes += planned.notes
     except ConvoyError as error:
         notes.append(f"nothing is predicted: {error}")
-    return Forecast(auto, found, tuple(notes))
+    return Forecast(auto, shares, bound_to, found, tuple(notes))
 
 
 def _prediction(scored: Scored) -> Prediction:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.launch.cores import PINNED, own_cores
 
@@ -86,8 +87,9 @@ class Seat:
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "convoy-bench",
             }
-            if any(name == "lo" for _, name in socket.if_nameindex()):
-                found["GLOO_SOCKET_IFNAME"] = "lo"
+            loopback = interfaces.loopback()
+            if loopback is not None:
+                found["GLOO_SOCKET_IFNAME"] = loopback
         return found | dict(self.place.environment if self.place is not None else {})
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from convoy.experiments import formats
 from convoy.experiments.scaling.coarseness import too_coarse
-from convoy.experiments.scaling.configuration import CONVOY
+from convoy.experiments.scaling.configuration import CONVOY, parts_of
 from convoy.experiments.scaling.results import Results, Row
 from convoy.experiments.scaling.table import plan_label
 
@@ -108,7 +108,7 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
         f"Alone the devices train {rates} images/s, {formats.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     ]
-    even = {row.plan: row for row in rows if ", shares" not in row.series}
+    even = {row.plan: row for row in rows if not row.uneven}
     for row in rows:
         if (
             row.plan in even
@@ -118,18 +118,20 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
             ratio = even[row.plan].seconds / row.seconds
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
             said.append(f"{plan_label(row)} is {ratio:.2f} times as fast as even parts{parts}.")
+    rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
     batch, num = document["study"]["batch"], sum(next((row.microbatches for row in rows), ()))
-    coarse = too_coarse(batch, num, speeds) if num and any(", shares" in row.series for row in rows) else ""
+    coarse = too_coarse(batch, num, speeds) if num and any(row.uneven for row in rows) else ""
     return [*said, *([coarse] if coarse else [])]
 
 
 def _not_predicted(found: Results) -> str:
     """Which rows of Convoy have no prediction where others have."""
     own = [row for row in found.rows if row.kind == CONVOY]
-    names = [f"{plan_label(row)} on {row.devices}" for row in own if row.predicted is None and ", shares" in row.series]
+    names = [f"{plan_label(row)} on {row.devices}" for row in own if row.predicted is None and row.uneven]
     if not names or all(row.predicted is None for row in own):
         return ""
-    return f"Predictions are of even parts of the batch; not predicted: {', '.join(names)}."
+    but = ", that of auto of the planner's own" if any(row.predicted is not None and row.uneven for row in own) else ""
+    return f"Predictions are of even parts of the batch{but}; not predicted: {', '.join(names)}."
 
 
 def _over(found: Results) -> str:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from convoy.experiments.scaling.configuration import CONVOY, PEERS
+from convoy.experiments.scaling.configuration import AUTO, CONVOY, PEERS
 from convoy.experiments.scaling.curves import where
 from convoy.experiments.scaling.forecast import COMPUTE
 from convoy.experiments.scaling.spread import repeatability
 from convoy.experiments.scaling.stopwatch import COMMUNICATION, INPUT, OPTIMIZER
-from convoy.experiments.scaling.store import plan_of
+from convoy.experiments.scaling.store import found_shares, plan_of
 
 DAY_S = 86_400
 
@@ -29,6 +29,7 @@ class Row:
         spread: by which two such medians differ at most; None of one round.
         place: of one device alone, which one it is, from 0.
         microbatches: of an update, that each rank had in the last round; empty where that is not known.
+        uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
         speedup: images per second over those of the fastest row on one device.
         speedup_spread: by which that would differ at most.
         efficiency: the speed-up by the ideal one.
@@ -67,6 +68,7 @@ class Row:
     overhead: float
     place: int = 0
     microbatches: tuple[int, ...] = ()
+    uneven: bool = False
 
     @property
     def images_per_s(self) -> float:
@@ -204,7 +206,9 @@ def _row(
     speedup = over * statistics.median(own.values()) / statistics.median(base.values())
     forecast = document["forecasts"].get(str(devices)) or {"predictions": {}}
     plan = plan_of(document, row)
-    predicted = forecast["predictions"].get(plan) if row["kind"] == CONVOY and _foretold(document, row) else None
+    by_speed = found_shares(document, row) is not None
+    foretold = row["kind"] == CONVOY and _foretold(document, row)
+    predicted = forecast["predictions"].get(AUTO if by_speed else plan) if foretold else None
     return Row(
         key=row["key"],
         label=row["label"],
@@ -229,11 +233,12 @@ def _row(
         overhead=statistics.median(rank["overhead"] for visit in visits for rank in visit["ranks"]),
         place=row.get("place", 0),
         microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
+        uneven=", shares" in row["series"] or by_speed,
     )
 
 
 def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a prediction of the row's plan is one of the row: it has even parts, and is not of one slower device."""
+    """Whether a prediction is one of the row: it has even parts or the planner's, and is not of one slower device."""
     own = row.get("shares") or document["study"]["recipe"]["parallel"].get("shares")
     return not row.get("place") and (int(row["devices"]) == 1 or not own)
 

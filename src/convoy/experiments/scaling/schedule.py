@@ -3,11 +3,11 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.configuration import CONVOY, Configuration
+from convoy.experiments.scaling.configuration import AUTO, CONVOY, Configuration
 from convoy.experiments.scaling.forecast import Forecast, forecast
 from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
 from convoy.experiments.scaling.seats import Seats
@@ -78,7 +78,8 @@ class Schedule:
         if self.study.updates is None and kept["updates"] is None:
             first = self.configurations[0]
             self.progress(f"trying {first.label}", self._done, self._total)
-            task = self._task(first, first.plan if first.plan != "auto" else None, updates=2, warm_up=2)
+            plan, shares = (first.plan, first.shares) if first.plan != AUTO else (None, "")
+            task = self._task(first, plan, shares, updates=2, warm_up=2)
             ranks: list[RankTimes] = run_ranks(visit, self.seats.of(first.devices), task, seconds=self.timeout)
             each = max(statistics.median(lap.seconds for lap in rank.laps) for rank in ranks)
             kept["updates"] = max(LEAST, min(MOST, round(TIMED_S / each)))
@@ -91,20 +92,19 @@ class Schedule:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.configurations if row.kind == CONVOY and row.devices == devices]
         plans = list(dict.fromkeys(row.plan for row in rows if row.plan is not None))
-        known = self.store.forecast(devices)
-        if known is not None:
-            auto = known["auto"]
-            plans = [plan for plan in plans if (auto if plan == "auto" else plan) not in known["predictions"]]
-            if not self.predict:
-                plans = [plan for plan in plans if plan == "auto" and auto is None]
-        elif not self.predict:
-            plans = [plan for plan in plans if plan == "auto"]
-        if not plans:
+        known = self.store.forecast(devices) or {"auto": None, "predictions": {}}
+        auto, by_speed = known["auto"], known.get("auto_shares")
+        numbers = {row.shares for row in rows if row.plan == AUTO and row.shares not in ("", "auto")}
+        bound = sorted(numbers.difference(known.get("bound", ())))
+        if auto is not None:  # what has been chosen stays
+            plans = [auto if plan == AUTO else plan for plan in plans if plan != AUTO or not by_speed]
+        plans = [plan for plan in plans if plan == AUTO or (self.predict and plan not in known["predictions"])]
+        if not plans and not bound:
             return
         began = time.perf_counter()
         what = f"planning for {devices} device{'s' if devices > 1 else ''}"
         self.progress(what, self._done, self._total)
-        task = self._task(replace(rows[0], shares=""), plans[0])
+        task = self._task(rows[0], None, "")
         keep = not self.study.cluster  # times on a share of a core are not those of this machine
         try:
             ranks: list[Forecast] = run_ranks(
@@ -112,6 +112,7 @@ class Schedule:
                 self.seats.of(devices),
                 task,
                 plans,
+                bound,
                 self.predict,
                 keep,
                 seconds=self.timeout,
@@ -136,7 +137,7 @@ class Schedule:
         self.progress(f"round {round_} of {self.rounds}: {row.label}, {devices}", self._done, self._total)
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            task = self._task(row, self.store.plan_of(row))
+            task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
             seats = self.seats.of(row.devices, round_, row.place)
             quiet = row.kind != CONVOY  # some greet at every start
             ranks: list[RankTimes] = run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
@@ -151,12 +152,12 @@ class Schedule:
         self._save()
 
     def _task(
-        self, row: Configuration, plan: str | None, updates: int | None = None, warm_up: int | None = None
+        self, row: Configuration, plan: str | None, shares: str, updates: int | None = None, warm_up: int | None = None
     ) -> Task:
         study = self.study
         return Task(
             kind=row.kind,
-            recipe=study.recipe_for(row, plan if plan != "auto" else None),
+            recipe=study.recipe_for(row, plan, shares),
             made=study.made,
             device_type=f"{study.device_type}:{row.place}" if row.place and not study.on_cpu else study.device_type,
             updates=updates or study.updates or LEAST,

@@ -11,6 +11,7 @@ from convoy.experiments.scaling.configuration import AUTO, Configuration
 from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
+from convoy.training.division import text
 from convoy.training.files import write_text
 
 FORMAT, SCHEMA = "convoy-bench", 1
@@ -29,7 +30,7 @@ class Store:
         machine          on which they were measured
         table            epochs and dataset_size, for the days that training would take
         sessions         command, started, wall_s and planning_s of every call of the command
-        forecasts        by number of devices: auto, predictions by plan, notes
+        forecasts        by number of devices: auto, auto_shares, bound (plans by shares), predictions by plan, notes
         training         epochs of all trainings, where there are any
         configurations   key, kind, devices, plan, series, failed, visits: round, started, wall_s, loss, ranks, and
                          training: run, finished, failed, wall_s, images, sha256, evaluations (`curves.EVALUATION`)
@@ -114,12 +115,19 @@ class Store:
         """The plan that a row runs, as `plan_of` says."""
         return plan_of(self.document, self.row(row))
 
+    def shares_of(self, row: Configuration) -> str:
+        """The shares with which it runs: its own, or of `auto` those that the planner found."""
+        return row.shares or text(found_shares(self.document, self.row(row)) or ())
+
     def put_forecast(self, devices: int, found: Forecast) -> None:
         """Keep what was predicted, beside what was before."""
         before = self.forecast(devices) or {"auto": None, "predictions": {}, "notes": []}
         new = _plain(asdict(found))
+        last = new if new["auto"] else before
         self.document["forecasts"][str(devices)] = {
-            "auto": new["auto"] or before["auto"],
+            "auto": last["auto"],
+            "auto_shares": last.get("auto_shares"),
+            "bound": {**before.get("bound", {}), **new["bound"]},
             "predictions": {**before["predictions"], **new["predictions"]},
             "notes": list(dict.fromkeys([*before["notes"], *new["notes"]])),
         }
@@ -151,15 +159,26 @@ class Store:
 
 
 def plan_of(document: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
-    """The plan that a row of a document runs: of `auto` that which was found, or else plain sample parallelism.
+    """The plan that a row of a document runs: of `auto` that which was found, for its shares if they are numbers, or
+    else plain sample parallelism.
 
     None where the row is not of Convoy.
     """
     plan: str | None = row["plan"]
     if plan != AUTO:
         return plan
-    known: str | None = (document["forecasts"].get(str(row["devices"])) or {}).get("auto")
+    forecast = document["forecasts"].get(str(row["devices"])) or {}
+    by_numbers = row.get("shares") not in (None, "", "auto")
+    known: str | None = forecast.get("bound", {}).get(row["shares"]) if by_numbers else forecast.get("auto")
     return known or f"sample={row['devices']}"
+
+
+def found_shares(document: Mapping[str, Any], row: Mapping[str, Any]) -> list[int] | None:
+    """Microbatches of each part that the planner found for a row of `auto`; None where they are even, or its own."""
+    if row["plan"] != AUTO or row.get("shares"):
+        return None
+    found: list[int] | None = (document["forecasts"].get(str(row["devices"])) or {}).get("auto_shares")
+    return found
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -62,12 +62,9 @@ class Study:
         """Samples of an update on all of some devices."""
         return self.recipe.batch * (devices if self.weak else 1)
 
-    def recipe_for(self, row: Configuration, plan: str | None) -> Recipe:
-        """The recipe of a row, under a plan."""
-        changes: dict[str, Any] = {"devices": row.devices, "plan": plan}
-        if row.shares:
-            numbers = row.shares if row.shares == "auto" else tuple(float(part) for part in row.shares.split(","))
-            changes["shares"] = numbers
+    def recipe_for(self, row: Configuration, plan: str | None, shares: str = "") -> Recipe:
+        """The recipe of a row, under a plan and with shares, as a row has them."""
+        changes: dict[str, Any] = {"devices": row.devices, "plan": plan, **in_recipe(shares)}
         parallel = self.recipe.parallel.model_copy(update=changes)
         return self.recipe.model_copy(update={"batch": self.batch(row.devices), "parallel": parallel})
 
@@ -94,6 +91,13 @@ class Study:
             "updates": self.updates,
             "warm_up": self.warm_up,
         }
+
+
+def in_recipe(shares: str) -> dict[str, Any]:
+    """The shares of a row as a recipe has them; nothing where the row leaves them to the study's recipe."""
+    if not shares:
+        return {}
+    return {"shares": shares if shares == "auto" else tuple(float(part) for part in shares.split(","))}
 
 
 def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:

@@ -94,7 +94,7 @@ class TrainingRuns:
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
         name = where(self.store.row(row))
-        recipe = self.study.recipe_for(row, self.store.plan_of(row))
+        recipe = self.study.recipe_for(row, self.store.plan_of(row), self.store.shares_of(row))
         task = Task(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
         began, took = time.perf_counter(), kept["wall_s"]
         try:

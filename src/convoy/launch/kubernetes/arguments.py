@@ -1,7 +1,8 @@
 """The arguments of `convoy train` in a pod: the user's, and those without which a restarted pod would begin anew."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes.names import label_of
@@ -9,12 +10,18 @@ from convoy.launch.kubernetes.training import DATA_PATH, RUN_PATH
 
 
 def complete(
-    arguments: Sequence[str], name: str, num_devices: int, elastic: bool = False, data_claim: bool = True
+    arguments: Sequence[str],
+    said: Mapping[str, Any],
+    name: str,
+    num_devices: int,
+    elastic: bool = False,
+    data_claim: bool = True,
 ) -> tuple[str, ...]:
     """Arguments with `--out /runs/NAME` and `--resume`, where they lack them.
 
     Args:
         arguments: what the user wrote after `--`.
+        said: the options that it says, by name, as far as they are `out`, `data`, `devices` and `resume`.
         name: of the job.
         num_devices: of the whole job, which `--devices` must not contradict.
         elastic: whether it may run on fewer, so that no number is right.
@@ -26,40 +33,28 @@ def complete(
     """
     if not arguments:
         raise ConvoyError("nothing to train: write -- and what convoy train would be given, e.g. -- resnet50")
-    out, data, devices = (value_of(arguments, option) for option in ("--out", "--data", "--devices"))
+    out, data, devices = (said.get(option) for option in ("out", "data", "devices"))
     if devices is not None and elastic:
         raise ConvoyError(f"--devices {devices} contradicts --min-nodes, which lets the number change: leave it away")
-    if devices is not None and devices != str(num_devices):
+    if devices is not None and devices != num_devices:
         raise ConvoyError(
             f"--devices {devices} contradicts --nodes and --devices-per-node, which make {num_devices}: leave it away"
         )
-    if out is not None and not _below(out, RUN_PATH):
+    if out is not None and not _below(str(out), RUN_PATH):
         raise ConvoyError(
             f"--out {out} would be lost with the pod: name a folder below {RUN_PATH}, where --run-claim is mounted"
         )
     if data is not None and _below(data, DATA_PATH, itself=True) and not data_claim:
         raise ConvoyError(f"--data {data} is on no volume: give the claim that has it by --data-claim")
     added = [] if out is not None else ["--out", f"{RUN_PATH}/{name}"]
-    if "--resume" not in arguments:
+    if not said.get("resume"):
         added.append("--resume")
     return (*arguments, *added)
 
 
-def name_for(arguments: Sequence[str]) -> str:
+def name_for(model: str | None, recipe: str | None) -> str:
     """A name for the job, made from that of the model or the recipe."""
-    first = next(iter(arguments), "-")
-    return label_of(value_of(arguments, "--recipe") or "convoy" if first.startswith("-") else first)
-
-
-def value_of(arguments: Sequence[str], option: str) -> str | None:
-    """What an option is given, `--option VALUE` or `--option=VALUE`; the last one counts."""
-    found = None
-    for number, argument in enumerate(arguments):
-        if argument == option:
-            found = next(iter(arguments[number + 1 :]), None)
-        elif argument.startswith(f"{option}="):
-            found = argument.partition("=")[2]
-    return found
+    return label_of(model or recipe or "convoy")
 
 
 def _below(path: str, folder: str, itself: bool = False) -> bool:

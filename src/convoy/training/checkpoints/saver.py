@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints.draft import Draft
+from convoy.training.checkpoints.report import Report, first_failure, still
 from convoy.training.checkpoints.snapshot import snapshot
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.checkpoints.when import Pace, When
-from convoy.training.checkpoints.writing import State, Writing
+from convoy.training.checkpoints.writing import Writing
 from convoy.training.devices import Devices
 from convoy.training.files import to_json
 from convoy.training.timespan import in_words
@@ -34,28 +34,6 @@ TIMEOUT_S = 300.0
 """Seconds that the run waits for a checkpoint, unless it is told otherwise."""
 END_S = 5.0
 """What a checkpoint on its way is given when the run ends by a mistake."""
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank knows of the checkpoint on its way.
-
-    Attributes:
-        failure: why this rank could not write.
-        waited_s: the run, for this checkpoint.
-        processor_s: that the thread had.
-        seconds: until it was written.
-        update_s: the time of an update.
-        kept_s: that the run has now waited for it in one go.
-    """
-
-    state: State
-    failure: str | None
-    waited_s: float
-    processor_s: float
-    seconds: float
-    update_s: float
-    kept_s: float
 
 
 class Saver:
@@ -206,7 +184,7 @@ class Saver:
                 self._too_late(writing, reports)
             if not said and kept_s > LONG_S:
                 said = True
-                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {still(reports)}")
         self.tally.at_once(time.perf_counter() - came)
 
     def _waited(self, since: float) -> None:
@@ -215,20 +193,11 @@ class Saver:
         self.tally.waited_s += seconds
         self._pace.waited(seconds)
 
-    def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[_Report]:
+    def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[Report]:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
         writing = self._writing
         assert writing is not None
-        state = writing.state
-        mine = _Report(
-            state,
-            None if state == "running" else _reason(writing.failure),
-            self._wait_s,
-            writing.processor_s,
-            writing.seconds,
-            self._pace.update_s,
-            kept_s,
-        )
+        mine = Report.of(writing, self._wait_s, self._pace.update_s, kept_s)
         reports = self._devices.gather(mine)
         states = [report.state for report in reports]
         if "failed" in states:
@@ -241,7 +210,7 @@ class Saver:
                 self._success(writing.draft, reports)
         return reports
 
-    def _success(self, draft: Draft, reports: list[_Report]) -> None:
+    def _success(self, draft: Draft, reports: list[Report]) -> None:
         self.newest = draft.step
         self.tally.written += 1
         if self._failed:
@@ -253,16 +222,14 @@ class Saver:
         if sentence is not None:
             self._tell(sentence)
 
-    def _failure(self, writing: Writing, reports: list[_Report], or_raise: bool) -> None:
+    def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
         if self._devices.rank == 0:
             writing.draft.discard()
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
-        rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
-        where = f"rank {rank}: {reason}" if self._devices.num > 1 else reason
         sentence = (
-            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} ({where}): "
-            f"{self._older()}"
+            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} "
+            f"({first_failure(reports)}): {self._older()}"
         )
         if or_raise or not self._goes_on:
             raise ConvoyError(
@@ -273,13 +240,13 @@ class Saver:
         self.tally.failed += 1
         self._tell(f"{sentence}; the run goes on")
 
-    def _too_late(self, writing: Writing, reports: list[_Report]) -> None:
+    def _too_late(self, writing: Writing, reports: list[Report]) -> None:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
         raise ConvoyError(
             f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
-            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            f"(--timeout), {still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
             "answers, then go on with --resume"
         )
 
@@ -297,11 +264,6 @@ class Saver:
             writing.draft.discard()
 
 
-def _still(reports: list[_Report]) -> str:
-    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
-    return f"still written by {slow}"
-
-
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """What tells a file from one of the same name on another machine."""
     try:
@@ -309,11 +271,3 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _reason(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,59 @@
+"""Refuses, before a pass, what has changed since a network was divided in a way that other ranks would not notice."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.contents import Contents
+from convoy.errors import ConvoyError
+
+
+class Unchanged:
+    """A network as it was divided.
+
+    Args:
+        model: with this rank's parameters.
+        alone: there is one device, on which nobody else could miss anything.
+    """
+
+    def __init__(self, model: nn.Module, alone: bool) -> None:
+        self._model = model
+        self._alone = alone
+        self._is_copy = False
+        self._contents: Contents | None = Contents(model)
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+
+    def of_copy(self, model: nn.Module) -> "Unchanged":
+        """The same for a copy of the network, which need not be complete yet."""
+        twin = copy.copy(self)
+        twin._model = model
+        twin._contents = None
+        twin._is_copy = True
+        return twin
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Look at the network and at the inputs of a pass.
+
+        Raises:
+            ConvoyError: something has changed, or the inputs do not fit together.
+        """
+        if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
+            lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
+            raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
+        if self._contents is None:
+            self._contents = Contents(self._model)
+        self._contents.check()
+        if self._alone:
+            return
+        if any(p.requires_grad for p in self._frozen):
+            raise ConvoyError(
+                "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
+                "network anew, set requires_grad, then call convoy.parallelize"
+            )
+        if self._is_copy and self._model.training and torch.is_grad_enabled():
+            raise ConvoyError(
+                "this is a copy of a parallelized network, whose gradients nobody adds up: train the original, and "
+                "call the copy in eval mode or under torch.no_grad()"
+            )
