@@ -107,12 +107,22 @@ def command(
     )
     check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
     text = to_yaml(manifest(training, kind, runtime))
+    module, colon, _ = (said["model"] or "").partition(":")
+    if colon and module not in _LIBRARIES:
+        click.echo(
+            f"the module {module} must be in the image {image}: see 'Your own network' in docs/kubernetes.md",
+            err=True,
+        )
     if out is None:
         click.echo(text, nl=False)
         return 0
     _write(out, text)
     click.echo(f"manifest: {out}; start it with: kubectl apply -f {out}")
     return 0
+
+
+_LIBRARIES = ("timm", "torchvision")
+"""What may stand before the colon in the name of a network and is no module of the user's own."""
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:

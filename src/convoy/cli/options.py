@@ -65,5 +65,16 @@ def parallel(function: Function) -> Function:
 
 
 def _list(text: str | None) -> str | None:
-    """`3,3,2` as YAML."""
-    return text if text is None or text == "auto" or text.startswith("[") else f"[{text}]"
+    """`3,3,2` as YAML.
+
+    Raises:
+        click.BadParameter: these are no numbers.
+    """
+    if text is None or text == "auto":
+        return text
+    numbers = text.removeprefix("[").removesuffix("]")
+    try:
+        list(map(float, numbers.split(",")))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is neither numbers, such as 3,3,2, nor auto.") from error
+    return f"[{numbers}]"

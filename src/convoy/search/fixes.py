@@ -10,6 +10,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES, strategy_error
 from convoy.search.space import Strategy
 
+_SHOWN = 12
 _FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one strategy for each axis, 'fc=sample,filter'"
 
 
@@ -76,4 +77,5 @@ def _nearest(pattern: str, layers: Sequence[str]) -> str:
         parts = layer.split(".")
         possible |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
     close = difflib.get_close_matches(pattern, sorted(possible), 1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"its layers are {', '.join(list(layers)[:6])}"
+    more = ", …" if len(layers) > _SHOWN else ""
+    return f"did you mean {close[0]}?" if close else f"its layers are {', '.join(list(layers)[:_SHOWN])}{more}"

@@ -111,6 +111,6 @@ def nothing_fits(
     name = f"layer {largest}" if largest else "what the network itself computes"
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are; the most of all layers takes {name}, {size(int(layers[largest]))}: use more "
-        "devices, smaller microbatches or smaller images"
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
+        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
     )

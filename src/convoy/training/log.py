@@ -90,9 +90,14 @@ class Log:
         quantities = self._session.quantities
         epochs = quantities.total_updates / quantities.updates_per_epoch
         self._reporter.say(
-            f"epoch {self._epoch(done):.3g} of {epochs:.3g}: test top-1 {result.top1:.2%}, loss {result.loss:.4f}"
-            f" over {result.num_images:,} images"
+            f"epoch {_number(self._epoch(done))} of {_number(epochs)}: test top-1 {result.top1:.2%}, "
+            f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 
     def _epoch(self, done: int) -> float:
         return done / self._session.quantities.updates_per_epoch
+
+
+def _number(epochs: float) -> str:
+    """With three digits, or as many as the whole number has."""
+    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"

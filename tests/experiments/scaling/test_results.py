@@ -10,7 +10,7 @@ import pytest
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.files import write_files
 from convoy.experiments.scaling.forecast import Forecast, Prediction
-from convoy.experiments.scaling.remarks import remarks
+from convoy.experiments.scaling.remarks import _one_device, remarks
 from convoy.experiments.scaling.results import Results, results
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.table import csv_text, latex_text, lines, plus_minus
@@ -56,6 +56,20 @@ def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
     three = exact(tmp_path, {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})
     assert three.reference is not None and three.reference.kind == "torch"
     assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [
+        ([0.4, 0.41, 0.4], "Slower than one device: sample=2 on 2."),
+        ([0.21, 0.1, 0.4], "Not told apart from one device, by their ±: sample=2 on 2;"),
+        ([0.1, 0.101, 0.1], ""),
+        ([0.4], "Slower than one device: sample=2 on 2."),
+    ],
+)
+def test_slower_is_what_is_so_beyond_its_spread(tmp_path: Path, rounds: list[float], said: str) -> None:
+    sentence = _one_device(exact(tmp_path, {"serial on 1": [0.2] * len(rounds), "sample=2 on 2": rounds}))
+    assert sentence.startswith(said) and bool(sentence) == bool(said)
 
 
 def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> None:

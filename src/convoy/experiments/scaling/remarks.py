@@ -1,6 +1,6 @@
 """What has to be said of a table: on what, how sure, what the measuring cost, and what is missing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convoy.experiments import formats
@@ -148,7 +148,19 @@ def _row(row: Row) -> str:
 
 
 def _one_device(found: Results) -> str:
-    slower = [row for row in found.rows if row.devices > 1 and row.speedup < 1]
-    if not slower or found.reference is None or found.reference.devices > 1:
+    if found.reference is None or found.reference.devices > 1:
         return ""
-    return f"Slower than one device: {', '.join(f'{plan_label(row)} on {row.devices}' for row in slower)}."
+    several = [row for row in found.rows if row.devices > 1]
+    slower = [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]
+    alike = [row for row in several if row not in slower and abs(row.speedup - 1) <= (row.speedup_spread or 0)]
+    said = [f"Slower than one device: {_names(slower)}."] if slower else []
+    if alike:
+        said.append(
+            f"Not told apart from one device, by their ±: {_names(alike)}; more --rounds tell more, on a machine that "
+            "does nothing else."
+        )
+    return " ".join(said)
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{plan_label(row)} on {row.devices}" for row in rows)
