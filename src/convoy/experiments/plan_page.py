@@ -10,6 +10,7 @@ from convoy.experiments.pictures import data_uri
 from convoy.experiments.strategies import PARTS
 from convoy.experiments.timeline_drawing import draw_timeline, kinds_in, num_left_out
 from convoy.planning.document import document
+from convoy.planning.engine_time import ENGINE
 from convoy.planning.layers import Layer
 from convoy.planning.planner import Planned, Scored
 from convoy.planning.verdict import Explained, parts_of
@@ -157,7 +158,7 @@ def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
         "packing": "packing",
         "transfer": "waiting for messages",
         "update": "optimiser",
-        "engine": "the engine itself",
+        "engine": ENGINE,
         "idle": "idle",
     }
     used = {key for bar in bars for key, _, _ in bar.parts}
