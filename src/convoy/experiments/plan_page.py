@@ -5,7 +5,7 @@ from typing import Any
 
 import convoy
 from convoy.experiments import formats, pages
-from convoy.experiments.network_drawing import draw_network, legend, omitted_edges
+from convoy.experiments.network_drawing import canvas_height, draw_network, legend, omitted_edges
 from convoy.experiments.pictures import data_uri
 from convoy.experiments.strategies import PARTS
 from convoy.experiments.timeline_drawing import draw_timeline, kinds_in, num_left_out
@@ -86,6 +86,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
         "network": draw_network(found),
+        "canvas": canvas_height(found),
         "network_legend": legend(found),
         "omitted": omitted_edges(found),
         "timeline": draw_timeline(scored.timeline),
