@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.experiments.network_boxes import MOST_LANES, Grid, grid_of
-from convoy.experiments.network_drawing import name_in
+from convoy.experiments.network_drawing import name_in, shown_height
 from convoy.experiments.timeline_drawing import short, ticks
 from convoy.models import create
 from convoy.planning import workload_of
@@ -82,6 +82,15 @@ def test_few_round_times(total: float) -> None:
     assert found[0] == 0
     assert 4 <= len(found) <= 10
     assert found[-1] <= total * 1.001
+
+
+def test_a_long_drawing_ends_between_two_rows() -> None:
+    assert shown_height([10, 86, 162, 212]) is None
+    tops = list(range(10, 2000, 76))
+    shown = shown_height(tops)
+    assert shown is not None
+    visible = shown - 12
+    assert not any(top < visible < top + 50 for top in tops)
 
 
 def test_names_end_with_what_says_most() -> None:

@@ -55,7 +55,7 @@ def test_all_of_it_is_on_the_page(tmp_path: Path) -> None:
     for words in (
         "An update, predicted and measured",
         "An update took 17.0 ms, the median of 55; 34.0 ms were predicted (+100 %).",
-        "those of rank 1, the median of 3 updates",
+        "those of rank 1, each the median of 3 other updates that were watched: they add up to 17.0 ms.",
         "learnt the times of 11 pieces",
         "features.0",
         "22.0 ms",
@@ -79,6 +79,13 @@ def test_bars_are_shares_of_the_longest(tmp_path: Path) -> None:
         ("transfer", pytest.approx(100 * 4 / 22)),
     ]
     assert (longest.predicted, longest.measured, longest.difference) == ("22.0 ms", "11.0 ms", "+100 %")
+
+
+def test_what_was_not_predicted_is_not_off_by_anything(tmp_path: Path) -> None:
+    parts = {"input": Both(0.0, 9e-3), "forward": Both(1e-3, 2e-3), "backward": Both(None, 6e-3)}
+    found = compared(read_run(with_prediction(tmp_path, comparison(parts=parts))).prediction)
+    assert found is not None and found.sum == "17.0 ms"
+    assert [row.difference for row in found.parts] == ["", "-50 %", ""]
 
 
 def test_without_a_prediction_there_is_what_was_measured(tmp_path: Path) -> None:

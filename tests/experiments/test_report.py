@@ -11,6 +11,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.experiments import formats, report, write_report
+from convoy.experiments.pages import running
 from experiments.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
 
 EVIL = "<script>alert('ship')</script>"
@@ -249,3 +250,16 @@ def test_two_classes_and_one_class_are_fine(tmp_path: Path) -> None:
         assert "Most confused pairs" in page(
             complete_run(tmp_path, final=evaluation(names, mistakes=0))
         ).words or names == ["cat"]
+
+
+def test_options_stay_in_one_line() -> None:
+    assert running("go on: --resume, --max-restarts 2 <b>") == (
+        'go on: <span class="nowrap">--resume</span>, <span class="nowrap">--max-restarts</span> 2 &lt;b&gt;'
+    )
+    assert running("a--b and -- and resnet18-cifar") == "a--b and -- and resnet18-cifar"
+
+
+def test_notes_come_after_the_result_and_remarks_before(tmp_path: Path) -> None:
+    run = complete_run(tmp_path, results=summary(notes=["checkpoint every 619 updates"], status="stopped"))
+    html = write_report(run).read_text(encoding="utf-8")
+    assert html.index("The run was stopped") < html.index('class="tiles"') < html.index("checkpoint every 619 updates")

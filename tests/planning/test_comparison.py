@@ -70,6 +70,7 @@ def test_text() -> None:
     assert text.startswith("an update took 10.0 ms, the median of 9; 12.0 ms were predicted (+20 %)")
     for words in ("exposed communication", "classifier.4", GRADIENTS, "waits: predicted", "as said"):
         assert words in text
+    assert "each part the median of 2 other updates; they add up to 7.00 ms" in text
     assert comparison().error == pytest.approx(0.2)
 
 

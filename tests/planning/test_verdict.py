@@ -12,12 +12,15 @@ from convoy.cost.costs import Around, Costs
 from convoy.cost.piece import Piece
 from convoy.cost.times import Times
 from convoy.cost.update import Update
+from convoy.experiments.timeline_drawing import draw_timeline, kinds_in
 from convoy.models import create
 from convoy.planning import Planned, score, workload_of
 from convoy.planning.changes import faster
+from convoy.planning.comparison import predicted
 from convoy.planning.document import document
+from convoy.planning.engine_time import ENGINE
 from convoy.planning.text import explanation_text
-from convoy.planning.verdict import ENGINE, Explained, explained
+from convoy.planning.verdict import Explained, explained
 from convoy.plans.plan import Plan
 
 BATCH = 32
@@ -129,7 +132,24 @@ def test_what_the_engine_adds_is_not_the_optimisers() -> None:
     found = explain("sample=2", costs(update=replace(update, fixed=0.5)), alone=costs(update=update))
     parts = {part.name: part.seconds for part in found.parts}
     assert parts[ENGINE] == pytest.approx(0.5)
+    assert parts["optimiser"] == pytest.approx(next(part.ideal for part in found.parts if part.name == "optimiser") * 2)
     assert found.verdict.kind == "batch"
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.5])
+def test_every_place_has_the_same_seconds_for_the_optimiser(fixed: float) -> None:
+    update = Update(per_byte=1e-9)
+    found = explain("sample=2", costs(with_delay, update=replace(update, fixed=fixed)), alone=costs(update=update))
+    without = explain("sample=2", costs(with_delay, update=update)).scored
+    scored, parts = found.scored, {part.name: part.seconds for part in found.parts}
+    assert scored.seconds == pytest.approx(without.seconds + fixed)
+    own = without.timeline.by_kind()["update"]
+    compared = predicted(scored).parts
+    assert parts["optimiser"] == pytest.approx(own) == compared["optimiser"] == scored.timeline.by_kind()["update"]
+    assert parts.get(ENGINE, 0.0) == pytest.approx(fixed)
+    assert compared["rest"] == pytest.approx(predicted(without).parts["rest"] + fixed)
+    drawn = draw_timeline(scored.timeline)
+    assert ('class="span engine"' in drawn) == (("engine", ENGINE) in kinds_in(scored.timeline)) == (fixed > 0)
 
 
 @pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "sample=2,height=2"])

@@ -1,6 +1,7 @@
 """The network drawn layer by layer, in the colours of its strategies, as SVG for a page."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -16,6 +17,8 @@ from convoy.search.prices import is_choosing
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP, _BAR = 26, 10, 20, 4
+_WHOLE, _SHOWN, _PADDING = 1300, 760, 12
+"""Heights of a drawing that is shown whole and of what is shown of others, and the space around it."""
 _BOLD, _LIGHT, _COST = 8.0, 7.2, 62
 """Width of a letter of a name, and of the seconds beside it."""
 
@@ -55,6 +58,20 @@ def draw_network(found: Explained) -> Markup:
         '<svg class="network" role="img" width="{}" height="{}" viewBox="0 0 {} {}" aria-label="The network">'
     ).format(width, height, width, height)
     return head + Markup("").join(parts) + Markup("</svg>")
+
+
+def canvas_height(found: Explained) -> int | None:
+    """Pixels of the drawing that are shown at once, up to between two rows; None where all of it is."""
+    placement = found.scored.placement
+    strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
+    return shown_height(_tops(grid_of(placement.graph), strategies))
+
+
+def shown_height(tops: Sequence[int]) -> int | None:
+    """The same, from where each row begins and the last one ends."""
+    if tops[-1] <= _WHOLE:
+        return None
+    return _PADDING + max(top for top in tops if top <= _SHOWN) - 4
 
 
 def omitted_edges(found: Explained) -> int:

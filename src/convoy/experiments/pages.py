@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -10,6 +11,7 @@ from convoy.experiments import formats
 from convoy.printable import printable
 
 _FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
+_OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 
 def render(template: str, styles: tuple[str, ...], script: str, **content: object) -> str:
@@ -31,6 +33,7 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
     )
     for name in _FILTERS:
         environment.filters[name] = getattr(formats, name)
+    environment.filters["running"] = running
     loader = environment.loader
     assert loader is not None
     style = "\n".join(loader.get_source(environment, name)[0] for name in styles)
@@ -39,6 +42,16 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
     return environment.get_template(template).render(
         content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
     )
+
+
+def running(text: str) -> Markup:
+    """A sentence whose options, as `--resume`, stay in one line."""
+    found, end = Markup(""), 0
+    shown = printable(text, keep="\n\t")
+    for option in _OPTION.finditer(shown):
+        found += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
+        end = option.end()
+    return found + shown[end:]
 
 
 def _shown(value: object) -> object:

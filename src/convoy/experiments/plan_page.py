@@ -5,11 +5,12 @@ from typing import Any
 
 import convoy
 from convoy.experiments import formats, pages
-from convoy.experiments.network_drawing import draw_network, legend, omitted_edges
+from convoy.experiments.network_drawing import canvas_height, draw_network, legend, omitted_edges
 from convoy.experiments.pictures import data_uri
 from convoy.experiments.strategies import PARTS
 from convoy.experiments.timeline_drawing import draw_timeline, kinds_in, num_left_out
 from convoy.planning.document import document
+from convoy.planning.engine_time import ENGINE
 from convoy.planning.layers import Layer
 from convoy.planning.planner import Planned, Scored
 from convoy.planning.verdict import Explained, parts_of
@@ -85,6 +86,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
         "network": draw_network(found),
+        "canvas": canvas_height(found),
         "network_legend": legend(found),
         "omitted": omitted_edges(found),
         "timeline": draw_timeline(scored.timeline),
@@ -157,7 +159,7 @@ def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
         "packing": "packing",
         "transfer": "waiting for messages",
         "update": "optimiser",
-        "engine": "the engine itself",
+        "engine": ENGINE,
         "idle": "idle",
     }
     used = {key for bar in bars for key, _, _ in bar.parts}

@@ -85,6 +85,7 @@ class Compared:
         parts: without bars.
         groups: with bars of what they compute and what they wait.
         legend: colour and word of every part that there is.
+        sum: what the measured parts add up to.
     """
 
     sentence: str
@@ -96,6 +97,7 @@ class Compared:
     rank: int
     watched: int
     learned: int
+    sum: str
     notes: tuple[str, ...]
 
 
@@ -120,6 +122,7 @@ def compared(found: Prediction | None) -> Compared | None:
         rank=found.rank,
         watched=found.watched,
         learned=found.learned,
+        sum=shown(totals[1]),
         notes=tuple(found.notes),
     )
 
@@ -135,7 +138,7 @@ def _row(name: str, colour: str, both: Both, tracks: tuple[Track, ...] = ()) -> 
 
 
 def _difference(both: Both) -> str:
-    if both.predicted_s is None or not both.measured_s:
+    if not both.predicted_s or not both.measured_s:
         return ""
     error = both.predicted_s / both.measured_s - 1
     return difference(error) if error < 9.995 else f"{error + 1:.0f} ×"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from convoy.planning.engine_time import ENGINE
+
 
 @dataclass(frozen=True)
 class Look:
@@ -33,6 +35,7 @@ KINDS = {
     "backward": Look("backward", "", "backward"),
     "copy": Look("packing", "", "packing for messages"),
     "update": Look("update", "", "optimiser"),
+    "engine": Look("engine", "", ENGINE),
     "transfer": Look("transfer", "", "messages between layers"),
     "gradient": Look("gradient", "", "gradients"),
 }
@@ -45,7 +48,7 @@ PARTS = {
     "packing for messages": "packing",
     "exposed communication": "transfer",
     "optimiser": "update",
-    "the engine itself": "engine",
+    ENGINE: "engine",
     "idle": "idle",
 }
 """The colours of the parts of an update's time."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from convoy.cost.task import Task
 from convoy.cost.timeline import Span, Timeline
 from convoy.experiments.strategies import KINDS
+from convoy.planning.engine_time import is_engine
 from convoy.planning.words import seconds
 from convoy.plans.explain import size
 
@@ -52,7 +54,7 @@ def draw_timeline(timeline: Timeline) -> Markup:
 
 def kinds_in(timeline: Timeline) -> list[tuple[str, str]]:
     """Key and word of every kind of work in it."""
-    present = {span.task.kind for span in timeline.spans}
+    present = {_kind(span.task) for span in timeline.spans}
     return [(look.key, look.word) for kind, look in KINDS.items() if kind in present]
 
 
@@ -77,7 +79,7 @@ def _ranks(timeline: Timeline) -> Sequence[int]:
 def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
     found: list[_Drawn] = []
     for span in spans:
-        start, end, kind = span.start, span.end, span.task.kind
+        start, end, kind = span.start, span.end, _kind(span.task)
         if end <= start:
             continue
         last = found[-1] if found else None
@@ -89,12 +91,19 @@ def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
     return found
 
 
+def _kind(task: Task) -> str:
+    """Of `KINDS`."""
+    return "engine" if is_engine(task) else task.kind
+
+
 def _title(span: Span) -> str:
     task = span.task
     about = f", {size(task.num_bytes)}" if task.num_bytes else ""
-    name = task.name or task.layer or KINDS[task.kind].word
+    word = KINDS[_kind(task)].word
+    name = task.name or task.layer or word
     where = f" for {task.layer}" if task.layer and task.stream != "compute" and task.layer != name else ""
-    return f"{name}{where}: {KINDS[task.kind].word}, {seconds(span.end - span.start)}{about}"
+    work = f"{word}, " if word != name else ""
+    return f"{name}{where}: {work}{seconds(span.end - span.start)}{about}"
 
 
 def _rect(drawn: _Drawn, total: float) -> Markup:

@@ -53,6 +53,9 @@ def _lines(found: Comparison) -> Iterator[str]:
         names = ("predicted", "measured") if has_both else ("measured",)
         rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if _counts(both)]
         yield from table(("time", *names), rows, names)
+        total = sum(both.measured_s or 0.0 for both in found.parts.values())
+        others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
+        yield f"measured: each part the median of {others}; they add up to {seconds(total)}"
         if found.groups:
             yield ""
             waits = ("waits: predicted", "measured") if has_both else ("waits",)

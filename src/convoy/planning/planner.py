@@ -14,6 +14,7 @@ from convoy.cost.step import predict
 from convoy.cost.store import ProfileStore
 from convoy.cost.timeline import Timeline
 from convoy.errors import ConvoyError
+from convoy.planning.engine_time import apart
 from convoy.planning.links import measured_links
 from convoy.planning.measured import Knowledge, Progress, jobs_for, measure
 from convoy.planning.ranks import Ranks
@@ -96,7 +97,7 @@ def score(workload: Workload, plan: Plan, costs: Costs) -> Scored:
         ConvoyError: a layer cannot be divided as the plan says.
     """
     placement = workload.place(plan)
-    timeline = predict(placement, costs, workload.passes)
+    timeline = apart(predict(placement, costs, workload.passes), costs.update.fixed)
     return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
 
 

@@ -19,6 +19,7 @@ from convoy.cost.store import ProfileStore
 from convoy.cost.times import Times
 from convoy.cost.update import Update
 from convoy.errors import ConvoyError
+from convoy.planning.engine_time import apart
 from convoy.planning.planner import Scored
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
@@ -81,7 +82,7 @@ def recalled(
             if one not in known and not one.is_empty and one.op not in VIEWS:
                 return None
     costs = replace(costs, times=Calibrated(known))
-    timeline = predict(placement, costs, passes)
+    timeline = apart(predict(placement, costs, passes), costs.update.fixed)
     return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from convoy.planning.changes import Change, changes
+from convoy.planning.engine_time import ENGINE, is_engine
 from convoy.planning.layers import Layer, layers_of
 from convoy.planning.planner import Planned, Scored
 from convoy.planning.words import percent, seconds, times_as_fast
@@ -21,9 +22,6 @@ _WORTH_SAYING = 1.02
 _ROUNDING = 1e-9
 _TOO_GOOD = 1.5
 """Efficiency beyond what caches explain."""
-
-ENGINE = "the engine itself"
-"""The part of an update that several devices have and one has not, whatever they compute."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,6 @@ def explained(planned: Planned, scored: Scored | None = None) -> Explained:
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     """Where the time goes, beside an even share of one device's."""
     own, serial = _seconds(scored), _seconds(planned.serial)
-    engine = max(0.0, own["optimiser"] - serial["optimiser"])  # what an update has beyond that of one device
-    own |= {"optimiser": own["optimiser"] - engine, ENGINE: engine}
     names = dict.fromkeys([*own, *serial])
     found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
     least = _ROUNDING * scored.seconds
@@ -135,14 +131,16 @@ def _seconds(scored: Scored) -> dict[str, float]:
     rank, kinds = timeline.busiest, timeline.by_kind()
     compute = [span for span in timeline.spans if span.task.rank == rank and span.task.stream == "compute"]
     before = sum(s.end - s.start for s in compute if s.task.kind == "around" and s.task.name == "input")
+    engine = sum(s.end - s.start for s in compute if is_engine(s.task))
     return {
         "input": before,
         "forward": kinds.get("forward", 0.0),
-        "loss and the rest of a pass": kinds.get("around", 0.0) - before,
+        "loss and the rest of a pass": kinds.get("around", 0.0) - before - engine,
         "backward": kinds.get("backward", 0.0),
         "packing for messages": kinds.get("copy", 0.0),
         "exposed communication": kinds["exposed"],
         "optimiser": kinds.get("update", 0.0),
+        ENGINE: engine,
         "idle": kinds["idle"],
     }
 
