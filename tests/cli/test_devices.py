@@ -88,8 +88,8 @@ def test_a_killed_rank_ends_the_run_and_resume_repairs_it(
     assert run.process.returncode == 1, output + errors
     assert errors.startswith("rank 1 failed: it was ended by SIGKILL"), errors
     assert not any(map(alive, ranks.values()))
-    assert not list(out.rglob("*.tmp"))
     finish(resume(out))
+    assert not list(out.rglob("*.tmp"))
     assert digest(out) == digest(serial)
     assert curve(out) == curve(serial)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.training import session
+from convoy.training import set_up
 from convoy.training.under_plan import Method
 from ranks import run_ranks
 from tiny import write_mnist
@@ -51,7 +51,7 @@ def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
 def _without_the_tree(data: Path, out: Path) -> Ended:
     """Each microbatch by itself, but the gradients in the order of the backend's all-reduce."""
     with as_before() as patch:
-        patch.setattr(session, "method_of", lambda recipe: Method())
+        patch.setattr(set_up, "method_of", lambda recipe: Method())
         return train_here(data, out, SETTINGS)
 
 
