@@ -101,7 +101,8 @@ class RunningStatistics:
         Buffers that every rank has updated by itself become their mean over the ranks.
         """
         for layer in self._layers.values():
-            self._add_left_out(layer)
+            if self._left_out:
+                self._add_left_out(layer)
             layer.sort()
         if groups is not None:
             for axes in sorted({layer.running.axes for layer in self._layers.values()}):
