@@ -6,10 +6,10 @@
 
 A device is one core and one thread, or an emulated one with a share of a core. For each network and batch the planner
 measures the layers and the link on the devices, predicts one device, all plans and the plan that it would choose
-itself, and only then are they trained and timed, each by processes of its own. Printed are the relative error of each,
-its mean over all and over `sample` plans, how the order of the plans agrees (Kendall's tau, ties left out), how far the
-chosen plan is from the best measured one, and how much better the errors are than those of "N devices are N times as
-fast".
+itself, and only then are they trained and timed, each plan once, by processes of its own. Printed are the relative
+error of each, its mean over all and over `sample` plans, how the order of the plans agrees (Kendall's tau, ties left
+out), how far the chosen plan is from the best measured one, and how much better the errors are than those of "N devices
+are N times as fast".
 """
 
 import argparse
@@ -81,10 +81,11 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
     for subject in _subjects(arguments):
         limits = ranks.Limits(arguments.timeout)
         predicted = ranks.run_ranks(predict, num, subject, PLANS[num], places=places, limits=limits)[0]
-        rows = []
-        for one in predicted:
-            seconds = ranks.run_ranks(measure, num, subject, one.plan, arguments.updates, places=places, limits=limits)
-            rows.append(beside(one, seconds[0]))
+        seconds: dict[str, list[float]] = {}
+        for text, plan in {str(one.plan): one.plan for one in predicted}.items():
+            measured = ranks.run_ranks(measure, num, subject, plan, arguments.updates, places=places, limits=limits)
+            seconds[text] = measured[0]
+        rows = [beside(one, seconds[str(one.plan)]) for one in predicted]
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
         _store(arguments.out, {**about, "devices": num}, found)

@@ -52,7 +52,7 @@ def test_curves_are_those_of_the_trainer_and_the_same_bits(tmp_path: Path, capfd
 def test_stopped_it_goes_on_where_it_was(tmp_path: Path) -> None:
     data, out = write_mnist(tmp_path / "data", num_train=800), tmp_path / "study"
     line = [sys.executable, "-m", "convoy", "bench", "tiny:TinyNet", "--data", str(data), *RECIPE, "--devices", "1"]
-    line += ["--plans", "sample", "--rounds", "0", "--train-epochs", "12", "--out", str(out)]
+    line += ["--plans", "sample", "--rounds", "0", "--train-epochs", "6", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "CONVOY_CACHE": str(tmp_path / "cache")}
     metrics = out / "training" / "serial-on-1" / "metrics.jsonl"
     process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)

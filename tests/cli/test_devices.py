@@ -39,10 +39,10 @@ def test_the_run_is_that_of_one_device(serial: Path, data: Path, tmp_path: Path,
 
 
 def test_draws_outside_of_dropout_layers_are_those_of_one_device(data: Path, tmp_path: Path) -> None:
-    for name, options in (("1", ""), ("2", "--devices 2"), ("3", "--devices 3 --shares 3,3,2")):
+    for name, options in (("1", ""), ("3", "--devices 3 --shares 3,3,2")):
         finish(command(data, tmp_path / name, *options.split(), model="tiny:TinyDepth", epochs="6ba"))
-    assert digest(tmp_path / "1") == digest(tmp_path / "2") == digest(tmp_path / "3")
-    assert curve(tmp_path / "1") == curve(tmp_path / "2") == curve(tmp_path / "3")
+    assert digest(tmp_path / "1") == digest(tmp_path / "3")
+    assert curve(tmp_path / "1") == curve(tmp_path / "3")
 
 
 def test_a_network_that_couples_samples_keeps_each_microbatch_on_one_device(data: Path, tmp_path: Path) -> None:
@@ -146,7 +146,10 @@ def test_torchrun_is_joined(serial: Path, data: Path, tmp_path: Path) -> None:
     ("options", "word"),
     [
         (["--devices", "0"], "parallel.devices is 0"),
-        (["--devices", "9"], "8 microbatches of a batch of 24 cannot be divided over 9 devices"),
+        (
+            ["--devices", "3", "--set", "microbatch=12"],
+            "2 microbatches of a batch of 24 cannot be divided over 3 devices",
+        ),
         (["--devices", "2", "--plan", "sample=3"], "the plan sample=3 is for 3 devices, but 2 run"),
         (["--devices", "2", "--shares", "1,2,3"], "--shares names 3 parts"),
         (["--devices", "2", "--cores-per-device", "999"], "needs 1998 cores"),
