@@ -15,9 +15,10 @@ are N times as fast".
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,9 @@ def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
         one = next(row.measured for row in several if row.plan == SERIAL)
         naive += [abs(one / num / row.measured - 1) for row in several if row.plan != SERIAL]
     parallel = [abs(_error(row)) for row in rows if row.plan != SERIAL]
-    pairs = [[(row.predicted, row.measured) for row in several if row.plan != SERIAL] for _, several in found]
-    taus, apart = [_tau(each) for each in pairs], [_tau(each, APART) for each in pairs]
+    pairs: dict[str, list[list[tuple[float, float]]]] = {}
+    for subject, several in found:
+        pairs.setdefault(subject.name, []).append([(r.predicted, r.measured) for r in several if r.plan != SERIAL])
     gaps = []
     for _, several in found:
         chosen = next((row.measured for row in several if row.plan.startswith(CHOSEN)), None)
@@ -140,8 +142,8 @@ def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
         f"{len(by_data)} of sample plans: {statistics.mean(abs(_error(row)) for row in by_data):.1%}",
         f"{len(parallel)} on {num} devices: {statistics.mean(parallel):.1%}; predicting linear speed-up: "
         f"{statistics.mean(naive):.1%}",
-        f"Kendall's tau of the plans' order: mean {statistics.mean(taus):.2f}, least {min(taus):.2f}; of plans "
-        f"measured at least {APART:.0%} apart: mean {statistics.mean(apart):.2f}, least {min(apart):.2f}",
+        f"Kendall's tau of the plans' order within a network: {_order(pairs)}",
+        f"of plans measured at least {APART:.0%} apart: {_order(pairs, APART)}",
         f"the chosen plan against the best measured one: within 3 % in {sum(gap <= 0.03 for gap in gaps)} of "
         f"{len(gaps)}, {max(gaps):+.1%} at most",
     ]
@@ -152,14 +154,20 @@ def _error(row: Row) -> float:
     return row.predicted / row.measured - 1
 
 
-def _tau(pairs: Sequence[tuple[float, float]], apart: float = 0.0) -> float:
-    """Kendall's tau of two orders, over what the second has apart by more than a part of itself."""
+def _order(pairs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], apart: float = 0.0) -> str:
+    taus = {name: _tau(batches, apart) for name, batches in pairs.items()}
+    each = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
+    return f"mean {statistics.mean(taus.values()):.2f}, least {min(taus.values()):.2f} ({each})"
+
+
+def _tau(batches: Sequence[Sequence[tuple[float, float]]], apart: float = 0.0) -> float:
+    """Kendall's tau of two orders of the plans of each batch, over what the second has apart by more than a part of
+    itself."""
     agreeing = disagreeing = 0
-    for number, (a, b) in enumerate(pairs):
-        for c, d in pairs[:number]:
-            product = (a - c) * (b - d) if abs(b - d) > apart * min(b, d) else 0.0
-            agreeing += product > 0
-            disagreeing += product < 0
+    for (a, b), (c, d) in (two for pairs in batches for two in combinations(pairs, 2)):
+        product = (a - c) * (b - d) if abs(b - d) > apart * min(b, d) else 0.0
+        agreeing += product > 0
+        disagreeing += product < 0
     return (agreeing - disagreeing) / max(1, agreeing + disagreeing)
 
 
