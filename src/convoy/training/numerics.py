@@ -24,8 +24,5 @@ def set_numerics(recipe: Recipe) -> None:
     torch.set_num_threads(num_threads(recipe))
     if recipe.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
-    if recipe.compile:
-        torch.use_deterministic_algorithms(recipe.reproducible)
-    else:  # the same for all but torch's compiler, which the other call imports, and that takes a second
-        torch.set_deterministic_debug_mode("error" if recipe.reproducible else "default")
+    torch.use_deterministic_algorithms(recipe.reproducible)
     torch.backends.cudnn.benchmark = not recipe.reproducible
