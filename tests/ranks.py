@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from convoy.engine.groups import leave
+
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
 _PRELOAD += ["convoy.engine", "convoy.training"]
 
@@ -197,6 +199,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
 def _run(
     module: str, file: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, run: int | None
 ) -> Any:
+    torch.set_default_dtype(torch.float32)  # before a module makes its tensors
     function: Any = _load(module, file)
     for part in name.split("."):
         function = getattr(function, part)
@@ -204,7 +207,6 @@ def _run(
     before = dict(os.environ)
     os.environ.update(variables)
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     try:
         if run is not None:
@@ -214,8 +216,7 @@ def _run(
             dist.barrier()  # a rank that leaves early would cut the connections of the others
         return result
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
         os.environ.clear()
         os.environ.update(before)
         if "torch._dynamo" in sys.modules:

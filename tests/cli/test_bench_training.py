@@ -71,7 +71,8 @@ def test_stopped_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     after = document(out)["configurations"][0]["training"]
     assert after["finished"] and len(after["evaluations"]) > len(kept["evaluations"])
-    assert after["evaluations"][: len(kept["evaluations"])] == kept["evaluations"]
+    for one, two in zip(after["evaluations"], kept["evaluations"], strict=False):  # the last may have been done again
+        assert one | {"train_s": 0} == two | {"train_s": 0}
 
 
 @pytest.mark.parametrize(

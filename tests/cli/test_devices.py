@@ -146,10 +146,7 @@ def test_torchrun_is_joined(serial: Path, data: Path, tmp_path: Path) -> None:
     ("options", "word"),
     [
         (["--devices", "0"], "parallel.devices is 0"),
-        (
-            ["--devices", "3", "--set", "microbatch=12"],
-            "2 microbatches of a batch of 24 cannot be divided over 3 devices",
-        ),
+        (["--devices", "3", "--batch", "6"], "2 microbatches of a batch of 6 cannot be divided over 3 devices"),
         (["--devices", "2", "--plan", "sample=3"], "the plan sample=3 is for 3 devices, but 2 run"),
         (["--devices", "2", "--shares", "1,2,3"], "--shares names 3 parts"),
         (["--devices", "2", "--cores-per-device", "999"], "needs 1998 cores"),
