@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.training.files import write_json, write_text
+from convoy.training.files import unwritable, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,16 @@ class RunDirectory:
         left = {self.environment.name} if "convoy" in self.begun_by() else set()
         if self.path.is_dir() and any(entry.name not in left for entry in self.path.iterdir()):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def check_writable(self) -> None:
+        """Refuse a place where the run could not be written, before the work for it is done.
+
+        Raises:
+            ConvoyError: it could not.
+        """
+        reason = unwritable(self.path)
+        if reason is not None:
+            raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
 
     def make(self) -> None:
         """Make the folder.
