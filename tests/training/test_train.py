@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from convoy.errors import ConvoyError
 from convoy.training import Outcome, Recipe, load_recipe, train
 from convoy.training.checkpoints.store import CheckpointStore
+from convoy.training.set_up import set_up
 from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
 BASE = {
@@ -139,6 +140,12 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     run(data, tmp_path / "parts", settings, resume=True)
     whole, parts = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "parts"))
     assert any(not torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny:TinyNet", 8), ("tiny:TinyAgain", 1)])
+def test_a_batch_norm_layer_that_runs_twice_has_a_pass_for_each_microbatch(data: Path, model: str, merge: int) -> None:
+    settings = [f"model.name={model}", f"data.path={data}", "batch=24", "microbatch=3"]
+    assert set_up(load_recipe("default", settings), torch.device("cpu")).merge == merge
 
 
 def test_merged_and_single_microbatches_train_alike(

@@ -109,7 +109,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None
         network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
     sharing = devices.num // devices.num_sample_ranks
-    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing))
+    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing, alone=devices.num == 1))
     check_coupling(recipe, ready.probe, model, devices)
     division = _division(recipe, sizes, devices, notes, shares)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
