@@ -211,6 +211,20 @@ def test_a_finished_run_that_is_resumed_keeps_its_metrics(data: Path, tmp_path: 
     assert metrics(tmp_path / "run", *keys) == before
 
 
+def test_restarts_are_noted_beside_who_began_the_run(data: Path, tmp_path: Path) -> None:
+    settings = ["log_every=1ba"]
+    run(data, tmp_path / "run", settings, Watcher(3))
+    begun = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert "restarts" not in begun
+    run(data, tmp_path / "run", settings, Watcher(5), resume=True)
+    run(data, tmp_path / "run", settings, resume=True)
+    noted = json.loads((tmp_path / "run" / "environment.json").read_text())
+    restarts = noted.pop("restarts")
+    assert noted == begun
+    assert [(one["after"], one["devices"], one["plan"]) for one in restarts] == [(3, 1, "serial"), (5, 1, "serial")]
+    assert all(one["started"] >= begun["started"] for one in restarts)
+
+
 def test_another_recipe_does_not_go_on_with_a_run(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", ["log_every=1ba"], Watcher(3))
     with pytest.raises(ConvoyError, match=r"seed=0 and cannot go on with seed=1"):

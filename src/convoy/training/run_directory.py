@@ -77,6 +77,12 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def add_restart(self, restart: dict[str, Any]) -> None:
+        """Note in `environment.json` how the run was started again."""
+        found = self.begun_by()
+        before = found.get("restarts")
+        write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
     def check_free(self) -> None:
         """Refuse to begin a run where something is already.
 

@@ -112,6 +112,8 @@ def train(
         watchdog.begin()
         if resuming:
             loop.resume()
+            if first:
+                run.add_restart(environment.restart(loop.done, devices.num, str(session.plan)))
             reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
