@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import statistics
 import subprocess
@@ -50,25 +51,52 @@ class Kill:
 
 
 class Run:
-    """A training in the background."""
+    """A training in the background, which ends with the context that it is for."""
 
-    def __init__(self, arguments: list[str], phases: Path, checkpoints: Path, log: Path) -> None:
-        self.phases, self.checkpoints, self.log = phases, checkpoints, log
-        with environment(phases) as variables, log.open("w") as file:
+    def __init__(self, arguments: list[str], folder: Path, out: Path) -> None:
+        self.phases, self.checkpoints, self.log = folder / "phases", out / "checkpoints", folder / f"{out.name}.log"
+        with environment(self.phases) as variables, self.log.open("w") as file:
+            variables |= {"TMPDIR": str(folder)}  # what it leaves there when it is killed goes with the folder
             self.process = subprocess.Popen(arguments, env=variables, stdout=file, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill what still runs: the launcher, which must not start others meanwhile, and its ranks."""
+        if self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        ranks = [os.pidfd_open(pid) for pid in self._children()]
+        for rank in ranks:
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for rank in ranks:
+            select.select([rank], [], [])
+            os.close(rank)
+
+    def finish(self) -> None:
+        """Wait for its end."""
+        if self.process.wait(600) != 0:
+            raise SystemExit(f"the run ended with status {self.process.returncode}:\n{self.log.read_text()}")
+
+    def _children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
 
     def ranks(self) -> dict[int, int]:
         """Process numbers of the ranks that run."""
         found = {}
-        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in task.read_text().split():
-                try:
-                    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                rank = next((entry[5:] for entry in entries if entry.startswith(b"RANK=")), None)
-                if rank is not None:
-                    found[int(rank)] = int(pid)
+        for pid in self._children():
+            try:
+                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            rank = next((entry[5:] for entry in entries if entry.startswith(b"RANK=")), None)
+            if rank is not None:
+                found[int(rank)] = pid
         return found
 
     def resumed(self) -> list[int]:
@@ -160,18 +188,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="convoy-chaos-") as name:
         folder = Path(name)
         whole, parts = folder / "whole", folder / "parts"
-        with environment(folder / "phases") as variables:
-            subprocess.run(command(whole, arguments), env=variables, check=True, stdout=subprocess.DEVNULL)
+        with Run(command(whole, arguments), folder, whole) as run:
+            run.finish()
         restarts = ["--max-restarts", str(arguments.kills)]
-        run = Run([*command(parts, arguments), *restarts], folder / "phases", parts / "checkpoints", folder / "log")
-        try:
+        with Run([*command(parts, arguments), *restarts], folder, parts) as run:
             kills = torment(run, arguments.kills, arguments.devices)
-            if run.process.wait(600) != 0:
-                raise SystemExit(f"the run ended with status {run.process.returncode}:\n{run.log.read_text()}")
-        finally:
-            if run.process.poll() is None:
-                run.process.kill()
-                run.process.wait()
+            run.finish()
         lost, seconds = [kill.lost for kill in kills], [kill.seconds for kill in kills]
         hit = Counter(kill.phase for kill in kills)
         print(f"kills            {len(kills)}: {', '.join(f'{n} in {phase}' for phase, n in hit.most_common())}")
@@ -184,4 +206,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started ends then, too
     sys.exit(main())

@@ -47,6 +47,15 @@ class TinyDepth(nn.Module):
         return self.head(F.dropout(F.relu(x).flatten(1), 0.2, self.training))
 
 
+class TinyAgain(TinyNet):
+    """Calls its batch norm layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = F.max_pool2d(self.norm(F.relu(self.norm(self.conv(x)))), 2)
+        logits = self.head(self.drop(x.flatten(1)))
+        return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
+
+
 class TinyCoupled(TinyNet):
     """Subtracts the mean of the batch."""
 

@@ -1,9 +1,15 @@
-"""The benchmark that kills ranks, with two kills."""
+"""The benchmark that kills ranks, with two kills, and ended before it has done any."""
 
+import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import chaos
 import pytest
+
+from started import alive, below, variable, wait_for
 
 
 @pytest.mark.timeout(400)
@@ -16,3 +22,27 @@ def test_the_weights_are_those_of_the_run_left_alone(
     assert "weights          bit-identical" in said
     assert "metrics          identical" in said
     assert said.count("updates lost, ") == 2
+
+
+@pytest.mark.timeout(200)
+def test_it_ends_what_it_has_started_and_nothing_else(tmp_path: Path) -> None:
+    line = [sys.executable, chaos.__file__, "--updates", "100000"]
+    other = subprocess.Popen(["sleep", "300"])
+    run = subprocess.Popen(line, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    try:
+        started: list[int] = []
+
+        def two_ranks() -> bool:
+            started[:] = [pid for launcher in below(run.pid) for pid in (launcher, *below(launcher))]
+            return sum(variable(pid, "RANK") is not None for pid in started) == 2
+
+        wait_for(two_ranks, 100)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 128 + signal.SIGTERM
+        assert not any(map(alive, started))
+        assert list(tmp_path.iterdir()) == []
+        assert other.poll() is None
+    finally:
+        for process in (run, other):
+            process.kill()
+            process.wait()

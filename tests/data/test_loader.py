@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -245,17 +245,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def started(tmp_path, photos):
+@contextmanager
+def start(folder, photos, first="", stderr=None):
     """A script in a process group of its own that has two workers, and their process numbers."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = folder / "script.py"
+    script.write_text(first + SCRIPT)
     command = [sys.executable, str(script), str(photos)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True) as process:
         workers = [int(number) for number in process.stdout.readline().split()]
         assert len(workers) == 2
         yield process, workers
         process.kill()
+
+
+@pytest.fixture
+def started(tmp_path, photos):
+    with start(tmp_path, photos) as found:
+        yield found
 
 
 def gone(numbers: list[int], seconds: float = 10) -> bool:
@@ -273,6 +279,21 @@ def test_nothing_outlives_a_killed_training_process(started):
     process.kill()
     process.wait()
     assert gone([*workers, server])
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [("", ""), ("from convoy.data import loader\nloader._start_tracker = int\n", "semaphore objects")],
+)
+def test_what_a_killed_training_process_leaves_is_removed_without_a_word(tmp_path, photos, first, said):
+    with start(tmp_path, photos, first, subprocess.PIPE) as (process, workers):
+        maps = Path(f"/proc/{workers[0]}/maps").read_text().splitlines()
+        semaphores = {Path(line.split()[-1]) for line in maps if "/dev/shm/sem." in line}
+        assert semaphores and all(path.exists() for path in semaphores)
+        process.kill()
+        errors = process.stderr.read()  # up to the end of the last process that has it
+    assert said in errors and bool(said) == bool(errors)
+    assert not any(path.exists() for path in semaphores)
 
 
 def test_ctrl_c_leaves_the_workers_to_finish_the_step(started):

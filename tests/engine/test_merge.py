@@ -134,6 +134,16 @@ def test_probe_sees_a_dropout_layer_that_runs_twice() -> None:
     assert not draws(nn.Sequential(layer, nn.ReLU(), nn.Dropout(0.1)))
 
 
+def test_probe_sees_a_batch_norm_layer_that_runs_twice() -> None:
+    def again(between: nn.Module) -> bool:
+        model = Net(between)
+        return probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU).normed_again
+
+    layer = nn.BatchNorm2d(6)
+    assert again(nn.Sequential(layer, nn.ReLU(), layer))
+    assert not again(nn.Sequential(layer, nn.ReLU(), nn.BatchNorm2d(6)))
+
+
 def test_probe_measures_the_memory_of_a_sample() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
     found = probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU)

@@ -56,6 +56,21 @@ def page(run: Path) -> Page:
     return Page(write_report(run).read_text(encoding="utf-8"))
 
 
+def test_restarts_are_named(tmp_path: Path) -> None:
+    restarts = [
+        {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"},
+        {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": EVIL},
+    ]
+    found = page(write_run(tmp_path / "again", environment={**ENVIRONMENT, "restarts": restarts}))
+    words = found.words.replace(" ", "")
+    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC12002sample=2" in words
+    assert "2026-03-0110:09UTC13403<script>alert" in words
+    assert found.words.count("sample=2") == 1  # not among the facts on the machine once more
+    for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None]), ("empty", [{}])):
+        found = page(write_run(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged}))
+        assert ("Started again" in found.words) is (name == "empty")
+
+
 def test_a_complete_run_has_every_part(tmp_path: Path) -> None:
     run = complete_run(tmp_path, results=summary(notes=["The head was replaced."]))
     assert write_report(run) == run / "report.html"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from convoy.training import set_up
+from convoy.training.division import Division
 from convoy.training.under_plan import Method
 from ranks import run_ranks
 from tiny import write_mnist
@@ -39,13 +40,30 @@ def test_weights_are_those_of_one_device(
         assert (found.digest, found.curve) == (serial.digest, serial.curve)
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize(("num", "shares"), [(2, None), (4, None), (2, "[3,1]")])
 def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
-    data: Path, tmp_path: Path, divided: Ended, num: int
+    data: Path, tmp_path: Path, divided: Ended, num: int, shares: str | None
 ) -> None:
-    settings = SETTINGS | {"parallel.plan": f"sample={num},filter=2"}
+    settings = SETTINGS | {"parallel.plan": f"sample={num},filter=2"} | ({"parallel.shares": shares} if shares else {})
     for found in run_ranks(train_here, 2 * num, data, tmp_path / "run", settings, timeout=120):
         assert (found.digest, found.curve) == (divided.digest, divided.curve)
+
+
+def _from_even_places(data: Path, out: Path) -> Ended:
+    """Each part has as many microbatches as its share says, but from where it would begin if all were alike."""
+
+    def microbatches(self: Division, rank: int) -> range:
+        start = rank * len(self.sizes) // len(self.counts)
+        return range(start, start + self.counts[rank])
+
+    with as_before() as patch:
+        patch.setattr(Division, "microbatches", microbatches)
+        return train_here(data, out, SETTINGS | {"parallel.plan": "sample=2,filter=2", "parallel.shares": "[3,1]"})
+
+
+def test_parts_that_begin_elsewhere_would_be_noticed(data: Path, tmp_path: Path, divided: Ended) -> None:
+    (found, *_) = run_ranks(_from_even_places, 4, data, tmp_path / "run", timeout=120)
+    assert found.digest != divided.digest
 
 
 def _without_the_tree(data: Path, out: Path) -> Ended:

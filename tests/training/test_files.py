@@ -3,12 +3,13 @@
 import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.files import disk_explained, to_json, write_atomically, write_json
+from convoy.training.files import disk_explained, to_json, unwritable, write_atomically, write_json
 
 
 def test_json_is_strict() -> None:
@@ -50,3 +51,14 @@ def test_a_full_disk_and_a_file_of_the_folder_are(tmp_path: Path, error: OSError
     own = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
     with pytest.raises(ConvoyError, match=f"cannot write to {tmp_path} "), disk_explained(tmp_path):
         raise error or own
+
+
+def test_whether_a_folder_can_be_written_is_tried_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert unwritable(tmp_path) is None
+    assert unwritable(tmp_path / "a" / "b") is None
+    assert unwritable(tmp_path / "file") == os.strerror(errno.ENOTDIR)
+    assert unwritable(tmp_path / "file" / "run") == os.strerror(errno.ENOTDIR)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    if Path("/proc/self").is_dir():  # nobody, whatever his rights, makes a folder there
+        assert unwritable(Path("/proc/nowhere/run")) is not None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from convoy.plans.plan import Plan
 from convoy.training.parallel_config import ParallelConfig, fitted
 
 
@@ -42,6 +43,23 @@ def test_shares_belong_to_the_parts_of_the_batch(
     found = fitted(ParallelConfig(devices=4, plan=plan, shares=shares), devices, False, False, notes)
     assert (found.shares == shares) is kept
     assert any("left out" in note for note in notes) is not kept
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares", "kept"),
+    [
+        ("sample=2,filter=2", (3, 1), True),
+        ("sample=2,filter=2", (3, 3, 2, 2), False),
+        ("filter=4", (3, 3, 2, 2), False),
+    ],
+)
+def test_shares_of_devices_would_be_noticed(
+    plan: str, shares: tuple[float, ...], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_shares_belong_to_the_parts_of_the_batch(plan, shares, 4, kept)
+    monkeypatch.setattr(Plan, "parts", property(lambda self: self.mesh.num_devices))
+    with pytest.raises(AssertionError):
+        test_shares_belong_to_the_parts_of_the_batch(plan, shares, 4, kept)
 
 
 def test_the_planner_is_not_bound_by_shares_of_other_devices() -> None:

@@ -1,6 +1,8 @@
 """An update of several passes: gradients travel once, and a rank may leave out passes in which it has no samples."""
 
 import contextlib
+import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from convoy.engine import prepare
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.statistics import RunningStatistics
 from convoy.plans.plan import Plan
+from convoy.training import load_recipe
 from convoy.training.division import Division, soonest
+from convoy.training.parallel import OneDevice
+from convoy.training.trial import merged, probed
 from convoy.training.under_plan import Method, UnderPlan
 from ranks import run_ranks
 
@@ -109,6 +114,40 @@ def test_where_others_need_it_the_pass_runs() -> None:
     for _, ran, exchanges in run_ranks(_update, 2, "owt=2"):
         assert ran == [0, 1, 2, 3]
         assert exchanges == 1
+
+
+def _on_one_device(again: bool) -> tuple[Result, int]:
+    """Two updates of a network that calls a batch norm layer twice: the result, and the microbatches in a pass."""
+    recipe = load_recipe("default", ["model.name=twice", "data.path=nowhere", "batch=10", f"microbatch={SIZE}"])
+    model, sizes, cpu = _network(True), (SIZE,) * sum(COUNTS), torch.device("cpu")
+    found = probed(copy.deepcopy(model).float(), recipe, (3, 4, 4), sizes, cpu, "nothing")
+    assert found.normed_again
+    merge, _ = merged(recipe, replace(found, normed_again=again), sizes, cpu, alone=True)
+    network = OneDevice(model, prepare(model, 0, "microbatch"), cpu, model, tree=False)
+    for update in range(2):
+        model.zero_grad()
+        for piece in Division(sizes, (len(sizes),)).passes(merge):
+            network.enter(update, piece)
+            network.forward(_images()[list(piece.parts[0])]).square().sum().backward()
+            network.passed()
+        network.finish_update()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients | dict(model.named_buffers()), merge
+
+
+def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other_on_any_number_of_devices() -> None:
+    result, merge = _on_one_device(True)
+    assert merge == 1
+    torch.testing.assert_close(result, _serial(True), rtol=1e-12, atol=1e-12)
+    for several, *_ in run_ranks(_update, 2, "sample=2", True):
+        torch.testing.assert_close(result, several, rtol=1e-12, atol=1e-12)
+
+
+def test_all_microbatches_of_one_call_before_those_of_the_next_would_be_noticed() -> None:
+    result, merge = _on_one_device(False)
+    assert merge == sum(COUNTS)
+    wrong = {name for name, tensor in _serial(True).items() if not torch.allclose(result[name], tensor, rtol=1e-6)}
+    assert wrong and all("running" in name for name in wrong)
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 2.0), (1.0, 3.3), (2.0, 1.0, 1.5, 5.0)])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from convoy.errors import ConvoyError
 from convoy.training import Outcome, Recipe, load_recipe, train
 from convoy.training.checkpoints.store import CheckpointStore
+from convoy.training.set_up import set_up
 from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
 BASE = {
@@ -141,6 +142,12 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     assert any(not torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.parametrize(("model", "merge"), [("tiny:TinyNet", 8), ("tiny:TinyAgain", 1)])
+def test_a_batch_norm_layer_that_runs_twice_has_a_pass_for_each_microbatch(data: Path, model: str, merge: int) -> None:
+    settings = [f"model.name={model}", f"data.path={data}", "batch=24", "microbatch=3"]
+    assert set_up(load_recipe("default", settings), torch.device("cpu")).merge == merge
+
+
 def test_merged_and_single_microbatches_train_alike(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +209,20 @@ def test_a_finished_run_that_is_resumed_keeps_its_metrics(data: Path, tmp_path: 
     before = metrics(tmp_path / "run", *keys)
     run(data, tmp_path / "run", resume=True)
     assert metrics(tmp_path / "run", *keys) == before
+
+
+def test_restarts_are_noted_beside_who_began_the_run(data: Path, tmp_path: Path) -> None:
+    settings = ["log_every=1ba"]
+    run(data, tmp_path / "run", settings, Watcher(3))
+    begun = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert "restarts" not in begun
+    run(data, tmp_path / "run", settings, Watcher(5), resume=True)
+    run(data, tmp_path / "run", settings, resume=True)
+    noted = json.loads((tmp_path / "run" / "environment.json").read_text())
+    restarts = noted.pop("restarts")
+    assert noted == begun
+    assert [(one["after"], one["devices"], one["plan"]) for one in restarts] == [(3, 1, "serial"), (5, 1, "serial")]
+    assert all(one["started"] >= begun["started"] for one in restarts)
 
 
 def test_another_recipe_does_not_go_on_with_a_run(data: Path, tmp_path: Path) -> None:

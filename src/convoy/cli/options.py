@@ -46,7 +46,7 @@ def parallel(function: Function) -> Function:
             click.option(
                 "--shares",
                 metavar="A,B,…",
-                callback=lambda context, option, value: _list(value),
+                callback=shares,
                 help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
             ),
             click.option(
@@ -64,8 +64,8 @@ def parallel(function: Function) -> Function:
     return function
 
 
-def _list(text: str | None) -> str | None:
-    """`3,3,2` as YAML.
+def shares(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
+    """`3,3,2` as YAML: the callback of `--shares`.
 
     Raises:
         click.BadParameter: these are no numbers.

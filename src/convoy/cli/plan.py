@@ -55,7 +55,12 @@ Examples:
     help="What the input of one device gives, decoded and augmented. [default: input costs nothing]",
 )
 @click.option("--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]")
-@click.option("--shares", metavar="S,S,…", help="Parts of the batch, as 3,3,2. [default: by measured speed]")
+@click.option(
+    "--shares",
+    metavar="S,S,…",
+    callback=options.shares,
+    help="Parts of the batch, as 3,3,2. [default: by measured speed]",
+)
 @click.option("--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local.")
 @click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
 @click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")

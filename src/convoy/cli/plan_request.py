@@ -14,6 +14,7 @@ from convoy.errors import ConvoyError
 from convoy.planning.link_names import links_named
 from convoy.plans.plan import Plan
 from convoy.training import Recipe, load_recipe
+from convoy.training.parallel_config import check_shares
 
 ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
@@ -82,11 +83,7 @@ class Request:
                 "fewer"
             )
         shares = self.recipe.parallel.shares
-        if isinstance(shares, tuple) and self.devices % len(shares):
-            raise ConvoyError(
-                f"--shares names {len(shares)} parts of the batch, into which no plan on {self.devices} "
-                f"device{'s' if self.devices > 1 else ''} divides it: give {self.devices} numbers"
-            )
+        check_shares(shares if isinstance(shares, tuple) else None, self.devices)
         if self.scores and self.fixes:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
         for plan in self.scores:

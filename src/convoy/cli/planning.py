@@ -1,13 +1,12 @@
 """What the verbs of the planner share: sizes, files, and how long work shows itself."""
 
-import os
 import re
 import time
 from pathlib import Path
 
 from convoy.errors import ConvoyError
 from convoy.terminal import Console
-from convoy.training.files import write_text
+from convoy.training.files import unwritable, write_text
 from convoy.training.progress import ConsoleReporter
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(b|kb|mb|gb|tb|kib|mib|gib)?", re.IGNORECASE)
@@ -60,8 +59,9 @@ def check_writable(option: str, path: Path) -> None:
         raise ConvoyError(f"{option} {path} is a folder: name a file in it")
     if not folder.is_dir():
         raise ConvoyError(f"{option} {path} cannot be written: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise ConvoyError(f"{option} {path} cannot be written: choose a folder that is yours to write in")
+    reason = unwritable(folder)
+    if reason is not None:
+        raise ConvoyError(f"{option} {path} cannot be written ({reason}): choose a folder that is yours to write in")
 
 
 def written(option: str, path: Path, text: str) -> None:

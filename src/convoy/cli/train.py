@@ -13,12 +13,12 @@ from convoy.cli.train_request import Request
 from convoy.engine.groups import meeting_store
 from convoy.engine.position import here
 from convoy.errors import ConvoyError
-from convoy.experiments import write_report
 from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Devices, Recipe, Session, choose_device, train
+from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training.checks import check_devices, check_run
 from convoy.training.parallel_config import num_devices
 from convoy.training.timespan import TimeSpan
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
@@ -142,6 +142,8 @@ def command(
     resolved, out = request.resolve(Devices())
     number = num_devices(resolved.parallel)
     if number > 1:
+        check_run(RunDirectory(out), resolved, request.resume)
+        check_devices(resolved, number)
         cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
         verbose = "-v" in arguments or "--verbose" in arguments
         return launch.start(arguments, number, verbose, max_restarts or 0, advice=_ADVICE)
@@ -181,7 +183,7 @@ def _train(
             watchdog=watchdog,
         )
     here.to("report")
-    report = write_report(out) if devices.rank == 0 else None
+    report = _report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
@@ -195,6 +197,12 @@ def _train(
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     console.print(f"report: {report}", markup=False, soft_wrap=True)
     return 0
+
+
+def _report(out: Path) -> Path:
+    from convoy.experiments import write_report  # with matplotlib, for which no rank is to wait at its start
+
+    return write_report(out)
 
 
 def _without_effect(

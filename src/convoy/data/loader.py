@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -23,6 +24,7 @@ from convoy.data.sources import Source
 from convoy.errors import ConvoyError
 
 _MAX_AUTOMATIC = 16
+_NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def training_batches(
@@ -245,4 +247,20 @@ def _context() -> BaseContext:
     """Workers come from a server process that has no threads: forking this one, which has some, could deadlock."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server"])
+    _start_tracker()
     return context
+
+
+def _start_tracker() -> None:
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
+    to the workers. It does so without a word: it would print a warning among what is said of the killed process.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.engine.batch_norm import MicrobatchNorm
 from convoy.engine.context import StepContext
 from convoy.engine.dropout import SampleDropout
 
@@ -32,11 +33,14 @@ class Probe:
             random numbers, in evaluation mode.
         draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
+        normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
+            would take all microbatches of one call before those of the next.
     """
 
     separable: bool
     draws: bool
     bytes_per_sample: int
+    normed_again: bool
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
@@ -79,9 +83,10 @@ def probe(
         before = _random_state(device)
         context.enter(0, 0, sizes, device)
         kept: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _dropouts(model) as ran:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _calls(model) as ran:
             together = list(_tensors(model(images)))
-        draws = not torch.equal(before, _random_state(device)) or any(number > 1 for number in ran.values())
+        again = [layer for layer, number in ran.items() if number > 1]
+        draws = not torch.equal(before, _random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
         if draws:
             model.eval()
             context.enter(0, 0, sizes, device)
@@ -94,7 +99,7 @@ def probe(
         for i, whole in enumerate(t.detach() for t in together)
     )
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return Probe(separable, draws, total // sum(sizes))
+    return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again))
 
 
 def _run(model: nn.Module, context: StepContext, images: Tensor, first_sample: int) -> list[Tensor]:
@@ -104,10 +109,12 @@ def _run(model: nn.Module, context: StepContext, images: Tensor, first_sample: i
 
 
 @contextmanager
-def _dropouts(model: nn.Module) -> Iterator[Counter[nn.Module]]:
-    """How often each dropout layer runs: its second mask is another one, which it cannot know by itself."""
+def _calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """How often each dropout and batch norm layer runs: the second mask of a dropout layer is another one, which it
+    cannot know by itself."""
     ran: Counter[nn.Module] = Counter()
-    layers = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
+    drops = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
+    layers = [*drops, *(layer for layer in model.modules() if isinstance(layer, MicrobatchNorm))]
     handles = [layer.register_forward_hook(lambda layer, *_: ran.update([layer])) for layer in layers]
     try:
         yield ran

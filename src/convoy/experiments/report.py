@@ -109,7 +109,8 @@ def _content(run: Run) -> dict[str, Any]:
         "num_bad_images": len(bad),
         "command": _text(run.environment.get("command")),
         "configuration": _highlighted(run.config_text),
-        "environment": {key: value for key, value in run.environment.items() if key != "command"},
+        "environment": {key: value for key, value in run.environment.items() if key not in ("command", "restarts")},
+        "restarts": _restarts(run),
         "download": _download(run),
         "version": _text(run.environment.get("convoy")) or convoy.__version__,
     }
@@ -123,16 +124,28 @@ def _title(run: Run) -> tuple[str, str]:
 
 
 def _facts(run: Run) -> list[str]:
-    started = _text(run.environment.get("started"))
-    try:
-        moment = datetime.fromisoformat(started)
-        started = moment.strftime("%Y-%m-%d %H:%M") + (f" {moment.tzname()}" if moment.tzinfo else "")
-    except ValueError:
-        pass
+    started = _moment(run.environment.get("started"))
     seed = run.setting("seed")
     facts = [f"started {started}" if started else "", f"seed {seed}" if seed is not None else ""]
     facts += [_text(run.environment.get("machine")), f"PyTorch {run.environment.get('torch', '')}"]
     return [fact for fact in facts if fact and fact != "PyTorch "]
+
+
+def _moment(value: object) -> str:
+    """A moment as people write it, or whatever stands in its place."""
+    try:
+        moment = datetime.fromisoformat(_text(value))
+    except ValueError:
+        return _text(value)
+    return moment.strftime("%Y-%m-%d %H:%M") + (f" {moment.tzname()}" if moment.tzinfo else "")
+
+
+def _restarts(run: Run) -> list[dict[str, Any]]:
+    """When the run was started again, after how many updates, on how many devices, under which plan."""
+    found = run.environment.get("restarts")
+    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    facts = ("after", "devices", "plan")
+    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in listed]
 
 
 def _text(value: object) -> str:

@@ -48,8 +48,17 @@ def describe(command: str, device: torch.device, num_devices: int = 1, plan: str
         "plan": plan,
         "threads": torch.get_num_threads(),
         "cores": num_cores(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": _now(),
     }
+
+
+def restart(after: int, num_devices: int, plan: str) -> dict[str, str | int]:
+    """The same of a run that is gone on with after some updates."""
+    return {"started": _now(), "after": after, "devices": num_devices, "plan": plan}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _machine(device: torch.device) -> str:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,19 @@ def write_json(path: Path, value: Any) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON (RFC 8259): NaN and infinity become null."""
     return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that is there or is to be made; None where it can.
+
+    It is tried out in the folder, or where the first of the missing ones would be; nothing of that stays.
+    """
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        Path(tempfile.mkdtemp(prefix=".convoy-", dir=there)).rmdir()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def sync(path: Path) -> None:

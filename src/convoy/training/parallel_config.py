@@ -1,5 +1,6 @@
 """The `parallel` section of a recipe: on how many devices, by which plan. Most of it is no part of the experiment."""
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -116,6 +117,19 @@ def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool
     """Whether shares are as many as the parts of the batch; as the planner could make, where it chooses (None)."""
     number = len(shares)
     return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
+
+
+def check_shares(shares: Sequence[float] | None, num_devices: int) -> None:
+    """Refuse shares that no plan on so many devices has parts for.
+
+    Raises:
+        ConvoyError: they are such.
+    """
+    if shares is not None and num_devices % len(shares):
+        raise ConvoyError(
+            f"--shares names {len(shares)} parts of the batch, into which no plan on {num_devices} "
+            f"device{'s' if num_devices > 1 else ''} divides it: give {num_devices} numbers"
+        )
 
 
 def num_devices(section: ParallelConfig) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.training.files import write_json, write_text
+from convoy.training.files import unwritable, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def add_restart(self, restart: dict[str, Any]) -> None:
+        """Note in `environment.json` how the run was started again."""
+        found = self.begun_by()
+        before = found.get("restarts")
+        write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
     def check_free(self) -> None:
         """Refuse to begin a run where something is already.
 
@@ -93,6 +99,16 @@ class RunDirectory:
         left = {self.environment.name} if "convoy" in self.begun_by() else set()
         if self.path.is_dir() and any(entry.name not in left for entry in self.path.iterdir()):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def check_writable(self) -> None:
+        """Refuse a place where the run could not be written, before the work for it is done.
+
+        Raises:
+            ConvoyError: it could not.
+        """
+        reason = unwritable(self.path)
+        if reason is not None:
+            raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
 
     def make(self) -> None:
         """Make the folder.

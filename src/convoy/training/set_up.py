@@ -14,6 +14,7 @@ from convoy.plans.hosts import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_model
+from convoy.training.checks import check_devices
 from convoy.training.derived import Derived, Quantities, derive, resolve
 from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
@@ -52,6 +53,7 @@ def set_up(
     """
     devices = devices or Devices()
     set_numerics(recipe)
+    check_devices(recipe, devices.num)
     plan, notes = plan_of(recipe.parallel, devices.num)
     check_precision(recipe.precision, device)
     if data is None:
@@ -107,7 +109,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None
         network = OneDevice(model, context, device, forward, recipe.reproducible)
     devices.follow(plan.mesh, network.sample_axes)
     sharing = devices.num // devices.num_sample_ranks
-    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing))
+    merge, reason = devices.broadcast(merged(recipe, ready.probe, sizes, device, sharing, alone=devices.num == 1))
     check_coupling(recipe, ready.probe, model, devices)
     division = _division(recipe, sizes, devices, notes, shares)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))

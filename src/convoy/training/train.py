@@ -15,6 +15,7 @@ from convoy.engine.position import here
 from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training import environment
+from convoy.training.checks import check_run
 from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
 from convoy.training.files import disk_explained, write_json, write_text
@@ -22,9 +23,8 @@ from convoy.training.finite import NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.parallel_config import plan_text
 from convoy.training.progress import Reporter, Silence
-from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.restore import network_input
-from convoy.training.resume import check_same
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -100,7 +100,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
-        resuming = devices.first(lambda: _check(run, recipe, resume))
+        resuming = devices.first(lambda: check_run(run, recipe, resume))
         device = device or environment.choose_device(None)
         session = set_up(recipe, device, reporter.prepare, devices)
         here.to("start")
@@ -112,6 +112,8 @@ def train(
         watchdog.begin()
         if resuming:
             loop.resume()
+            if first:
+                run.add_restart(environment.restart(loop.done, devices.num, str(session.plan)))
             reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
@@ -149,15 +151,6 @@ def train(
         devices.barrier()  # nobody goes on, or away, before all is written
     top1 = loop.evaluation.top1 if loop.evaluation else None
     return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
-
-
-def _check(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
-    """Whether there is a run to go on with, which this recipe may."""
-    if resume and run.is_run():
-        check_same(recipe, load_recipe(str(run.config)), run)
-        return True
-    run.check_free()
-    return False
 
 
 def _begin(

@@ -67,9 +67,23 @@ def probed(
 
 
 def merged(
-    recipe: Recipe, found: Probe, sizes: tuple[int, ...], device: torch.device, sharing: int = 1
+    recipe: Recipe,
+    found: Probe,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    sharing: int = 1,
+    alone: bool = False,
 ) -> tuple[int, str]:
-    """How many microbatches of each part of the batch run in one pass, and why; `sharing` devices work on a part."""
+    """How many microbatches of each part of the batch run in one pass, and why.
+
+    Args:
+        recipe: what is trained, and how.
+        found: what the network showed.
+        sizes: samples of every microbatch.
+        device: where.
+        sharing: devices that work on a part.
+        alone: one device runs the plain network; on several, the engine brings running statistics in order.
+    """
     num = len(sizes)
     if recipe.reproducible:
         return 1, "reproducible: one by one"
@@ -80,6 +94,8 @@ def merged(
         return 1, "one by one: the network draws random numbers outside of dropout layers"
     if not found.separable:
         return 1, "one by one: the network couples the samples of a batch"
+    if alone and found.normed_again:
+        return 1, "one by one: a batch norm layer runs several times, and notes one microbatch after the other"
     return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
 
 

@@ -37,7 +37,8 @@ def workload_of_recipe(
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     change = "--image-size, the microbatches or the model"
-    merge, _ = merged(recipe, probed(model, recipe, image_shape, sizes, device, change), sizes, device)
+    found = probed(model, recipe, image_shape, sizes, device, change)
+    merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
 
 

@@ -5,6 +5,7 @@ import pytest
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.study import Made, assumed
+from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 
 
@@ -58,6 +59,12 @@ def test_numbers_are_for_plans_with_so_many_parts() -> None:
     assert [row.label for row in rows] == [
         "sample=4, shares 3,3,2,2", "sample=2,filter=2, shares 3,1", "filter=2,owt=2, shares 3,1"
     ]  # fmt: skip
+
+
+def test_numbers_for_devices_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "parts", property(lambda self: self.mesh.num_devices))
+    with pytest.raises(AssertionError):
+        test_numbers_are_for_plans_with_so_many_parts()
 
 
 def test_the_planner_can_be_bound_to_numbers_that_some_plan_has() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from convoy.experiments import formats
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.files import write_files
 from convoy.experiments.scaling.forecast import Forecast, Prediction
-from convoy.experiments.scaling.remarks import _one_device, remarks
+from convoy.experiments.scaling.remarks import _above_ideal, _one_device, remarks
 from convoy.experiments.scaling.results import Results, results
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.table import csv_text, latex_text, lines, plus_minus
@@ -70,6 +71,28 @@ def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
 def test_slower_is_what_is_so_beyond_its_spread(tmp_path: Path, rounds: list[float], said: str) -> None:
     sentence = _one_device(exact(tmp_path, {"serial on 1": [0.2] * len(rounds), "sample=2 on 2": rounds}))
     assert sentence.startswith(said) and bool(sentence) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "weak", "said"),
+    [
+        (0.09, False, "Efficiency above 100 % (sample=2 on 2): a device's smaller part of the work may fit its caches"),
+        (0.18, True, "Efficiency above 100 % (sample=2 on 2): one device alone was slow when it was measured"),
+        (0.0999, False, ""),  # 100 % in the table
+        (0.11, False, ""),
+    ],
+)
+def test_more_than_the_ideal_is_explained(tmp_path: Path, seconds: float, weak: bool, said: str) -> None:
+    study = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [seconds]}, weak=weak)
+    sentence = _above_ideal(study, weak).replace(formats.SPACE, " ")
+    assert sentence.startswith(said) and bool(sentence) == bool(said)
+
+
+def test_what_is_above_the_ideal_is_named_beside_the_table(tmp_path: Path) -> None:
+    for plan, above in (("filter", False), ("sample", True)):  # speed-ups of 1.6 and 1.9, where 1.7 is ideal
+        folder = write_study(tmp_path / plan, devices=(1, 2), plans=[plan], peers=(), speeds=(1.0, 0.7))
+        assert any("Efficiency above" in sentence for sentence in write_files(folder).remarks) is above
+        assert ("Efficiency above" in (folder / "report.html").read_text(encoding="utf-8")) is above
 
 
 def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,10 @@ from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_tr
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, choose_device, load_recipe
 from convoy.training.derived import num_microbatches
+from convoy.training.files import unwritable
+
+if TYPE_CHECKING:
+    from convoy.launch.emulated import Cluster
 
 DEFAULT_BATCH = 256
 
@@ -106,6 +111,9 @@ class Ask:
         ):
             if amount is not None and not 0 < amount < math.inf:
                 raise ConvoyError(f"{option} is {amount:g}: give a number above 0")
+        reason = unwritable(self.folder)
+        if reason is not None:
+            raise ConvoyError(f"--out {self.folder} cannot be written ({reason}): choose another place")
 
     def numbers(self, available: int) -> list[int]:
         """The numbers of devices.
@@ -179,36 +187,37 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         check_installed(peer)
         check_recipe(recipe)
     device = choose_device(ask.device)
-    with _places(ask.emulate) as (places, cluster, speeds):
-        on_cpu = device.type == "cpu"
-        available = len(places) or (len(own_cores()) if on_cpu else torch.cuda.device_count())
-        numbers = ask.numbers(available)
-        shares = ask.shares_of()
-        alone = len(places) or torch.cuda.device_count()
-        unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
-        rows = configurations(numbers, plans, peers, shares, min(alone, max(numbers)) if unequal else 1)
-        if not rows:
-            raise ConvoyError("--plans names none: write e.g. sample;auto")
-        recipe = _divisible(ask, recipe, max(numbers))
-        each = _share(ask, numbers, places, on_cpu)
-        made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
-        if made is not None and (sentence := assumed(recipe, made, ask.image_size)):
-            tell(sentence)
-        study = Study(
-            recipe=recipe,
-            made=made,
-            weak=ask.batch_per_device is not None,
-            device_type=device.type,
-            cores_per_device=each,
-            cluster=cluster,
-            updates=ask.updates,
-            warm_up=ask.warm_up,
-            speeds=speeds,
-        )
-        _check_batches(study, rows)
-        size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
+    shares = ask.shares_of()
+    cluster, text = _cluster(ask.emulate)
+    speeds = tuple(one.speed for one in cluster.devices) if cluster is not None else ()
+    on_cpu = device.type == "cpu"
+    numbers = ask.numbers(len(speeds) or (len(own_cores()) if on_cpu else torch.cuda.device_count()))
+    each = _share(ask, numbers, len(speeds), on_cpu)
+    alone = len(speeds) or torch.cuda.device_count()
+    unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
+    rows = configurations(numbers, plans, peers, shares, min(alone, max(numbers)) if unequal else 1)
+    if not rows:
+        raise ConvoyError("--plans names none: write e.g. sample;auto")
+    recipe = _divisible(ask, recipe, max(numbers))
+    made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+    study = Study(
+        recipe=recipe,
+        made=made,
+        weak=ask.batch_per_device is not None,
+        device_type=device.type,
+        cores_per_device=each,
+        cluster=text,
+        updates=ask.updates,
+        warm_up=ask.warm_up,
+        speeds=speeds,
+    )
+    _check_batches(study, rows)
+    store = Store.open(ask.folder, study, machine_of(device))
+    if made is not None and (sentence := assumed(recipe, made, ask.image_size)):
+        tell(sentence)
+    size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
+    with _places(cluster) as places:
         _make_folder(ask.folder)
-        store = Store.open(ask.folder, study, machine_of(device))
         store.document["table"] = {"epochs": ask.epochs, "dataset_size": size, "rounds": ask.rounds}
         if ask.train_epochs is not None:
             store.begin_training(ask.train_epochs)
@@ -235,16 +244,16 @@ def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
     return list(dict.fromkeys(filter(None, found)))
 
 
-def _share(ask: Ask, numbers: list[int], places: list[Place], on_cpu: bool) -> int:
-    """Cores of each device; 0 where that is settled otherwise."""
-    if places:
+def _share(ask: Ask, numbers: list[int], emulated: int, on_cpu: bool) -> int:
+    """Cores of each device; 0 where that is settled otherwise, as by a cluster of emulated ones."""
+    if emulated:
         if ask.cores_per_device is not None:
             raise ConvoyError(
                 "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
             )
-        if max(numbers) > len(places):
+        if max(numbers) > emulated:
             raise ConvoyError(
-                f"--devices {max(numbers)}, but the cluster of --emulate has {len(places)}: add devices to the file"
+                f"--devices {max(numbers)}, but the cluster of --emulate has {emulated}: add devices to the file"
             )
         return 0
     if on_cpu:
@@ -275,19 +284,26 @@ def _check_batches(study: Study, rows: list[Configuration]) -> None:
             )
 
 
-@contextmanager
-def _places(path: str | None) -> Iterator[tuple[list[Place], str, tuple[float, ...]]]:
-    """The devices of an emulated cluster, the text of its file, and the devices' speeds."""
+def _cluster(path: str | None) -> "tuple[Cluster | None, str]":
+    """The cluster to emulate, and the text of its file."""
     if path is None:
-        yield [], "", ()
+        return None, ""
+    from convoy.launch.emulated import Cluster
+
+    return Cluster.read(Path(path)), Path(path).read_text(encoding="utf-8")
+
+
+@contextmanager
+def _places(cluster: "Cluster | None") -> Iterator[list[Place]]:
+    """The devices of an emulated cluster; none without one."""
+    if cluster is None:
+        yield []
         return
-    from convoy.launch.emulated import Cluster, emulate
+    from convoy.launch.emulated import emulate
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
-    cluster = Cluster.read(Path(path))
     with emulate(cluster) as places:
-        text = Path(path).read_text(encoding="utf-8")
-        yield list(places), text, tuple(device.speed for device in cluster.devices)
+        yield list(places)
 
 
 def _make_folder(folder: Path) -> None:

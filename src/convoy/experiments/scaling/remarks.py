@@ -22,6 +22,7 @@ def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
         _not_predicted(found),
         _over(found),
         _one_device(found),
+        _above_ideal(found, document["study"]["weak"]),
     ]
     return [sentence for sentence in said if sentence]
 
@@ -160,6 +161,19 @@ def _one_device(found: Results) -> str:
             "does nothing else."
         )
     return " ".join(said)
+
+
+def _above_ideal(found: Results, weak: bool) -> str:
+    """What an efficiency above 100 % in the table means."""
+    above = [row for row in found.rows if row.devices > 1 and round(100 * row.efficiency) > 100]
+    if found.reference is None or not above:
+        return ""
+    base = "one device" if found.reference.devices == 1 else _row(found.reference)
+    caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
+    return (
+        f"Efficiency above {formats.percent(1, 0)} ({_names(above)}): {caches}{base} alone was slow when it was "
+        "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
+    )
 
 
 def _names(rows: Sequence[Row]) -> str:
