@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from convoy.engine.class_parallel import cross_entropy

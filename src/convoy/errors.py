@@ -14,7 +14,14 @@ class ConvoyError(ValueError):
         return printable(super().__str__(), keep="\n")
 
 
-class MeetingError(ConvoyError):
+class MachineError(ConvoyError):
+    """A process, a file system or the network failed, through no mistake: started again, the same run may go well.
+
+    Ranks that end by it are started again where that was asked for; the exit status is 1.
+    """
+
+
+class MeetingError(MachineError):
     """The ranks did not find each other, in time or at all; where they are started again they may."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from started import Started, command, curve, digest, finish, steps, wait_for
+from started import Started, below, command, curve, digest, finish, steps, wait_for
 from tiny import write_mnist
 
 UPDATES = "30ba"
@@ -59,6 +59,24 @@ def test_a_mistake_is_not_repeated(data: Path, tmp_path: Path) -> None:
     options = ("--devices", "2", "--max-restarts", "3")
     found = finish(command(data, tmp_path / "run", *options, model="failing:Mistaken"), 2)
     assert found.stderr == "convoy: rank 1 finds the data wanting: mend it\n"
+
+
+def test_a_process_that_loads_pictures_is_replaced(
+    serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    options = ("--devices", "2", "--max-restarts", "1", "--set", "checkpoint.every=3ba", "--set", "data.workers=1")
+    run = start(command(data, out, *options, epochs=UPDATES))
+    wait_for(lambda: steps(out) >= 5, 60)
+    servers = [pid for pid in below(run.ranks()[1]) if below(pid)]
+    assert len(servers) == 1
+    os.kill(below(servers[0])[0], signal.SIGKILL)
+    output, errors = run.end(90)
+    assert run.process.returncode == 0, output + errors
+    assert errors.startswith("rank 1 failed: a process that loads pictures died "), errors
+    assert "all ranks start again (restart 1 of 1)" in errors
+    assert output.count("going on after") == 1
+    assert digest(out) == digest(serial)
 
 
 @pytest.mark.matrix

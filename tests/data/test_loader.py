@@ -24,7 +24,7 @@ from convoy.data import (
     open_data,
     training_batches,
 )
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from data.made import encoded, picture, tar_members, write_folder, write_mnist, write_parquet, write_tar
 
 ALL = AugmentConfig(crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1)
@@ -213,7 +213,7 @@ def test_a_worker_that_is_killed_ends_in_one_sentence(photos):
     next(made)
     for pid in children():
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ConvoyError, match=r"a process that loads pictures died .*data.workers") as error:
+    with pytest.raises(MachineError, match=r"a process that loads pictures died .*data.workers") as error:
         for _ in made:
             pass
     assert "\n" not in str(error.value)

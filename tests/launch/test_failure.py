@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.errors import ConvoyError, MeetingError
+from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.launch.failure import Failure, cause, failure_of, read_failures
 
 
@@ -26,6 +26,13 @@ def test_ranks_that_did_not_meet_may_when_they_are_started_again() -> None:
     failure = fail(1, MeetingError("rank 1 cannot join the others"))
     assert failure.text() == "rank 1 failed: rank 1 cannot join the others"
     assert (failure.status, failure.final) == (1, False)
+
+
+def test_what_a_machine_did_is_no_mistake() -> None:
+    failure = fail(1, MachineError("a process that loads pictures died"))
+    assert failure.text() == "rank 1 failed: a process that loads pictures died"
+    assert failure.text(verbose=True).startswith(f"{failure.text()}\nTraceback")
+    assert (failure.kind, failure.status, failure.final) == ("error", 1, False)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from convoy.engine.collectives import all_reduce
 from convoy.engine.groups import Groups
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from convoy.planning import Ranks
 from convoy.planning.ranks import RankFailedError
 from convoy.plans.mesh import Mesh
@@ -32,6 +32,7 @@ def failing(kind: type[Exception]) -> tuple[str, str]:
     ("kind", "others"),
     [
         (ConvoyError, ("ConvoyError", "no such thing")),
+        (MachineError, ("MachineError", "no such thing")),
         (ValueError, ("RuntimeError", "rank 0 failed: ValueError: no such thing")),
     ],
 )
@@ -109,3 +110,11 @@ def test_one_rank_alone_fails_in_the_same_words() -> None:
     with pytest.raises(RankFailedError, match="rank 0 ran out of memory while adding"):
         Ranks().trying("adding", lambda _: torch.empty(1 << 60))
     assert Ranks().trying("adding", lambda ranks: ranks.num) == 1
+
+
+def test_what_a_machine_did_while_ranks_tried_is_no_mistake() -> None:
+    def fail(_: Ranks) -> None:
+        raise MachineError("a process died")
+
+    with pytest.raises(MachineError, match=r"^a process died$"):
+        Ranks().trying("adding", fail)

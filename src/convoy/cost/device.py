@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import convoy
 from convoy.cost.control_groups import cores_allowed
+from convoy.version import __version__
 
 _LOWER = ("tf32", "bf16")
 """Precisions in which float32 may be multiplied."""
@@ -84,7 +84,7 @@ def this_device(
     return Device(
         name,
         torch.__version__,
-        convoy.__version__,
+        __version__,
         threads,
         precision,
         channels_last,

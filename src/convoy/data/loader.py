@@ -21,7 +21,7 @@ from convoy.data.dataset import DataSet
 from convoy.data.geometry import Geometry
 from convoy.data.order import Order
 from convoy.data.sources import Source
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 
 _MAX_AUTOMATIC = 16
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
@@ -56,8 +56,8 @@ def training_batches(
         pin_memory: put the batches into pinned memory (for a GPU).
 
     Raises:
-        ConvoyError: a picture cannot be read and bad ones are not skipped, an augmentation lacks its library, or a
-            worker process died.
+        ConvoyError: a picture cannot be read and bad ones are not skipped, or an augmentation lacks its library.
+        MachineError: a worker process died.
     """
     maker = _maker(data, config, data.train, seed)
     workers = num_workers(data, config)[0] if workers is None else workers
@@ -91,7 +91,8 @@ def evaluation_batches(
         pin_memory: put the batches into pinned memory (for a GPU).
 
     Raises:
-        ConvoyError: a picture cannot be read and bad ones are not skipped, or a worker process died.
+        ConvoyError: a picture cannot be read and bad ones are not skipped.
+        MachineError: a worker process died.
     """
     if split not in ("train", "test"):
         raise ConvoyError(f"split {split!r} does not exist: choose train or test")
@@ -217,7 +218,7 @@ def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
         if str(error).startswith("Caught ") or not (by_torch or by_python):
             raise
         died = str(error).partition("\n")[0] or type(error).__name__
-    raise ConvoyError(
+    raise MachineError(
         f"a process that loads pictures died ({died}): it may have run out of memory or of /dev/shm (in a container, "
         "raise --shm-size), so lower data.workers; a script of your own that starts training needs "
         "`if __name__ == '__main__':`"

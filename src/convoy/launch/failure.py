@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from convoy.errors import ConvoyError, MeetingError
+from convoy.errors import ConvoyError, MachineError
 
 Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
 _ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
@@ -26,6 +26,7 @@ class Failure:
         sentence: what to say.
         trace: the traceback, where there is one.
         time: when, in seconds of the machine's clock.
+        clear: the sentence says enough; the traceback is for those who ask for it.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Failure:
     sentence: str
     trace: str
     time: float
+    clear: bool = False
 
     @property
     def status(self) -> int:
@@ -50,7 +52,8 @@ class Failure:
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
         if self.kind == "hung":
             return self.sentence
-        return f"rank {self.rank} failed: {self.sentence}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
+        trace = "" if self.clear and not verbose else self.trace
+        return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")
 
     def write(self, folder: Path) -> None:
         """Leave it for whoever started the ranks."""
@@ -63,8 +66,8 @@ class Failure:
 def failure_of(rank: int, error: BaseException) -> Failure:
     """What an exception says about a rank."""
     trace = "".join(traceback.format_exception(error))
-    if isinstance(error, MeetingError):
-        return Failure(rank, "error", str(error), "", time.time())
+    if isinstance(error, MachineError):
+        return Failure(rank, "error", str(error), trace, time.time(), clear=True)
     if isinstance(error, ConvoyError):
         return Failure(rank, "mistake", str(error), trace, time.time())
     if isinstance(error, KeyboardInterrupt):

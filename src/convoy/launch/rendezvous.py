@@ -20,7 +20,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from convoy import interfaces
-from convoy.launch.torchrun import BACKEND
 
 PORT = 29_400
 
@@ -36,7 +35,7 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
     store = _open(host, port, params.max_nodes == 1, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     interface = interfaces.chosen()
     own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
-    handler: RendezvousHandler = OneAddress.from_backend(
+    handler: DynamicRendezvousHandler = OneAddress.from_backend(
         params.run_id,
         store,
         C10dRendezvousBackend(store, params.run_id),
@@ -47,15 +46,12 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=params.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
+    handler._backend_name = params.backend  # torch refuses a handler by another name than it asked for
     return handler
 
 
 class OneAddress(DynamicRendezvousHandler):
     """torch's handler, whose store for the ranks listens on this host's address alone."""
-
-    def get_backend(self) -> str:
-        """See base class."""
-        return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class, which leaves out to say in a later round where the store for the ranks is: a host that came

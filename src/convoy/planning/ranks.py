@@ -10,13 +10,13 @@ import torch
 from convoy.engine import messages
 from convoy.engine.collectives import Group, gather_ints, place, size
 from convoy.engine.groups import everyone, temporary
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from convoy.plans.mesh import Mesh
 
 T = TypeVar("T")
 
 
-class RankFailedError(ConvoyError):
+class RankFailedError(MachineError):
     """What all ranks tried together failed on one of them.
 
     Attributes:
@@ -132,7 +132,7 @@ class Ranks:
         return cast(T, found)
 
 
-_LOST_MEMORY, _MISTAKE, _BROKEN, _CUT_OFF = range(4)
+_LOST_MEMORY, _MISTAKE, _MACHINE, _BROKEN, _CUT_OFF = range(5)
 _ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -152,7 +152,7 @@ class _Failure:
         ):
             return _Failure(_LOST_MEMORY, first_line)
         if isinstance(error, ConvoyError):
-            return _Failure(_MISTAKE, str(error))
+            return _Failure(_MACHINE if isinstance(error, MachineError) else _MISTAKE, str(error))
         cut_off = isinstance(error, RuntimeError) and any(words in str(error) for words in _ENDED)
         return _Failure(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
 
@@ -160,6 +160,8 @@ class _Failure:
         """For every rank."""
         if self.sort == _MISTAKE:
             return ConvoyError(self.text)
+        if self.sort == _MACHINE:
+            return MachineError(self.text)
         if self.sort == _LOST_MEMORY:
             return RankFailedError(f"rank {rank} ran out of memory while {what}", True)
         return RankFailedError(f"rank {rank} failed while {what} ({self.text}): -v shows where")

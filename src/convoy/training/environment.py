@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-import convoy
 from convoy.errors import ConvoyError
+from convoy.version import __version__
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -39,7 +39,7 @@ def describe(command: str, device: torch.device, num_devices: int = 1, plan: str
     """The facts for `environment.json`."""
     return {
         "command": command,
-        "convoy": convoy.__version__,
+        "convoy": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": _machine(device),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from convoy.planning import Ranks
 from convoy.training.checkpoints import saver as saving
 from convoy.training.checkpoints import snapshot as snapshots
@@ -242,7 +242,7 @@ def _without_an_answer(folder: Path) -> tuple[str, list[str]]:
         patch.setattr(writing.Draft, "discard", lambda self: answers.wait(30))
         if run.devices.rank == 1:
             patch.setattr(writing.Draft, "add", hang)
-        with pytest.raises(ConvoyError) as failure, run.saver.open(run.seen):
+        with pytest.raises(MachineError) as failure, run.saver.open(run.seen):
             run.save(1)
             run.saver.finish()
         hung = [thread for thread in threading.enumerate() if thread.name == "convoy-checkpoint"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from convoy.training.checkpoints.draft import Draft
 from convoy.training.checkpoints.report import Report, first_failure, still
 from convoy.training.checkpoints.snapshot import snapshot
@@ -168,7 +168,8 @@ class Saver:
             or_raise: a failure ends the run in any case.
 
         Raises:
-            ConvoyError: it could not be written, and the run is not to go on then; or that takes too long.
+            ConvoyError: it could not be written, and the run is not to go on then.
+            MachineError: that takes too long.
         """
         came = time.perf_counter()
         patience, longest = PATIENCE_S
@@ -244,7 +245,7 @@ class Saver:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
-        raise ConvoyError(
+        raise MachineError(
             f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
             f"(--timeout), {still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
             "answers, then go on with --resume"
