@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from convoy.cli import main
+from data.made import write_folder
 
 TINY = ["--batch", "8", "--image-size", "28", "--updates", "2", "--warm-up", "1", "--timeout", "100"]
 
@@ -126,6 +127,18 @@ def test_weak_scaling_and_real_data(tmp_path: Path, capfd: pytest.CaptureFixture
     row = json.loads(capfd.readouterr().out)["configurations"][0]
     assert row["batch"] == 4 and row["data_wait_s"] > 0
     assert document(out)["table"]["dataset_size"] < 1000
+
+
+def test_pictures_are_loaded_by_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    several()
+    data = write_folder(tmp_path / "photos", num=8)
+    line = ["bench", "squeezenet1_1", "--data", str(data), "--devices", "2", "--plans", "sample", "--batch", "4"]
+    line += ["--set", "data.workers=1", "--set", "data.image_size=64", "--peers", "ddp", "--no-predict"]
+    options = ["--rounds", "1", "--updates", "2", "--warm-up", "1", "--out", str(tmp_path / "study"), "--json"]
+    assert main([*line, *options]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [row["configuration"] for row in found["configurations"]] == ["sample=2", "DistributedDataParallel"]
+    assert all(row["data_wait_s"] > 0 for row in found["configurations"])
 
 
 def test_shares_by_speed_are_the_same_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
