@@ -164,6 +164,18 @@ def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd
     assert "the odd key" in report and "incomplete" in report
 
 
+def test_the_first_row_need_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    several()
+    line = ["bench", "tiny:TinyNet", "--devices", "2", "--plans", "sample;filter", "--set", "microbatches=1"]
+    sizes = ["--batch", "64", "--image-size", "28", "--warm-up", "1", "--rounds", "1", "--no-predict"]
+    assert main([*line, *sizes, "--out", str(tmp_path)]) == 0
+    assert [(len(row["visits"]), bool(row["failed"])) for row in document(tmp_path)["configurations"]] == [
+        (0, True),
+        (1, False),
+    ]
+    assert "sample=2 on 2 devices was not measured: " in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
