@@ -9,7 +9,7 @@ from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.store import Store, read
-from experiments.scaling.made_study import document, study, write_study
+from experiments.scaling.made_study import MACHINE, document, study, write_study
 
 
 def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -47,6 +47,27 @@ def test_another_study_is_refused(changes: dict[str, object], words: str, tmp_pa
     write_study(tmp_path)
     with pytest.raises(ConvoyError, match=words):
         Store.open(tmp_path, study(**changes), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"machine": "Another processor"}, "machine=A processor and not Another processor"),
+        ({"torch": "2.14.0"}, "torch=2.13.0 and not 2.14.0"),
+        ({"cores": 8}, "cores=4 and not 8"),
+    ],
+)
+def test_another_machine_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    write_study(tmp_path)
+    with pytest.raises(ConvoyError, match=f"measured with {words}: give another --out"):
+        Store.open(tmp_path, study(), MACHINE | changes)
+    Store.open(tmp_path, study(), MACHINE | {"timm": "1.0"})
+
+
+def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConvoyError, match="holds a training run"):
+        Store.open(tmp_path, study(), MACHINE)
 
 
 @pytest.mark.parametrize(

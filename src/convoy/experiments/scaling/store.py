@@ -13,11 +13,13 @@ from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
 from convoy.training.division import text
 from convoy.training.files import write_text
+from convoy.training.run_directory import RunDirectory
 
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"
 _DIGITS = 9
 _MAY_DIFFER = ("updates",)
+_OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
 class Store:
@@ -48,9 +50,11 @@ class Store:
         """The store of a study in a folder: the one that is there, or a new one.
 
         Raises:
-            ConvoyError: what is there is of another study, or no such file.
+            ConvoyError: what is there is of another study or from another machine, or no such file, or a run.
         """
         path = folder / NAME
+        if RunDirectory(folder).is_run():
+            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
         if not path.exists():
             empty = {"study": study.to_dict(), "machine": machine, "table": {}}
             lists: dict[str, Any] = {"sessions": [], "forecasts": {}, "configurations": []}
@@ -64,6 +68,12 @@ class Store:
                 raise ConvoyError(
                     f"{path} is of a study with {_difference(key, there.get(key), value)}: give another --out, or "
                     "remove it"
+                )
+        for key in _OF_THE_MACHINE:
+            if key in machine and document["machine"].get(key) != machine[key]:
+                raise ConvoyError(
+                    f"{path} was measured with {_difference(key, document['machine'].get(key), machine[key])}: give "
+                    "another --out, or remove it"
                 )
         return Store(path, document)
 
