@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from convoy.cli import main
+from convoy.training import RunDirectory
 from data.made import write_folder
 
 TINY = ["--batch", "8", "--image-size", "28", "--updates", "2", "--warm-up", "1", "--timeout", "100"]
@@ -174,6 +175,14 @@ def test_the_first_row_need_not_run(tmp_path: Path, capfd: pytest.CaptureFixture
         (1, False),
     ]
     assert "sample=2 on 2 devices was not measured: " in capfd.readouterr().out
+
+
+def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "tiny:TinyNet", "--devices", "1", "--plans", "sample", "--out", str(tmp_path)]
+    with RunDirectory(tmp_path).lock():
+        assert main([*line, *TINY]) == 2
+    assert f"another process is training in {tmp_path}: wait for its end" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
