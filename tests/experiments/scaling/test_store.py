@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,30 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
 )
 def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConvoyError, match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (["study"], "it has no study"),
+        (["study", "recipe", "microbatch"], r"it has no study\.recipe\.microbatch"),
+        (["sessions", 0, "wall_s"], r"it has no sessions\[0\]\.wall_s"),
+        (
+            ["configurations", 1, "visits", 0, "ranks", 0, "memory"],
+            r"no configurations\[1\]\.visits\[0\]\.ranks\[0\]\.m",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(path: list[str | int], words: str, tmp_path: Path) -> None:
+    whole = document(write_study(tmp_path))
+    assert read(tmp_path) == whole
+    holder: Any = whole
+    for key in path[:-1]:
+        holder = holder[key]
+    del holder[path[-1]]
+    (tmp_path / "bench.json").write_text(json.dumps(whole))
     with pytest.raises(ConvoyError, match=words):
         read(tmp_path)
 

@@ -9,6 +9,7 @@ from typing import Any
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import AUTO, Configuration
 from convoy.experiments.scaling.forecast import Forecast
+from convoy.experiments.scaling.shape import lacking_in
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
 from convoy.training.division import text
@@ -211,6 +212,9 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path} has schema {document.get('schema')}, this Convoy reads {SCHEMA}: give another --out, or use the "
             "Convoy that wrote it"
         )
+    lacking = lacking_in(document)
+    if lacking is not None:
+        raise ConvoyError(f"{path} is corrupt (it has no {lacking}): remove it and measure again")
     return document
 
 
