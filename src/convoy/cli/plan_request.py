@@ -141,7 +141,7 @@ def network_of(request: Request, device: torch.device) -> tuple[nn.Module, tuple
         settings.setdefault("image_size", size)
     torch.manual_seed(recipe.seed)
     model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
-    channels = recipe.data.channels or (usual[0] if usual is not None else _channels(model))
+    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     return model.train(), (channels, size, size)
@@ -155,9 +155,3 @@ def assumed(request: Request) -> str | None:
     return (
         f"nobody says how large the images for {name} are: {ASSUMED_SIZE} pixels are assumed, --image-size changes it"
     )
-
-
-def _channels(model: nn.Module) -> int:
-    """What a network of which nothing is known takes: as many channels as its first convolution."""
-    found = (int(layer.in_channels) for layer in model.modules() if isinstance(layer, nn.Conv2d))
-    return next(found, 3)
