@@ -32,7 +32,8 @@ class Store:
         study            what all rows share (`Study.to_dict`)
         machine          on which they were measured
         table            epochs and dataset_size, for the days that training would take
-        sessions         command, started, wall_s and planning_s of every call of the command
+        sessions         command, started, wall_s, planning_s and training_s of every call of the command; the last
+                         two are parts of the whole time
         forecasts        by number of devices: auto, auto_shares, bound (plans by shares), predictions by plan, notes
         training         epochs of all trainings, where there are any
         configurations   key, kind, devices, plan, series, failed, visits: round, started, wall_s, loss, ranks, and
@@ -80,11 +81,18 @@ class Store:
 
     def begin(self, command: str, started: str) -> None:
         """Another call of the command."""
-        self.document["sessions"].append({"command": command, "started": started, "wall_s": 0.0, "planning_s": 0.0})
+        none = dict.fromkeys(("wall_s", "planning_s", "training_s"), 0.0)
+        self.document["sessions"].append({"command": command, "started": started, **none})
 
     def spent(self, wall: float, planning: float) -> None:
-        """Seconds of this call so far."""
+        """Seconds of this call so far, which has not trained yet."""
         self.document["sessions"][-1] |= {"wall_s": round(wall, 3), "planning_s": round(planning, 3)}
+
+    def spent_on_training(self, seconds: float) -> None:
+        """Seconds of this call's trainings so far."""
+        session = self.document["sessions"][-1]
+        wall = session["wall_s"] - session["training_s"] + seconds
+        session |= {"wall_s": round(wall, 3), "training_s": round(seconds, 3)}
 
     def add(self, configurations: list[Configuration]) -> None:
         """Make room for rows; those that are there already stay, and may be tried again."""
