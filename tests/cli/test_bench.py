@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from convoy.cli import main
+from convoy.training import RunDirectory
+from data.made import write_folder
 
 TINY = ["--batch", "8", "--image-size", "28", "--updates", "2", "--warm-up", "1", "--timeout", "100"]
 
@@ -128,6 +130,18 @@ def test_weak_scaling_and_real_data(tmp_path: Path, capfd: pytest.CaptureFixture
     assert document(out)["table"]["dataset_size"] < 1000
 
 
+def test_pictures_are_loaded_by_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    several()
+    data = write_folder(tmp_path / "photos", num=8)
+    line = ["bench", "squeezenet1_1", "--data", str(data), "--devices", "2", "--plans", "sample", "--batch", "4"]
+    line += ["--set", "data.workers=1", "--set", "data.image_size=64", "--peers", "ddp", "--no-predict"]
+    options = ["--rounds", "1", "--updates", "2", "--warm-up", "1", "--out", str(tmp_path / "study"), "--json"]
+    assert main([*line, *options]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [row["configuration"] for row in found["configurations"]] == ["sample=2", "DistributedDataParallel"]
+    assert all(row["data_wait_s"] > 0 for row in found["configurations"])
+
+
 def test_shares_by_speed_are_the_same_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     out = tmp_path / "study"
@@ -149,6 +163,26 @@ def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd
     assert visits(out) == 2
     report = (out / "report.html").read_text(encoding="utf-8")
     assert "the odd key" in report and "incomplete" in report
+
+
+def test_the_first_row_need_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    several()
+    line = ["bench", "tiny:TinyNet", "--devices", "2", "--plans", "sample;filter", "--set", "microbatches=1"]
+    sizes = ["--batch", "64", "--image-size", "28", "--warm-up", "1", "--rounds", "1", "--no-predict"]
+    assert main([*line, *sizes, "--out", str(tmp_path)]) == 0
+    assert [(len(row["visits"]), bool(row["failed"])) for row in document(tmp_path)["configurations"]] == [
+        (0, True),
+        (1, False),
+    ]
+    assert "sample=2 on 2 devices was not measured: " in capfd.readouterr().out
+
+
+def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "tiny:TinyNet", "--devices", "1", "--plans", "sample", "--out", str(tmp_path)]
+    with RunDirectory(tmp_path).lock():
+        assert main([*line, *TINY]) == 2
+    assert f"another process is training in {tmp_path}: wait for its end" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

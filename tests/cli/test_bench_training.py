@@ -42,6 +42,10 @@ def test_curves_are_those_of_the_trainer_and_the_same_bits(tmp_path: Path, capfd
     weights = (alone / "weights.safetensors").read_bytes()
     assert serial["weights_sha256"] == two["weights_sha256"] == hashlib.sha256(weights).hexdigest()
 
+    for run in ("serial-on-1", "sample=2-on-2"):
+        assert "<html" in (out / "training" / run / "report.html").read_text(encoding="utf-8")
+    assert document(out)["sessions"][0]["wall_s"] >= document(out)["sessions"][0]["training_s"] > 0
+
     before = document(out)
     assert main([*line, "--json"]) == 0
     assert document(out)["configurations"] == before["configurations"]  # nothing is trained twice

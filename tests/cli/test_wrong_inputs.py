@@ -103,6 +103,7 @@ RUNS = {
     "eval of damaged weights": ("eval {cut_weights}", "weights.safetensors"),
     "eval on missing data": ("eval {run} --data {tmp}/nowhere", "nowhere"),
     "report of no run": ("report {tmp}/empty", "empty"),
+    "report of half a study": ("report {tmp}/study", "it has no study"),
     "report of damaged metrics": ("report {bad_metrics}", "metrics.jsonl"),
     "export to nothing": ("export {run}", "--onnx"),
     "export to no folder": ("export {run} --onnx --to {tmp}/nowhere/x.onnx", "nowhere"),
@@ -143,6 +144,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_file(TinyNet().state_dict(), tmp / "tiny.safetensors")
     (tmp / "cut.safetensors").write_bytes((tmp / "tiny.safetensors").read_bytes()[:-9])
     torch.save({"weight": os.system}, tmp / "evil.pth")
+    (tmp / "study").mkdir()
+    (tmp / "study" / "bench.json").write_text('{"format": "convoy-bench", "schema": 1}')
     run = tmp / "run"
     settings = ["model.name=tiny:TinyNet", f"data.path={data}", "epochs=1ep", "batch=24", "threads=1"]
     train(load_recipe("default", settings), run, reporter=ConsoleReporter())

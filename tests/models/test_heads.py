@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.models import classifier_names, create, list_models
+from convoy.models import classifier_names, create, image_channels, list_models
 
 HEADS = {
     "lenet": ["classifier.4"],
@@ -41,3 +41,8 @@ def test_timm_says_it_itself() -> None:
 
 def test_a_network_without_classifier() -> None:
     assert classifier_names(nn.ReLU()) == []
+
+
+def test_channels_of_the_images() -> None:
+    assert image_channels(nn.Sequential(nn.ReLU(), nn.Conv2d(2, 5, 3), nn.Conv2d(5, 1, 3))) == 2
+    assert image_channels(nn.Linear(2, 3)) == 3

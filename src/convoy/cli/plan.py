@@ -116,6 +116,7 @@ def command(
         memory_limit=bytes_of(memory_limit, "--memory-limit") if memory_limit is not None else None,
         link=link,
         images_per_second=images_per_second,
+        cores_per_device=cores_per_device,
         files=Files(out, html, trace),
         keep=not no_store,
         as_json=as_json,

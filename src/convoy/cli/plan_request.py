@@ -1,5 +1,6 @@
 """What `convoy plan` is asked, checked before anything is measured, and the network that it is asked about."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class Request:
         scores: plans to predict instead.
         link: between devices that are not at hand.
         images_per_second: that the input of one device gives; None for an input that costs nothing.
+        cores_per_device: on a CPU; None for its share of all.
         keep: whether what is measured is kept.
     """
 
@@ -54,6 +56,7 @@ class Request:
     memory_limit: float | None
     link: str | None
     images_per_second: float | None
+    cores_per_device: int | None
     files: Files
     keep: bool
     as_json: bool
@@ -74,6 +77,7 @@ class Request:
             ("--devices", self.devices),
             ("--image-size", self.image_size),
             ("--classes", self.classes),
+            ("--cores-per-device", self.cores_per_device),
         ):
             if number is not None and number < 1:
                 raise ConvoyError(f"{name} is {number}: give a whole number of at least 1")
@@ -95,7 +99,7 @@ class Request:
                 )
         if self.link is not None:
             links_named(self.link, on_cpu=True)
-        if self.images_per_second is not None and self.images_per_second <= 0:
+        if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
             raise ConvoyError(
                 f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
             )
@@ -137,7 +141,7 @@ def network_of(request: Request, device: torch.device) -> tuple[nn.Module, tuple
         settings.setdefault("image_size", size)
     torch.manual_seed(recipe.seed)
     model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
-    channels = recipe.data.channels or (usual[0] if usual is not None else _channels(model))
+    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     return model.train(), (channels, size, size)
@@ -151,9 +155,3 @@ def assumed(request: Request) -> str | None:
     return (
         f"nobody says how large the images for {name} are: {ASSUMED_SIZE} pixels are assumed, --image-size changes it"
     )
-
-
-def _channels(model: nn.Module) -> int:
-    """What a network of which nothing is known takes: as many channels as its first convolution."""
-    found = (int(layer.in_channels) for layer in model.modules() if isinstance(layer, nn.Conv2d))
-    return next(found, 3)

@@ -3,7 +3,7 @@
 from convoy.models.counting import Counts, count
 from convoy.models.create import accepts, create, describe
 from convoy.models.googlenet import GoogLeNetOutputs
-from convoy.models.heads import classifier_names
+from convoy.models.heads import classifier_names, image_channels
 from convoy.models.registry import ModelInfo, list_models
 from convoy.models.weights import load_weights
 
@@ -16,6 +16,7 @@ __all__ = [
     "count",
     "create",
     "describe",
+    "image_channels",
     "list_models",
     "load_weights",
 ]

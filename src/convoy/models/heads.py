@@ -32,6 +32,12 @@ def first_convolution(model: nn.Module) -> nn.Conv2d | None:
     return next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
 
 
+def image_channels(model: nn.Module) -> int:
+    """Channels of the images that a network of which nothing is known takes: as many as its first convolution, or 3."""
+    stem = first_convolution(model)
+    return 3 if stem is None else int(stem.in_channels)
+
+
 def _last(model: nn.Module, prefix: str, skip: list[str] | None = None) -> str | None:
     layers: list[tuple[str, nn.Module]] = [
         (name, layer) for name, layer in model.named_modules() if name.partition(".")[0] not in (skip or [])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.store import Store, read
-from experiments.scaling.made_study import document, study, write_study
+from experiments.scaling.made_study import MACHINE, document, study, write_study
 
 
 def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -50,6 +51,27 @@ def test_another_study_is_refused(changes: dict[str, object], words: str, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"machine": "Another processor"}, "machine=A processor and not Another processor"),
+        ({"torch": "2.14.0"}, "torch=2.13.0 and not 2.14.0"),
+        ({"cores": 8}, "cores=4 and not 8"),
+    ],
+)
+def test_another_machine_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    write_study(tmp_path)
+    with pytest.raises(ConvoyError, match=f"measured with {words}: give another --out"):
+        Store.open(tmp_path, study(), MACHINE | changes)
+    Store.open(tmp_path, study(), MACHINE | {"timm": "1.0"})
+
+
+def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConvoyError, match="holds a training run"):
+        Store.open(tmp_path, study(), MACHINE)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "corrupt"),
@@ -59,6 +81,30 @@ def test_another_study_is_refused(changes: dict[str, object], words: str, tmp_pa
 )
 def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConvoyError, match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (["study"], "it has no study"),
+        (["study", "recipe", "microbatch"], r"it has no study\.recipe\.microbatch"),
+        (["sessions", 0, "wall_s"], r"it has no sessions\[0\]\.wall_s"),
+        (
+            ["configurations", 1, "visits", 0, "ranks", 0, "memory"],
+            r"no configurations\[1\]\.visits\[0\]\.ranks\[0\]\.m",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(path: list[str | int], words: str, tmp_path: Path) -> None:
+    whole = document(write_study(tmp_path))
+    assert read(tmp_path) == whole
+    holder: Any = whole
+    for key in path[:-1]:
+        holder = holder[key]
+    del holder[path[-1]]
+    (tmp_path / "bench.json").write_text(json.dumps(whole))
     with pytest.raises(ConvoyError, match=words):
         read(tmp_path)
 

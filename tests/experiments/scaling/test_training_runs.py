@@ -8,6 +8,7 @@ import pytest
 from convoy.experiments.scaling import training_runs
 from convoy.experiments.scaling.configuration import configurations
 from convoy.experiments.scaling.processes import RankFailed
+from convoy.experiments.scaling.results import results
 from convoy.experiments.scaling.seats import Seats
 from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.training_runs import TrainingRuns
@@ -20,6 +21,8 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     rows = configurations([1, 2], ["sample", "filter"], [])
     store = Store.open(tmp_path, study(), MACHINE)
     store.add(rows)
+    store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
+    store.spent(100.0, 20.0)
     store.begin_training(1.0)
     ends: list[list[str | None] | RankFailed] = [
         [None], ["SIGTERM", "SIGTERM"], RankFailed("rank 1 failed: a fault\nTraceback"),
@@ -48,6 +51,10 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     ]
     assert train() == [(True, None)] * 3
     assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
+    (session,) = store.document["sessions"]
+    assert session["training_s"] > 0 and session["planning_s"] == 20.0
+    assert session["wall_s"] == pytest.approx(100.0 + session["training_s"], abs=2e-3)
+    assert results(store.document, 90.0, 100).cost.wall == pytest.approx(100.0, abs=2e-3)
 
 
 @pytest.mark.parametrize("cluster", ["", "emulated"])

@@ -25,7 +25,7 @@ from convoy.experiments.scaling.store import Store
 from convoy.experiments.scaling.study import IMAGENET, Study, assumed, check_gpus, cores_per_device, made_for
 from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
 from convoy.launch.cores import own_cores
-from convoy.training import Recipe, choose_device, load_recipe
+from convoy.training import Recipe, RunDirectory, choose_device, load_recipe
 from convoy.training.derived import num_microbatches
 from convoy.training.files import unwritable
 
@@ -176,7 +176,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         tell: is told sentences that stay.
 
     Raises:
-        ConvoyError: something in it cannot be.
+        ConvoyError: something in it cannot be, or another process measures there.
     """
     ask.check()
     plans = [text.strip() for text in ask.plans.split(";") if text.strip()]
@@ -212,25 +212,28 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> Measured:
         speeds=speeds,
     )
     _check_batches(study, rows)
-    store = Store.open(ask.folder, study, machine_of(device))
+    about = machine_of(device)
+    Store.open(ask.folder, study, about)
     if made is not None and (sentence := assumed(recipe, made, ask.image_size)):
         tell(sentence)
     size = ask.dataset_size or (IMAGENET if made is not None else len(open_data(recipe.data, progress).train))
     with _places(cluster) as places:
         _make_folder(ask.folder)
-        store.document["table"] = {"epochs": ask.epochs, "dataset_size": size, "rounds": ask.rounds}
-        if ask.train_epochs is not None:
-            store.begin_training(ask.train_epochs)
-        store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
-        seats = Seats(each, places)
-        for sentence in _coarse(study, rows):
-            tell(sentence)
-        predict = ask.predict and ask.rounds > 0
-        Schedule(study, rows, store, seats, ask.rounds, ask.timeout, predict, progress, tell)()
-        if ask.train_epochs is not None:
-            said = any(setting.startswith("evaluate_every") for setting in ask.settings)
-            trained = replace(study, recipe=recipe_for_training(recipe, ask.train_epochs, said))
-            TrainingRuns(trained, rows, store, ask.folder, seats, ask.timeout, ask.command, progress, tell)()
+        with RunDirectory(ask.folder).lock():
+            store = Store.open(ask.folder, study, about)  # as it is when nobody else writes there
+            store.document["table"] = {"epochs": ask.epochs, "dataset_size": size, "rounds": ask.rounds}
+            if ask.train_epochs is not None:
+                store.begin_training(ask.train_epochs)
+            store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
+            seats = Seats(each, places)
+            for sentence in _coarse(study, rows):
+                tell(sentence)
+            predict = ask.predict and ask.rounds > 0
+            Schedule(study, rows, store, seats, ask.rounds, ask.timeout, predict, progress, tell)()
+            if ask.train_epochs is not None:
+                said = any(setting.startswith("evaluate_every") for setting in ask.settings)
+                trained = replace(study, recipe=recipe_for_training(recipe, ask.train_epochs, said))
+                TrainingRuns(trained, rows, store, ask.folder, seats, ask.timeout, ask.command, progress, tell)()
     return Measured(ask, store)
 
 

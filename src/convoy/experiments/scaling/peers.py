@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.engine.groups import join
 from convoy.errors import ConvoyError
 
 EXTRAS = {"fabric": "lightning", "accelerate": "accelerate"}
@@ -54,6 +54,8 @@ def check_installed(kind: str) -> None:
 def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
     """A network as a peer trains it. All ranks call it; it joins them, if nobody has.
 
+    The peers take the group that there is: one of their own would meet in a store that listens on all interfaces.
+
     Args:
         kind: `torch` for plain PyTorch, or a key of `PEERS`.
         model: on its device.
@@ -62,6 +64,8 @@ def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: to
         device: of this one.
     """
     wrappers = {"torch": _torch, "ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
+    if num > 1:
+        join()
     return wrappers[kind](model, optimizer, num, device)
 
 
@@ -72,8 +76,6 @@ def _torch(model: nn.Module, optimizer: Optimizer, num: int, device: torch.devic
 def _ddp(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
     from torch.nn.parallel import DistributedDataParallel
 
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     network = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Wrapped(network, optimizer, unfinished=network.no_sync)
 

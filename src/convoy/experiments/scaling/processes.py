@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +129,9 @@ def run_ranks(
         for seat in seats:
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(
-                target=_serve, args=(theirs, seat, port, quiet, function, args), daemon=True
+                target=_serve,
+                args=(theirs, seat, port, quiet, function, args),
+                daemon=False,  # a daemon may not start processes that load pictures
             )
             process.start()
             theirs.close()
@@ -142,6 +145,7 @@ def run_ranks(
     finally:
         for process in processes:
             process.kill()
+        for process in processes:
             process.join()
         for pipe in pipes:
             pipe.close()
@@ -218,6 +222,7 @@ def _serve(
             os.sched_setaffinity(0, seat.cores)
         if seat.place is not None:
             seat.place.enter()
+        _follow_parent()
         os.environ.update(seat.environment(port))
 
         def say(what: str, done: int, total: int) -> None:
@@ -232,6 +237,21 @@ def _serve(
         answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     with contextlib.suppress(BrokenPipeError):
         pipe.send(answer)
+
+
+def _follow_parent() -> None:
+    """End with the process that wants the result, however that ended.
+
+    The server that forked this one, whose end ends it too, stays as long as it has such children.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True, name="convoy-follow").start()
 
 
 def _redirect(quiet: bool) -> None:

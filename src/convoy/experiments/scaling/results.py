@@ -86,7 +86,7 @@ class Cost:
     """What the measuring took.
 
     Attributes:
-        wall: seconds of all calls of the command.
+        wall: seconds of all calls of the command, without those of trainings.
         planning: of these, of predictions.
         timed: of these, of the updates that count.
     """
@@ -136,6 +136,7 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
     for row in measured:
         rows.append(_row(document, row, rates, reference, alone, epochs * dataset_size))
     sessions = document["sessions"]
+    wall = sum(session["wall_s"] - session.get("training_s", 0.0) for session in sessions)
     timed = sum(_timed(one) for row in measured for one in row["visits"])
     return Results(
         rows=tuple(rows),
@@ -146,7 +147,7 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
         if document["table"].get("rounds", 1)
         else (),
         loss_difference=None if document["study"]["weak"] else _loss_difference(measured),
-        cost=Cost(sum(s["wall_s"] for s in sessions), sum(s["planning_s"] for s in sessions), timed),
+        cost=Cost(wall, sum(session["planning_s"] for session in sessions), timed),
         notes=tuple(
             f"{number} device{'s' if number != '1' else ''}: {note}"
             for number, found in document["forecasts"].items()

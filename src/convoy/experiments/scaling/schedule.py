@@ -75,22 +75,31 @@ class Schedule:
     def _choose_updates(self) -> None:
         """Settle how many updates are timed, the same for all."""
         kept = self.store.document["study"]
-        if self.study.updates is None and kept["updates"] is None:
-            first = self.configurations[0]
-            self.progress(f"trying {first.label}", self._done, self._total)
-            plan, shares = (first.plan, first.shares) if first.plan != AUTO else (None, "")
-            task = self._task(first, plan, shares, updates=2, warm_up=2)
-            ranks: list[RankTimes] = run_ranks(visit, self.seats.of(first.devices), task, seconds=self.timeout)
-            each = max(statistics.median(lap.seconds for lap in rank.laps) for rank in ranks)
-            kept["updates"] = max(LEAST, min(MOST, round(TIMED_S / each)))
-        elif kept["updates"] is None:
-            kept["updates"] = self.study.updates
+        if kept["updates"] is None:
+            kept["updates"] = self.study.updates or self._found_updates()
         self.study = self.study.with_updates(kept["updates"])
         self._save()
+
+    def _found_updates(self) -> int | None:
+        """As many as take the usual time in the first row that runs; None where none does.
+
+        What does not run is not measured, but for a row whose plan the planner is still to find.
+        """
+        for row in self.configurations:
+            self.progress(f"trying {row.label}", self._done, self._total)
+            plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
+            ranks = self._measured(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
+            if isinstance(ranks, list):
+                each = max(statistics.median(lap.seconds for lap in rank.laps) for rank in ranks)
+                return max(LEAST, min(MOST, round(TIMED_S / each)))
+            if row.plan != AUTO:
+                self._fail(row, ranks)
+        return LEAST if any(row.plan == AUTO for row in self.configurations) else None
 
     def _forecast(self, devices: int) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.configurations if row.kind == CONVOY and row.devices == devices]
+        rows = [row for row in rows if not self.store.row(row)["failed"]]
         plans = list(dict.fromkeys(row.plan for row in rows if row.plan is not None))
         known = self.store.forecast(devices) or {"auto": None, "predictions": {}}
         auto, by_speed = known["auto"], known.get("auto_shares")
@@ -102,7 +111,7 @@ class Schedule:
         if not plans and not bound:
             return
         began = time.perf_counter()
-        what = f"planning for {devices} device{'s' if devices > 1 else ''}"
+        what = f"planning for {_devices(devices)}"
         self.progress(what, self._done, self._total)
         task = self._task(rows[0], None, "")
         keep = not self.study.cluster  # times on a share of a core are not those of this machine
@@ -124,7 +133,7 @@ class Schedule:
         except ConvoyError as error:
             found = Forecast(notes=(f"nothing is predicted for {devices}: {error}",))
         for note in found.notes:
-            self.tell(f"{devices} device{'s' if devices > 1 else ''}: {note}")
+            self.tell(f"{_devices(devices)}: {note}")
         self.store.put_forecast(devices, found)
         self._planning += time.perf_counter() - began
         self._save()
@@ -133,23 +142,31 @@ class Schedule:
         kept = self.store.row(row)
         if kept["failed"] or any(one["round"] == round_ for one in kept["visits"]):
             return
-        devices = f"{row.devices} device{'s' if row.devices > 1 else ''}"
-        self.progress(f"round {round_} of {self.rounds}: {row.label}, {devices}", self._done, self._total)
+        what = f"round {round_} of {self.rounds}: {row.label}, {_devices(row.devices)}"
+        self.progress(what, self._done, self._total)
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-        try:
-            task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
-            seats = self.seats.of(row.devices, round_, row.place)
-            quiet = row.kind != CONVOY  # some greet at every start
-            ranks: list[RankTimes] = run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
-        except ConvoyError as error:
-            kept["failed"] = str(error)
-        except RankFailed as error:
-            kept["failed"] = error.reason
-        if kept["failed"]:
-            self.tell(f"{row.label} on {devices}: {kept['failed']}")
-        else:
+        task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
+        ranks = self._measured(row, task, round_)
+        if isinstance(ranks, list):
             self.store.put_visit(row, round_, ranks, started, time.perf_counter() - began)
+        else:
+            self._fail(row, ranks)
         self._save()
+
+    def _measured(self, row: Configuration, task: Task, round_: int) -> list[RankTimes] | str:
+        """What the ranks of a row measured, or why they did not."""
+        seats = self.seats.of(row.devices, round_, row.place)
+        quiet = row.kind != CONVOY  # some greet at every start
+        try:
+            return run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
+        except ConvoyError as error:
+            return str(error)
+        except RankFailed as error:
+            return error.reason
+
+    def _fail(self, row: Configuration, reason: str) -> None:
+        self.store.row(row)["failed"] = reason
+        self.tell(f"{row.label} on {_devices(row.devices)}: {reason}")
 
     def _task(
         self, row: Configuration, plan: str | None, shares: str, updates: int | None = None, warm_up: int | None = None
@@ -167,3 +184,7 @@ class Schedule:
     def _save(self) -> None:
         self.store.spent(time.perf_counter() - self._began, self._planning)
         self.store.save()
+
+
+def _devices(number: int) -> str:
+    return f"{number} device{'s' if number > 1 else ''}"

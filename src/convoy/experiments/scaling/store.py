@@ -9,15 +9,18 @@ from typing import Any
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.configuration import AUTO, Configuration
 from convoy.experiments.scaling.forecast import Forecast
+from convoy.experiments.scaling.shape import lacking_in
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
 from convoy.training.division import text
 from convoy.training.files import write_text
+from convoy.training.run_directory import RunDirectory
 
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"
 _DIGITS = 9
 _MAY_DIFFER = ("updates",)
+_OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
 class Store:
@@ -29,7 +32,8 @@ class Store:
         study            what all rows share (`Study.to_dict`)
         machine          on which they were measured
         table            epochs and dataset_size, for the days that training would take
-        sessions         command, started, wall_s and planning_s of every call of the command
+        sessions         command, started, wall_s, planning_s and training_s of every call of the command; the last
+                         two are parts of the whole time
         forecasts        by number of devices: auto, auto_shares, bound (plans by shares), predictions by plan, notes
         training         epochs of all trainings, where there are any
         configurations   key, kind, devices, plan, series, failed, visits: round, started, wall_s, loss, ranks, and
@@ -48,9 +52,11 @@ class Store:
         """The store of a study in a folder: the one that is there, or a new one.
 
         Raises:
-            ConvoyError: what is there is of another study, or no such file.
+            ConvoyError: what is there is of another study or from another machine, or no such file, or a run.
         """
         path = folder / NAME
+        if RunDirectory(folder).is_run():
+            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
         if not path.exists():
             empty = {"study": study.to_dict(), "machine": machine, "table": {}}
             lists: dict[str, Any] = {"sessions": [], "forecasts": {}, "configurations": []}
@@ -65,15 +71,28 @@ class Store:
                     f"{path} is of a study with {_difference(key, there.get(key), value)}: give another --out, or "
                     "remove it"
                 )
+        for key in _OF_THE_MACHINE:
+            if key in machine and document["machine"].get(key) != machine[key]:
+                raise ConvoyError(
+                    f"{path} was measured with {_difference(key, document['machine'].get(key), machine[key])}: give "
+                    "another --out, or remove it"
+                )
         return Store(path, document)
 
     def begin(self, command: str, started: str) -> None:
         """Another call of the command."""
-        self.document["sessions"].append({"command": command, "started": started, "wall_s": 0.0, "planning_s": 0.0})
+        none = dict.fromkeys(("wall_s", "planning_s", "training_s"), 0.0)
+        self.document["sessions"].append({"command": command, "started": started, **none})
 
     def spent(self, wall: float, planning: float) -> None:
-        """Seconds of this call so far."""
+        """Seconds of this call so far, which has not trained yet."""
         self.document["sessions"][-1] |= {"wall_s": round(wall, 3), "planning_s": round(planning, 3)}
+
+    def spent_on_training(self, seconds: float) -> None:
+        """Seconds of this call's trainings so far."""
+        session = self.document["sessions"][-1]
+        wall = session["wall_s"] - session["training_s"] + seconds
+        session |= {"wall_s": round(wall, 3), "training_s": round(seconds, 3)}
 
     def add(self, configurations: list[Configuration]) -> None:
         """Make room for rows; those that are there already stay, and may be tried again."""
@@ -201,6 +220,9 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path} has schema {document.get('schema')}, this Convoy reads {SCHEMA}: give another --out, or use the "
             "Convoy that wrote it"
         )
+    lacking = lacking_in(document)
+    if lacking is not None:
+        raise ConvoyError(f"{path} is corrupt (it has no {lacking}): remove it and measure again")
     return document
 
 

@@ -121,7 +121,7 @@ def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Mad
         if models.accepts(recipe.model.name, "image_size"):
             settings.setdefault("image_size", size)
         model = models.create(recipe.model.name, num_classes=classes, in_channels=channels, **settings)
-        channels = channels or _channels(model)
+        channels = channels or models.image_channels(model)
         num_classes = num_classes or _classes(model)
     return Made((channels, size, size), num_classes)
 
@@ -135,11 +135,6 @@ def assumed(recipe: Recipe, made: Made, image_size: int | None) -> str:
         f"{recipe.model.name} does not say what pictures it takes: {channels}×{height}×{width} and {made.num_classes} "
         "classes are assumed (--image-size and --classes say otherwise)"
     )
-
-
-def _channels(model: nn.Module) -> int:
-    """As many as the first convolution takes."""
-    return next((int(layer.in_channels) for layer in model.modules() if isinstance(layer, nn.Conv2d)), 3)
 
 
 def _classes(model: nn.Module) -> int:

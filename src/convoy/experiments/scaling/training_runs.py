@@ -10,6 +10,7 @@ from pathlib import Path
 
 from convoy.data import open_data
 from convoy.errors import ConvoyError
+from convoy.experiments.report import write_report
 from convoy.experiments.scaling.configuration import CONVOY, Configuration
 from convoy.experiments.scaling.curves import training_facts, where
 from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
@@ -78,6 +79,7 @@ class TrainingRuns:
         rows = [row for row in self.configurations if row.kind == CONVOY and not row.place]
         for row in rows:
             self.store.add_training(row)
+        self._began = time.perf_counter()
         updates = resolve(self.study.recipe, len(open_data(self.study.recipe.data).train)).total_updates
         for number, row in enumerate(rows):
             self._train(row, number * updates, len(rows) * updates)
@@ -119,7 +121,13 @@ class TrainingRuns:
             kept["wall_s"] = round(took + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
                 kept |= training_facts(out, self.study.batch(row.devices))
+            self.store.spent_on_training(time.perf_counter() - self._began)
             self.store.save()
+        if (out / "config.yaml").is_file():
+            try:
+                write_report(out)
+            except ConvoyError as error:
+                self.tell(str(error))
         if kept["failed"]:
             self.tell(f"{name} was not trained: {kept['failed']}")
         elif not kept["finished"]:
