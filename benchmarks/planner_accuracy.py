@@ -84,8 +84,8 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
         predicted = ranks.run_ranks(predict, num, subject, PLANS[num], places=places, limits=limits)[0]
         seconds: dict[str, list[float]] = {}
         for text, plan in {str(one.plan): one.plan for one in predicted}.items():
-            measured = ranks.run_ranks(measure, num, subject, plan, arguments.updates, places=places, limits=limits)
-            seconds[text] = measured[0]
+            given = (subject, plan, arguments.updates, arguments.warm_up)
+            seconds[text] = ranks.run_ranks(measure, num, *given, places=places, limits=limits)[0]
         rows = [beside(one, seconds[str(one.plan)]) for one in predicted]
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
@@ -204,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
+    parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument(
         "--timeout",
         type=float,

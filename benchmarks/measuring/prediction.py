@@ -25,8 +25,6 @@ from convoy.plans.plan import Plan
 
 SERIAL = "one device"
 CHOSEN = "auto"
-_WARM_UP = 5
-"""Updates, until memory that is freed is used again."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def predict(subject: Subject, plans: Sequence[str]) -> list[Predicted]:
     return found
 
 
-def measure(subject: Subject, plan: Plan | None, updates: int) -> list[float]:
+def measure(subject: Subject, plan: Plan | None, updates: int, warm_up: int) -> list[float]:
     """Seconds of updates under a plan, after those that warm up. All ranks call it, of processes that are new: memory
     of a process that has done other things before is not that of a training run.
 
@@ -116,15 +114,16 @@ def measure(subject: Subject, plan: Plan | None, updates: int) -> list[float]:
         subject: what is trained.
         plan: None for one device, the plain network, on rank 0.
         updates: to time.
+        warm_up: updates before, until memory that is freed is used again.
     """
     made = _Made.of(subject)
     ranks = Ranks.here()
     if plan is None:
-        found = _time(_updater(made.model, made.images, made.labels), updates) if ranks.rank == 0 else []
+        found = _time(_updater(made.model, made.images, made.labels), updates, warm_up) if ranks.rank == 0 else []
         return ranks.first(lambda: found)
     net = convoy.parallelize(made.model, plan, example=made.images[: max(1, subject.batch // ranks.num)])
     mine = convoy.local_samples(net, subject.batch)
-    return _time(_updater(net, made.images[mine].clone(), made.labels[mine], divided=True), updates)
+    return _time(_updater(net, made.images[mine].clone(), made.labels[mine], divided=True), updates, warm_up)
 
 
 def beside(predicted: Predicted, seconds: Sequence[float]) -> Row:
@@ -169,10 +168,10 @@ def _updater(net: nn.Module, images: Tensor, labels: Tensor, divided: bool = Fal
     return update
 
 
-def _time(update: Callable[[], None], updates: int) -> list[float]:
+def _time(update: Callable[[], None], updates: int, warm_up: int) -> list[float]:
     seconds = []
-    for _ in range(_WARM_UP + updates):
+    for _ in range(warm_up + updates):
         start = time.perf_counter()
         update()
         seconds.append(time.perf_counter() - start)
-    return seconds[_WARM_UP:]
+    return seconds[warm_up:]
