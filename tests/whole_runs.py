@@ -62,7 +62,12 @@ def as_before() -> Iterator[pytest.MonkeyPatch]:
 
 
 def train_here(
-    data: Path, out: Path, settings: dict[str, str], resume: bool = False, watchdog: Watchdog | None = None
+    data: Path,
+    out: Path,
+    settings: dict[str, str],
+    resume: bool = False,
+    watchdog: Watchdog | None = None,
+    keep: bool = True,
 ) -> Ended:
     """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
     devices, device = Devices.join()
@@ -78,6 +83,7 @@ def train_here(
             devices=devices,
             reporter=words,
             watchdog=watchdog,
+            keep=keep,
             on_start=lambda session: notes.append(session.notes),
         )
     digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()

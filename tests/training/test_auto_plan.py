@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("auto") / "data")
 
 
-def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16) -> Session:
+def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
     """The session of a run on the ranks that are there."""
     devices, device = Devices.join()
     common = [
@@ -38,7 +38,7 @@ def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16)
     ]
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
     with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
-        return set_up(recipe, device, devices=devices)
+        return set_up(recipe, device, devices=devices, keep=keep)
 
 
 def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:
@@ -130,16 +130,17 @@ def test_a_reproducible_run_divides_samples(data: Path, tmp_path: Path) -> None:
         assert any("reproducible runs divide samples alone" in note for note in notes)
 
 
-def whole_way(data: Path, cache: Path) -> tuple[str, list[str], bool]:
-    found = session(data, cache, "auto")
+def whole_way(data: Path, cache: Path, keep: bool) -> tuple[str, list[str], bool]:
+    found = session(data, cache, "auto", keep=keep)
     return str(found.plan), found.notes, any(cache.rglob("*.jsonl"))
 
 
-def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path) -> None:
-    (first, notes, kept), (second, _, _) = run_ranks(whole_way, 2, data, tmp_path)
+@pytest.mark.parametrize("keep", [True, False])
+def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path, keep: bool) -> None:
+    (first, notes, kept), (second, _, _) = run_ranks(whole_way, 2, data, tmp_path, keep)
     assert first == second
     assert any(note.startswith("plan auto: ") for note in notes)
-    assert kept
+    assert kept == keep
 
 
 def too_small(data: Path, cache: Path) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
 from ranks import run_ranks
 from tiny import write_mnist
+from whole_runs import train_here
 
 PLANS = ("sample=2", "filter=2")
 
@@ -197,3 +199,17 @@ def test_a_short_run_is_said_to_be_short(data: Path, tmp_path: Path) -> None:
         assert comparison.update.measured_s is None
         assert "too short" in " ".join(comparison.notes)
     assert not (tmp_path / "trace.json").exists()
+
+
+def kept(data: Path, out: Path, keep: bool) -> bool:
+    """Whether a training has left times in the store."""
+    cache = out.with_name(f"{out.name}-cache")
+    with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
+        train_here(data, out, {"epochs": f"{APART[0] + 1}ba", "parallel.plan": "filter=2"}, keep=keep)
+    return any(cache.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_training_keeps_what_it_learned_unless_it_is_not_to(data: Path, tmp_path: Path, keep: bool) -> None:
+    first, _ = run_ranks(kept, 2, data, tmp_path / "run", keep)
+    assert first == keep

@@ -72,6 +72,7 @@ class Choice:
         model: the plain network; it is left as it is.
         sizes: samples of each microbatch of an update.
         merge: microbatches that one device takes in a pass.
+        profiles: of what was measured before; None keeps nothing.
         make_step: the update of a copy of it under a plan, by the devices that are given.
     """
 
@@ -82,6 +83,7 @@ class Choice:
     merge: int
     device: torch.device
     devices: Devices
+    profiles: ProfileStore | None
     make_step: MakeStep
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
@@ -126,11 +128,11 @@ class Choice:
         workload = workload_in_passes(
             self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
         )
-        ranks, store = self.devices.ranks, ProfileStore()
+        ranks, store = self.devices.ranks, self.profiles
         planned = make_plan(
             workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
         )
-        if ranks.rank == 0:
+        if ranks.rank == 0 and store is not None:
             here = measuring(self.recipe, self.device, ranks.on_host)
             remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
         return planned

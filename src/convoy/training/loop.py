@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torch
 
-from convoy.cost.store import ProfileStore
 from convoy.engine.position import here
 from convoy.planning.comparison import Comparison
 from convoy.training.agreement import Stop
@@ -190,7 +189,7 @@ class Loop:
             return
         observation, self._observation = self._observation, None
         session = self.session
-        self.comparison = observation.conclude(session.scored, ProfileStore(), self.run.trace)
+        self.comparison = observation.conclude(session.scored, session.profiles, self.run.trace)
         session.scored = None
         if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:

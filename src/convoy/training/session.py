@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from convoy import models
+from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
 from convoy.engine import Probe
 from convoy.planning import Scored
@@ -38,6 +39,7 @@ class Session:
         counts: parameters and FLOPs of the whole model.
         merge: microbatches that run in one pass; 1 where the network needs them one by one.
         notes: sentences about what was decided, for the log and the report.
+        profiles: learns what was measured; None keeps nothing.
         scored: what was predicted of the plan; None where nothing was.
     """
 
@@ -58,6 +60,7 @@ class Session:
     merge: int
     derived: list[Derived]
     notes: list[str]
+    profiles: ProfileStore | None = None
     scored: Scored | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
+from convoy.cost.store import ProfileStore
 from convoy.data import DataSet, Order, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
@@ -37,6 +38,7 @@ def set_up(
     progress: Progress | None = None,
     devices: Devices | None = None,
     data: DataSet | None = None,
+    keep: bool = True,
 ) -> Session:
     """Open the data, build the network and everything around it. All ranks call it.
 
@@ -46,6 +48,7 @@ def set_up(
         progress: is told of long work on the data: what, done, total.
         devices: the ranks; None for one device.
         data: in place of what the recipe names, where only the speed counts.
+        keep: whether measured times are kept for the next time, and those that are kept are used.
 
     Raises:
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
@@ -64,7 +67,7 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = try_out(model, recipe, data, quantities.sizes, device)
-    ready = _Ready(recipe, data, quantities, model, found, device, devices)
+    ready = _Ready(recipe, data, quantities, model, found, device, devices, ProfileStore() if keep else None)
     scored, shares = None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
@@ -82,6 +85,7 @@ class _Ready:
 
     Attributes:
         model: the plain network; a session makes it its own.
+        profiles: times that are kept; None keeps nothing.
     """
 
     recipe: Recipe
@@ -91,6 +95,7 @@ class _Ready:
     probe: Probe
     device: torch.device
     devices: Devices
+    profiles: ProfileStore | None
 
 
 def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
@@ -141,6 +146,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None
             *describe(recipe.parallel, plan, devices.num, division),
         ],
         notes=[*recipe.notes(), *data.notes, *notes],
+        profiles=ready.profiles,
     )
 
 
@@ -160,6 +166,7 @@ def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
         merge=merge,
         device=ready.device,
         devices=devices,
+        profiles=ready.profiles,
         make_step=make_step,
         progress=progress if progress is not None and devices.rank == 0 else _silent,
     )()

@@ -70,6 +70,7 @@ def train(
     handed_on: bool = False,
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
+    keep: bool = True,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -89,6 +90,7 @@ def train(
         jobs: names of what started the ranks, which know their run again by them when they are started again.
         watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
             on several devices, or wait for one checkpoint. None makes one for the run alone.
+        keep: whether measured times are kept for later plans, and those that are kept are used.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -102,7 +104,7 @@ def train(
             watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
         resuming = devices.first(lambda: _check(run, recipe, resume))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, devices)
+        session = set_up(recipe, device, reporter.prepare, devices, keep=keep)
         here.to("start")
         if first:
             on_start(session)

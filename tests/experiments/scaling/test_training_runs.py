@@ -48,3 +48,22 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     ]
     assert train() == [(True, None)] * 3
     assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
+
+
+@pytest.mark.parametrize("cluster", ["", "emulated"])
+def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    rows, made = configurations([2], ["sample"], []), study(cluster=cluster)
+    store = Store.open(tmp_path, made, MACHINE)
+    store.add(rows)
+    store.begin_training(1.0)
+    keeps: list[bool] = []
+
+    def run_ranks(function: Any, seats: Any, task: Any, out: Path, command: str, keep: bool, **_: Any) -> list[None]:
+        keeps.append(keep)
+        return [None, None]
+
+    monkeypatch.setattr(training_runs, "run_ranks", run_ranks)
+    TrainingRuns(made, rows, store, tmp_path, Seats(1, []), 1.0, "", lambda *_: None, lambda _: None)()
+    assert keeps == [not cluster]

@@ -73,7 +73,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
         plans: texts of plans for so many; `auto` is found first.
         bound: shares, as numbers, for which a plan is to be found.
         predict: whether predictions are wanted, beside the plan of `auto`.
-        keep: whether measured times are kept for the next time.
+        keep: whether measured times are kept for the next time, and those that are kept are used.
         say: is told of long work.
     """
     devices, device = join(task)
@@ -85,7 +85,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
-        session = set_up(recipe, device, say, devices, data)
+        session = set_up(recipe, device, say, devices, data, keep)
         notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 

@@ -104,6 +104,7 @@ class TrainingRuns:
                 task,
                 out,
                 self.command,
+                not self.study.cluster,  # times on emulated devices are not those of this machine
                 seconds=self.timeout,
                 renewed=True,
                 end_softly=True,

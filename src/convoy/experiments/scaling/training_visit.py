@@ -7,13 +7,14 @@ from convoy.experiments.scaling.visit import Task, join
 from convoy.training import train
 
 
-def train_run(task: Task, out: Path, command: str, say: Say) -> str | None:
+def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str | None:
     """A rank's part of a training. All ranks call it.
 
     Args:
         task: the configuration; its updates do not count.
         out: the folder of the run.
         command: that repeats the study.
+        keep: whether measured times are kept for later plans, and those that are kept are used.
         say: is told how far it has come, in updates.
 
     Returns:
@@ -29,6 +30,7 @@ def train_run(task: Task, out: Path, command: str, say: Say) -> str | None:
         command=command,
         reporter=_Heard(say),
         handed_on=True,
+        keep=keep,
     )
     return outcome.signal
 
