@@ -54,6 +54,17 @@ class TinyCoupled(TinyNet):
         return super().forward(x - x.mean(0))
 
 
+class TinyAsleep(TinyNet):
+    """Subtracts more of the mean of the batch the longer it trains, and nothing of it at first."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.part = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return super().forward(x - self.part * x.mean(0))
+
+
 class TinyDrawing(TinyDepth):
     """Draws random numbers, and subtracts the mean of the batch."""
 

@@ -36,6 +36,33 @@ class CentreOverBatch(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
+class Scaled(nn.Module):
+    """A branch that counts for little at first."""
+
+    def __init__(self, scale: float, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6, 1, 1), scale))
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (x - x.mean(self.dims, keepdim=True))
+
+
+class Zero(nn.Module):
+    """The same by a layer of which all weights are zero, beside one of which all are small."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+        nn.init.zeros_(self.last.weight)
+        nn.init.normal_(self.first.weight, std=0.01)
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.first(x)
+        return x + self.last(branch - branch.mean(self.dims, keepdim=True))
+
+
 class OwnBatchNorm(nn.BatchNorm2d):
     pass
 
@@ -107,6 +134,12 @@ def test_replacing_keeps_names_and_values() -> None:
         (nn.Sequential(FunctionalDropout(), CentreOverBatch()), True, False),
         (CentreOverBatch(), False, False),
         (OwnBatchNorm(6), False, False),
+        (Scaled(0.0, (0,)), False, False),
+        (Scaled(1e-6, (0,)), False, False),
+        (Scaled(1e-6, (2, 3)), False, True),
+        (Zero((0,)), False, False),
+        (Zero((2, 3)), False, True),
+        (nn.Sequential(FunctionalDropout(), Scaled(0.0, (0,))), True, False),
     ],
 )
 def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: bool, separable: bool) -> None:
@@ -114,14 +147,14 @@ def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: b
     model = Net(between)
     context = prepare(model, 0, "microbatch")
     model.eval()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     found = probe(model, context, (3, 8, 8), CPU)
     assert (found.draws, found.separable) == (draws, separable)
     assert (found.merge((32,) * 4, CPU) == 4) == (separable and not draws)
     assert not model.training
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_probe_sees_a_dropout_layer_that_runs_twice() -> None:

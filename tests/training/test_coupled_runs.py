@@ -24,7 +24,7 @@ def _refusal(data: Path, out: Path, settings: dict[str, str]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("model", ["TinyCoupled", "TinyDrawing", "TinyTraining"])
+@pytest.mark.parametrize("model", ["TinyCoupled", "TinyAsleep", "TinyDrawing", "TinyTraining"])
 def test_microbatches_of_several_devices_are_not_coupled(data: Path, tmp_path: Path, model: str) -> None:
     settings = SETTINGS | {"model.name": f"tiny:{model}"}
     for sentence in run_ranks(_refusal, 2, data, tmp_path / "refused", settings):

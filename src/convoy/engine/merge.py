@@ -2,7 +2,9 @@
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
-do. Whether anything else in the network couples samples or draws is seen by running it both ways.
+do. Whether anything else in the network couples samples or draws is seen by running it both ways. A branch whose first
+weights are zero or next to it, as the last of a residual block often are, shows nothing: where there are such weights,
+the network is run both ways with others in their place too.
 """
 
 from collections import Counter
@@ -21,6 +23,8 @@ PROBE_SAMPLES = 2
 TOLERANCE = 1e-2
 CPU_BUDGET = 16 * 2**20
 CUDA_SHARE = 0.5
+ASLEEP = 0.2
+"""Weights that are smaller than so much of what is usual let a branch do next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def probe(
 ) -> Probe:
     """Run the network in training mode on random images, together and one microbatch at a time.
 
-    Buffers, the mode and torch's random state are left as they were.
+    Weights, buffers, the mode and torch's random state are left as they were.
 
     Args:
         model: the network, prepared by `convoy.engine.prepare`.
@@ -84,23 +88,55 @@ def probe(
         draws = not torch.equal(before, _random_state(device)) or any(number > 1 for number in ran.values())
         if draws:
             model.eval()
-            context.enter(0, 0, sizes, device)
-            with torch.no_grad():
-                together = list(_tensors(model(images)))
+            together = _run(model, context, images, 0, sizes)
         weights = {p.data_ptr() for p in model.parameters()}
-        apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
-    separable = all(
-        _close(whole, torch.cat([pieces[i] for pieces in apart]))
-        for i, whole in enumerate(t.detach() for t in together)
-    )
+        separable = _alike([each.detach() for each in together], model, context, images, samples)
+        asleep = list(_asleep(model))
+        if separable and asleep:
+            with _awake(asleep):
+                together = _run(model, context, images, 0, sizes)
+                finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
+                separable = not finite or _alike(together, model, context, images, samples)
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
     return Probe(separable, draws, total // sum(sizes))
 
 
-def _run(model: nn.Module, context: StepContext, images: Tensor, first_sample: int) -> list[Tensor]:
-    context.enter(0, first_sample, (len(images),), images.device)
+def _run(
+    model: nn.Module, context: StepContext, images: Tensor, first_sample: int, sizes: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    context.enter(0, first_sample, sizes or (len(images),), images.device)
     with torch.no_grad():
         return list(_tensors(model(images)))
+
+
+def _alike(together: list[Tensor], model: nn.Module, context: StepContext, images: Tensor, samples: int) -> bool:
+    """Whether two microbatches one after the other give what they gave together."""
+    apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
+    return all(_close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together))
+
+
+def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
+    """Weights so small that what they multiply hardly counts, with their usual size; biases multiply nothing."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or not weight.numel() or name.rpartition(".")[2] == "bias":
+            continue
+        usual = (len(weight) / weight.numel()) ** 0.5 if weight.dim() > 1 else 1.0
+        if weight.detach().float().square().mean().sqrt() < ASLEEP * usual:
+            yield weight.detach(), usual
+
+
+@contextmanager
+def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
+    """Random numbers of the usual size in place of weights."""
+    generator = torch.Generator().manual_seed(0)
+    kept = [weight.clone() for weight, _ in weights]
+    try:
+        for weight, usual in weights:
+            weight.copy_(usual * torch.randn(weight.shape, generator=generator))
+        yield
+    finally:
+        for (weight, _), before in zip(weights, kept, strict=True):
+            weight.copy_(before)
 
 
 @contextmanager
