@@ -1,7 +1,10 @@
 """Training under a plan is training on one device: every net under every plan, in float64 on real processes."""
 
+import os
+from typing import Any
+
 import pytest
-from exactness import run
+from exactness import Distance, run
 
 from convoy.plans.plan import Plan
 from ranks import RankFailed, replace_processes, run_ranks
@@ -80,10 +83,23 @@ def check(net: str, plan, timeout: float = 150, **options) -> None:
         assert found.ok, found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, "filter=4"])
 @pytest.mark.parametrize("net", ["lenet", *SMALL_NETS])
 def test_small_nets_are_exact_under_every_plan(net: str, plan: str) -> None:
     exact_or_refused(net, plan)
+
+
+def through_gloo(net: str, plan: str, options: dict[str, Any]) -> Distance:
+    os.environ["CONVOY_SHARED_MEMORY"] = "0"
+    return run(net, plan, options)
+
+
+@pytest.mark.parametrize("plan", ["filter=4", "sample=2,filter=2"])
+@pytest.mark.parametrize("net", ["lenet", "dense"])
+def test_channels_in_uneven_parts_are_exact_between_hosts(net: str, plan: str) -> None:
+    """LeNet has 6 channels and 10 classes, the other network layers of 5 channels: no number of ranks divides all."""
+    for found in run_ranks(through_gloo, 4, net, plan, {"batches": (64, 33)}, timeout=150):
+        assert found.ok, found
 
 
 @pytest.mark.parametrize("net", ["squeezenet1_1", "resnet18"])
@@ -145,6 +161,7 @@ def test_microbatches_have_statistics_of_their_own(net: str, plan: str) -> None:
             for which in range(count)
         ),
         ("missing_backward_reduction:1", "dense", "sample=2,filter=2", {}),
+        ("missing_backward_reduction:1", "lenet", "filter=4", {}),
         ("wrong_dropout_key", "dropping", "sample=2", {}),
         ("wrong_dropout_key", "dropping", "filter=2", {}),
         ("wrong_dropout_key", "dropping", "height=2", {"microbatches": 3}),

@@ -10,7 +10,7 @@ import click
 
 import convoy
 from convoy.cli.lazy import LazyGroup
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = convoy_command.main(arguments, prog_name="convoy", standalone_mode=False, obj=arguments)
     except ConvoyError as error:
-        return _fail(str(error), 2, arguments)
+        return _fail(str(error), 1 if isinstance(error, MachineError) else 2, arguments)
     except click.ClickException as error:
         return _fail(_usage(error), 2, arguments)
     except (KeyboardInterrupt, click.Abort):
