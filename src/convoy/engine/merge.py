@@ -130,23 +130,6 @@ def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             yield weight.detach(), usual
 
 
-<<<<<<< HEAD
-=======
-@contextmanager
-def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
-    """Random numbers of the usual size in place of weights."""
-    generator = torch.Generator().manual_seed(0)
-    kept = [weight.clone() for weight, _ in weights]
-    try:
-        for weight, usual in weights:
-            weight.copy_(usual * torch.randn(weight.shape, generator=generator))
-        yield
-    finally:
-        for (weight, _), before in zip(weights, kept, strict=True):
-            weight.copy_(before)
-
-
->>>>>>> f6517255b050f2b50b21913c70e7180e568f60d1
 @contextmanager
 def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
     """Random numbers of the usual size in place of weights."""

@@ -51,13 +51,10 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     ]
     assert train() == [(True, None)] * 3
     assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
-<<<<<<< HEAD
     (session,) = store.document["sessions"]
     assert session["training_s"] > 0 and session["planning_s"] == 20.0
     assert session["wall_s"] == pytest.approx(100.0 + session["training_s"], abs=2e-3)
     assert results(store.document, 90.0, 100).cost.wall == pytest.approx(100.0, abs=2e-3)
-=======
->>>>>>> f6517255b050f2b50b21913c70e7180e568f60d1
 
 
 @pytest.mark.parametrize("cluster", ["", "emulated"])
@@ -66,10 +63,7 @@ def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
 ) -> None:
     rows, made = configurations([2], ["sample"], []), study(cluster=cluster)
     store = Store.open(tmp_path, made, MACHINE)
-<<<<<<< HEAD
-=======
     store.add(rows)
->>>>>>> f6517255b050f2b50b21913c70e7180e568f60d1
     store.begin_training(1.0)
     keeps: list[bool] = []
 

@@ -12,10 +12,7 @@ from convoy.training import train
 
 _BEAT_S = 1.0
 
-<<<<<<< HEAD
 
-=======
->>>>>>> f6517255b050f2b50b21913c70e7180e568f60d1
 def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str | None:
     """A rank's part of a training. All ranks call it.
 
@@ -30,7 +27,6 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
         The name of the signal that stopped it; None at its end.
     """
     devices, device = join(task)
-<<<<<<< HEAD
     heard = Heard(say)
     with heard.beating():
         outcome = train(
@@ -44,19 +40,6 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
             handed_on=True,
             keep=keep,
         )
-=======
-    outcome = train(
-        task.recipe,
-        out,
-        resume=True,
-        device=device,
-        devices=devices,
-        command=command,
-        reporter=_Heard(say),
-        handed_on=True,
-        keep=keep,
-    )
->>>>>>> f6517255b050f2b50b21913c70e7180e568f60d1
     return outcome.signal
 
 
