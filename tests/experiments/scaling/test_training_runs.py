@@ -64,6 +64,7 @@ def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
     rows, made = configurations([2], ["sample"], []), study(cluster=cluster)
     store = Store.open(tmp_path, made, MACHINE)
     store.add(rows)
+    store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
     store.begin_training(1.0)
     keeps: list[bool] = []
 
