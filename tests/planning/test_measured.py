@@ -23,7 +23,7 @@ from convoy.planning.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.workloads import workload_in_passes
+from convoy.training.planning.workloads import workload_in_passes
 from ranks import run_ranks
 
 IMAGES = torch.zeros(2, 1, 28, 28)

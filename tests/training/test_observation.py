@@ -20,8 +20,8 @@ from convoy.planning.rehearse import piece_of
 from convoy.training import Devices, Session, load_recipe
 from convoy.training.build import build_model
 from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
+from convoy.training.planning.workloads import measuring, workload_in_passes
 from convoy.training.set_up import set_up
-from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
 from ranks import run_ranks
 from tiny import write_mnist

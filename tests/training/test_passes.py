@@ -13,10 +13,10 @@ from convoy.engine.gradients import GradientReducer
 from convoy.engine.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.division import Division, soonest
-from convoy.training.parallel import OneDevice
+from convoy.training.ranks.division import Division, soonest
+from convoy.training.ranks.parallel import OneDevice
+from convoy.training.ranks.under_plan import Method, UnderPlan
 from convoy.training.trial import merged, probed
-from convoy.training.under_plan import Method, UnderPlan
 from ranks import run_ranks
 
 SIZE, COUNTS = 2, (4, 1)

@@ -12,9 +12,9 @@ from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.engine.gradients.pieces import pieces_of
 from convoy.plans.plan import Plan
 from convoy.training.checkpoints.checkpoint import Checkpoint
-from convoy.training.division import divide
+from convoy.training.ranks.division import divide
+from convoy.training.ranks.under_plan import Method, UnderPlan
 from convoy.training.state import RunState
-from convoy.training.under_plan import Method, UnderPlan
 from ranks import run_ranks
 
 SAMPLES = 8

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from convoy.cli import options
-from convoy.cli.planning import Progress
+from convoy.cli.measuring_progress import Progress
 from convoy.experiments.scaling.command import Ask, measure
 from convoy.experiments.scaling.convergence_table import CONVERGENCE_NUMBERS, convergence_lines, convergence_records
 from convoy.experiments.scaling.files import write_files

@@ -6,8 +6,8 @@ import click
 
 from convoy.cli import options, tables
 from convoy.training import choose_device
-from convoy.training.files import write_json
 from convoy.training.restore import restore
+from convoy.training.storage.files import write_json
 
 
 @click.command(

@@ -6,8 +6,8 @@ import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.training.export import export_onnx
 from convoy.training.restore import restore
+from convoy.training.storage.export import export_onnx
 
 
 @click.command(

@@ -12,7 +12,7 @@ from convoy import launch
 from convoy.cli import options
 from convoy.cli.plan_answer import answer
 from convoy.cli.plan_request import Files, Request, plan_of, recipe_of
-from convoy.cli.planning import bytes_of
+from convoy.cli.sizes import bytes_of
 from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.training import Devices, choose_device

@@ -6,8 +6,9 @@ from dataclasses import replace
 import click
 import torch
 
+from convoy.cli.measuring_progress import Progress
+from convoy.cli.output_files import written
 from convoy.cli.plan_request import Request, assumed, network_of
-from convoy.cli.planning import Progress, written
 from convoy.cost.store import ProfileStore
 from convoy.cost.trace import events, trace
 from convoy.engine.allocation import keep_freed_memory
@@ -22,10 +23,10 @@ from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.terminal import Console
 from convoy.training.derived import num_microbatches
-from convoy.training.device_memory import device_memory
 from convoy.training.numerics import set_numerics
-from convoy.training.precision import check_precision
-from convoy.training.workloads import measuring, workload_of_recipe
+from convoy.training.optimization.precision import check_precision
+from convoy.training.planning.device_memory import device_memory
+from convoy.training.planning.workloads import measuring, workload_of_recipe
 
 
 def answer(request: Request, ranks: Ranks, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from convoy import models
-from convoy.cli.planning import check_writable
+from convoy.cli.output_files import check_writable
 from convoy.cost.costs import Around
 from convoy.errors import ConvoyError
 from convoy.planning.link_names import links_named

@@ -6,8 +6,8 @@ import click
 
 from convoy.cli import options, tables
 from convoy.training import Recipe, recipe_names
+from convoy.training.config.schema import describe_keys
 from convoy.training.recipe import recipe_summary, recipe_text
-from convoy.training.schema import describe_keys
 
 
 @click.command(

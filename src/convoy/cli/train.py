@@ -19,9 +19,9 @@ from convoy.planning.comparison_text import comparison_text
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
+from convoy.training.config.timespan import TimeSpan
+from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.training.parallel_config import num_devices
-from convoy.training.timespan import TimeSpan
-from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 
 KEYS = {
     "data": "data.path",

@@ -1,8 +1,8 @@
 """Random numbers that are a function of (seed, purpose, epoch, sample) and of nothing else.
 
-The generator is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) used as a
-counter-based one: a sample's numbers need no state, so any process can compute them for any array of samples at
-once, in any order, and numpy's own generators (whose streams may change between versions) are not involved.
+The generator is SplitMix64 used as a counter-based one: a sample's numbers need no state, so any process can compute
+them for any array of samples at once, in any order, and numpy's own generators (whose streams may change between
+versions) are not involved.
 """
 
 from enum import IntEnum
@@ -11,8 +11,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK = 2**64 - 1
+from convoy.splitmix64 import GOLDEN, mix, word
 
 
 class Purpose(IntEnum):
@@ -28,24 +27,18 @@ class Purpose(IntEnum):
     MIX = 8
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
     """One 64-bit number for each sample [n]; different samples always get different numbers."""
     state = np.zeros(1, np.uint64)
     for part in (seed, purpose, epoch):
-        state = _mix((state + _GOLDEN) ^ np.array([int(part) & _MASK], np.uint64))
-    return _mix((state + _GOLDEN) ^ samples.astype(np.uint64))
+        state = mix((state + GOLDEN) ^ word(int(part)))
+    return mix((state + GOLDEN) ^ samples.astype(np.uint64))
 
 
 def uniforms(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64], num: int) -> NDArray[np.float64]:
     """`num` numbers in [0, 1) for each sample: [n, num]."""
-    counters = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
-    bits = _mix(keys(seed, purpose, epoch, samples)[:, None] + counters)
+    counters = np.arange(1, num + 1, dtype=np.uint64) * GOLDEN
+    bits = mix(keys(seed, purpose, epoch, samples)[:, None] + counters)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

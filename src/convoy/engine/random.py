@@ -13,19 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+from convoy.splitmix64 import GOLDEN, mix, word
 
 
 def fold(*parts: int) -> int:
     """Mix integers into one 64-bit key (splitmix64 over the parts, in order)."""
-    key = 0
+    key = word(0)
     for part in parts:
-        key = (key + (part & _MASK) + _GOLDEN) & _MASK
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
-        key ^= key >> 31
-    return key
+        key = mix(key + word(part) + GOLDEN)
+    return int(key[0])
 
 
 def layer_key(name: str) -> int:
@@ -44,10 +40,7 @@ def sample_keys(seed: int, step: int, samples: Sequence[int]) -> Tensor:
     Returns:
         int32 [samples, 2] on the CPU: the two halves of each sample's 64-bit key.
     """
-    keys = np.asarray(samples, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(fold(seed, step))
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    keys ^= keys >> np.uint64(31)
+    keys = mix(np.asarray(samples, dtype=np.uint64) * GOLDEN + word(fold(seed, step)))
     return torch.from_numpy(keys.astype("<u8").view("<i4").reshape(-1, 2))
 
 
@@ -65,7 +58,7 @@ def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
     """
     if isinstance(elements, int):
         elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
-    counter = elements * _signed(_GOLDEN >> 32)
+    counter = elements * _signed(int(GOLDEN) >> 32)
     bits = counter[None, :] + keys[:, :1]
     bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
     return _mix(bits)

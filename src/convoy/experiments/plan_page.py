@@ -16,7 +16,7 @@ from convoy.planning.planner import Planned, Scored
 from convoy.planning.verdict import Explained, parts_of
 from convoy.planning.words import extra, per_second, percent, seconds, shape
 from convoy.plans.explain import size
-from convoy.training.files import to_json
+from convoy.training.storage.files import to_json
 
 _VERDICTS = {
     "compute": "compute-bound",

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.training.duration import Duration
+from convoy.training.config.duration import Duration
 from convoy.training.environment import num_cores
-from convoy.training.optimizers import REFERENCE_BATCH, learning_rate
+from convoy.training.optimization.optimizers import REFERENCE_BATCH, learning_rate
+from convoy.training.optimization.schedules import Schedule, StepConfig, create_schedule
 from convoy.training.recipe import Recipe
-from convoy.training.schedules import Schedule, StepConfig, create_schedule
 
 _GOYAL = "Goyal et al., 2017"
 

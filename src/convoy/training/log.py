@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 
 from convoy.training.evaluate import Evaluation
-from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
+from convoy.training.ranks.slow import SlowRanks
 from convoy.training.session import Session
-from convoy.training.slow import SlowRanks
+from convoy.training.storage.metrics import MetricsWriter
 from convoy.training.summary import Progress
 from convoy.training.window import Window
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from convoy.training.derived import num_threads
-from convoy.training.precision import DTYPES
+from convoy.training.optimization.precision import DTYPES
 from convoy.training.recipe import Recipe
 
 

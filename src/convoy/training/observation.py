@@ -28,11 +28,11 @@ from convoy.planning.observed import Observed, mean, middle, observed, observed_
 from convoy.planning.observed_events import observed_events, typical
 from convoy.planning.remembered import recalled
 from convoy.plans.place import Placement
-from convoy.training.files import to_json, write_text
+from convoy.training.planning.workloads import measuring, workload_precision
+from convoy.training.ranks.under_plan import UnderPlan
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
-from convoy.training.under_plan import UnderPlan
-from convoy.training.workloads import measuring, workload_precision
+from convoy.training.storage.files import to_json, write_text
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""

@@ -13,16 +13,16 @@ from pydantic import Field, ValidationError, model_validator
 from convoy.data.config import DataConfig
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints.config import CheckpointConfig
-from convoy.training.documents import dump, parse, read_mapping
-from convoy.training.duration import Duration
-from convoy.training.ema import EmaConfig
-from convoy.training.mistakes import sentence
-from convoy.training.optimizers import OptimizerConfig, SgdConfig
-from convoy.training.overrides import apply_overrides, parse_overrides
+from convoy.training.config.documents import dump, parse, read_mapping
+from convoy.training.config.duration import Duration
+from convoy.training.config.mistakes import sentence
+from convoy.training.config.overrides import apply_overrides, parse_overrides
+from convoy.training.config.schema import all_keys, is_text
+from convoy.training.config.section import AbsoluteDuration, PositiveDuration, Section
+from convoy.training.optimization.ema import EmaConfig
+from convoy.training.optimization.optimizers import OptimizerConfig, SgdConfig
+from convoy.training.optimization.schedules import CosineConfig, ScheduleConfig, StepConfig
 from convoy.training.parallel_config import ParallelConfig
-from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
-from convoy.training.schema import all_keys, is_text
-from convoy.training.section import AbsoluteDuration, PositiveDuration, Section
 
 DEFAULT_MICROBATCH = 32
 _FROM_THE_DATA = ("num_classes", "in_channels")

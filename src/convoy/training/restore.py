@@ -16,8 +16,8 @@ from convoy.training.build import build_model
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.numerics import autocast_of, set_numerics
 from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.run_directory import RunDirectory
 from convoy.training.step import InputPipeline
+from convoy.training.storage.run_directory import RunDirectory
 
 EVALUATION_BATCH = 256
 

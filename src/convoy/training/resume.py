@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.training.overrides import show
+from convoy.training.config.overrides import show
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe
-from convoy.training.run_directory import RunDirectory
+from convoy.training.storage.run_directory import RunDirectory
 
 FREE = (
     "data.workers",

@@ -13,24 +13,24 @@ from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.plans.hosts import note_on_hosts
 from convoy.plans.plan import Plan
-from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_model
 from convoy.training.checks import check_devices
 from convoy.training.derived import Derived, Quantities, derive, resolve
-from convoy.training.devices import Devices
-from convoy.training.division import Division, divide
-from convoy.training.ema import AveragedWeights
 from convoy.training.numerics import set_numerics
-from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import OneDevice, TrainedNetwork
-from convoy.training.planning import describe, method_of, plan_of
-from convoy.training.precision import Scaler, check_precision
+from convoy.training.optimization.ema import AveragedWeights
+from convoy.training.optimization.optimizers import create_optimizer
+from convoy.training.optimization.precision import Scaler, check_precision
+from convoy.training.planning.auto_plan import Choice, Chosen, Shares
+from convoy.training.planning.from_recipe import describe, method_of, plan_of
+from convoy.training.ranks.devices import Devices
+from convoy.training.ranks.division import Division, divide
+from convoy.training.ranks.parallel import OneDevice, TrainedNetwork
+from convoy.training.ranks.under_plan import UnderPlan
 from convoy.training.recipe import Recipe
 from convoy.training.session import Session
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
 from convoy.training.trial import check_coupling, merged, try_out
-from convoy.training.under_plan import UnderPlan
 
 
 def set_up(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError
-from convoy.training.ema import AveragedWeights
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.optimization.ema import AveragedWeights
+from convoy.training.ranks.parallel import TrainedNetwork
 
 
 @dataclass

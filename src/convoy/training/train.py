@@ -16,22 +16,22 @@ from convoy.errors import ConvoyError
 from convoy.planning.comparison import Comparison
 from convoy.training import environment
 from convoy.training.checks import check_run
-from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
-from convoy.training.files import disk_explained, write_json, write_text
-from convoy.training.finite import NotFiniteError
+from convoy.training.failures.finite import NotFiniteError
+from convoy.training.failures.trace_back import trace_back
+from convoy.training.failures.watchdog import Watchdog, say_and_end
 from convoy.training.loop import Loop
 from convoy.training.parallel_config import plan_text
 from convoy.training.progress import Reporter, Silence
+from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.restore import network_input
-from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
+from convoy.training.storage.files import disk_explained, write_json, write_text
+from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.storage.weights import save_weights
 from convoy.training.summary import Progress, Status, write_summary
-from convoy.training.trace_back import trace_back
-from convoy.training.watchdog import Watchdog, say_and_end
-from convoy.training.weights import save_weights
 
 LOCK_PATIENCE_S = 30.0
 """Seconds in which what is left of a killed process, its loader's workers, lets go of the run."""

@@ -9,9 +9,9 @@ from convoy.data import DataSet
 from convoy.engine import Probe, prepare, probe
 from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
-from convoy.training.devices import Devices
 from convoy.training.evaluate import evaluating
-from convoy.training.loss import heads
+from convoy.training.optimization.loss import heads
+from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from convoy.training.devices import Devices
+from convoy.training.ranks.devices import Devices
 from convoy.training.step import StepResult
 
 Bad = tuple[int, int, str]

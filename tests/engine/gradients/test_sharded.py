@@ -12,7 +12,7 @@ from convoy.engine.gradients import GradientReducer, ShardedOptimizer, Sizes, gl
 from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.training.optimizers import LarsConfig, create_optimizer
+from convoy.training.optimization.optimizers import LarsConfig, create_optimizer
 from ranks import run_ranks
 
 SMALL = Sizes(alone=400, bucket=200, first=64)

@@ -19,7 +19,8 @@ from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import Task, visit
 from convoy.planning import make_plan
 from convoy.plans.plan import Plan
-from convoy.training import auto_plan, load_recipe
+from convoy.training import load_recipe
+from convoy.training.planning import auto_plan
 from experiments.scaling.made_study import study
 from ranks import run_ranks
 

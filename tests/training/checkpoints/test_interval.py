@@ -5,7 +5,7 @@ import math
 import pytest
 
 from convoy.training.checkpoints.interval import Young
-from convoy.training.timespan import TimeSpan, in_words
+from convoy.training.config.timespan import TimeSpan, in_words
 
 HOURS = TimeSpan(6, "h")
 

@@ -20,7 +20,7 @@ from convoy.training.checkpoints import writing
 from convoy.training.checkpoints.saver import Saver
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.when import Every
-from convoy.training.devices import Devices
+from convoy.training.ranks.devices import Devices
 from ranks import run_ranks
 
 BIG = 40_000

@@ -8,8 +8,8 @@ import pytest
 from convoy.planning import Ranks
 from convoy.training.checkpoints.interval import Young
 from convoy.training.checkpoints.when import FIRST_UPDATES, Automatic, Every, Pace
-from convoy.training.devices import Devices
-from convoy.training.timespan import TimeSpan
+from convoy.training.config.timespan import TimeSpan
+from convoy.training.ranks.devices import Devices
 from ranks import run_ranks
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convoy.experiments import formats
-from convoy.training.division import soonest
+from convoy.training.ranks.division import soonest
 
 GOAL = 0.98
 """Parts that let the devices reach so much of the sum of their speeds are fine enough."""

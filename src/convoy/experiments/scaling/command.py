@@ -27,7 +27,7 @@ from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_tr
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, RunDirectory, choose_device, load_recipe
 from convoy.training.derived import num_microbatches
-from convoy.training.files import unwritable
+from convoy.training.storage.files import unwritable
 
 if TYPE_CHECKING:
     from convoy.launch.emulated import Cluster

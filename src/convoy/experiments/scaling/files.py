@@ -26,7 +26,7 @@ from convoy.experiments.scaling.report import Drawn, page
 from convoy.experiments.scaling.results import Results, results
 from convoy.experiments.scaling.store import NAME, read
 from convoy.experiments.scaling.table import csv_text, latex_text
-from convoy.training.files import write_atomically
+from convoy.training.storage.files import write_atomically
 
 DPI = 300
 

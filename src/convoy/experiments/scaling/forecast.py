@@ -19,12 +19,12 @@ from convoy.planning import Ranks, make_plan, score
 from convoy.planning.planner import Scored
 from convoy.plans.plan import Plan
 from convoy.training.build import build_model
-from convoy.training.division import text as text_of
 from convoy.training.numerics import set_numerics
 from convoy.training.parallel_config import plan_text
+from convoy.training.planning.workloads import workload_of_recipe
+from convoy.training.ranks.division import text as text_of
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.workloads import workload_of_recipe
 
 COMPUTE = "compute"
 

@@ -21,9 +21,9 @@ from convoy.experiments.scaling.visit import Memory, RankTimes, Task, run_update
 from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.derived import resolve
-from convoy.training.loss import ClassificationLoss
 from convoy.training.numerics import autocast_of, set_numerics
-from convoy.training.optimizers import create_optimizer
+from convoy.training.optimization.loss import ClassificationLoss
+from convoy.training.optimization.optimizers import create_optimizer
 from convoy.training.step import InputPipeline
 
 

@@ -30,7 +30,7 @@ from convoy.experiments.svg import inline_svg
 from convoy.experiments.tiles import Tile
 from convoy.planning.words import seconds as time_of
 from convoy.plans.explain import size
-from convoy.training.documents import dump
+from convoy.training.config.documents import dump
 
 _KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 

@@ -12,9 +12,9 @@ from convoy.experiments.scaling.forecast import Forecast
 from convoy.experiments.scaling.shape import lacking_in
 from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.visit import RankTimes
-from convoy.training.division import text
-from convoy.training.files import write_text
-from convoy.training.run_directory import RunDirectory
+from convoy.training.ranks.division import text
+from convoy.training.storage.files import write_text
+from convoy.training.storage.run_directory import RunDirectory
 
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"

@@ -20,8 +20,8 @@ from convoy.experiments.scaling.study import Study
 from convoy.experiments.scaling.training_visit import train_run
 from convoy.experiments.scaling.visit import Task
 from convoy.training import Recipe
+from convoy.training.config.duration import Duration
 from convoy.training.derived import resolve
-from convoy.training.duration import Duration
 
 FOLDER = "training"
 """In the folder of a study: the folders of the runs."""

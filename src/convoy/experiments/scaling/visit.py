@@ -15,9 +15,9 @@ from convoy.experiments.scaling.processes import Say
 from convoy.experiments.scaling.stopwatch import INPUT, Lap, Stopwatch
 from convoy.experiments.scaling.study import Made, data_of
 from convoy.training import Devices, Recipe, choose_device
+from convoy.training.ranks.speed import MEASURED, WARM_UP, SpeedTest
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.speed import MEASURED, WARM_UP, SpeedTest
 
 _STATUS = Path("/proc/self/status")
 

@@ -8,7 +8,7 @@ from convoy.training.checkpoints.interval import Young
 from convoy.training.checkpoints.saver import Saver
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.when import Automatic, Every, When
-from convoy.training.devices import Devices
+from convoy.training.ranks.devices import Devices
 from convoy.training.session import Session
 
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from convoy.training.section import PositiveDuration, Section
-from convoy.training.timespan import TimeSpan
+from convoy.training.config.section import PositiveDuration, Section
+from convoy.training.config.timespan import TimeSpan
 
 
 class CheckpointConfig(Section):

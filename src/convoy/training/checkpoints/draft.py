@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.training.checkpoints.record import STATE, write_record
 from convoy.training.checkpoints.shard import write_shard
-from convoy.training.files import sync
+from convoy.training.storage.files import sync
 
 _READY = "ready"
 

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from convoy.training.timespan import TimeSpan, in_words
+from convoy.training.config.timespan import TimeSpan, in_words
 
 _REMEMBERED = 5
 

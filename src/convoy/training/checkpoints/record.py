@@ -8,7 +8,7 @@ from typing import Any
 
 from convoy.training.checkpoints.checkpoint import DamagedCheckpointError
 from convoy.training.checkpoints.shard import sha256
-from convoy.training.files import to_json, write_text
+from convoy.training.storage.files import to_json, write_text
 
 FORMAT = "convoy-checkpoint-1"
 RECORD = "checkpoint.json"

@@ -18,9 +18,9 @@ from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.checkpoints.when import Pace, When
 from convoy.training.checkpoints.writing import Writing
-from convoy.training.devices import Devices
-from convoy.training.files import to_json
-from convoy.training.timespan import in_words
+from convoy.training.config.timespan import in_words
+from convoy.training.ranks.devices import Devices
+from convoy.training.storage.files import to_json
 
 LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from convoy.training.timespan import in_words
+from convoy.training.config.timespan import in_words
 
 
 @dataclass

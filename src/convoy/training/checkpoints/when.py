@@ -4,7 +4,7 @@ import time
 from typing import Protocol
 
 from convoy.training.checkpoints.interval import Interval, Young
-from convoy.training.devices import Devices
+from convoy.training.ranks.devices import Devices
 
 FIRST_UPDATES = 65
 """Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""

@@ -1,0 +1,142 @@
+"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from convoy.training.config.overrides import dotted, show
+from convoy.training.config.schema import all_keys, annotation_at, choices, dig, kinds, section_at, section_classes
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text; put it in quotes if it looks like a number",
+    "tuple_type": "a list in square brackets",
+    "list_type": "a list in square brackets",
+    "dict_type": "a section with keys of its own",
+    "model_type": "a section with keys of its own",
+    "model_attributes_type": "a section with keys of its own",
+    "finite_number": "a finite number",
+}
+_COMPARISONS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def sentence(error: ValidationError, model: type[BaseModel], document: dict[str, Any]) -> str:
+    """One sentence about the first mistake in a document, with the keys of the others.
+
+    Args:
+        error: what pydantic found.
+        model: the class that the document was checked against.
+        document: the document.
+    """
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    paths = [_path(detail["loc"], model, document) for detail in details]
+    first = _explain(details[0], paths[0], model, document)
+    others = sorted({dotted(path) for path in paths if path} - {dotted(paths[0])})
+    return f"{first} (also wrong: {', '.join(others)})" if others else first
+
+
+def _explain(detail: ErrorDetails, path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:
+    key, value, context = dotted(path), detail["input"], detail.get("ctx", {})
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, model, document)
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{dotted(path[:-1])} is {show(dig(document, path[:-1]))}, but must be a longer list"
+    if kind == "missing":
+        return _missing(key)
+    if kind == "value_error":
+        return _own_words(str(context["error"]), path)
+    if kind == "union_tag_not_found":
+        return f"{key}.name is missing: it is one of {', '.join(kinds(model, str(path[0])))}"
+    if kind == "union_tag_invalid":
+        return _not_one_of(f"{key}.name", context["tag"], kinds(model, str(path[0])))
+    if kind in ("literal_error", "enum"):
+        return _not_one_of(key, value, choices(annotation_at(model, path, document)))
+    if kind in _KINDS:
+        also = choices(annotation_at(model, path, document)) if isinstance(path[-1], str) else []
+        return f"{key} is {show(value)}, but must be {_either([_KINDS[kind], *also])}"
+    if kind in _COMPARISONS:
+        bound, words = _COMPARISONS[kind]
+        return f"{key} is {show(value)}, but must be {words} {context[bound]:g}"
+    if kind == "too_long":
+        return f"{key} is {show(value)}, but must be a list of {context['max_length']}"
+    if kind == "string_too_short":
+        return f"{key} is empty: write a value or leave it out"
+    message = detail["msg"]
+    return f"{key} is {show(value)}, which is refused: {message[:1].lower()}{message[1:]}"
+
+
+def _own_words(message: str, path: Sequence[str | int]) -> str:
+    """A validator's own sentence, with the whole dotted key in front unless it is there already."""
+    key = dotted(path)
+    if not path or message.startswith((f"{key}.", f"{key} ", f"{key}=", f"{path[0]}.")):
+        return message
+    name = str(path[-1])
+    if message.startswith((f"{name} ", f"{name}=")):
+        return f"{key}{message[len(name) :]}"
+    return f"{key}: {message}"
+
+
+def _missing(key: str) -> str:
+    if key in ("model", "model.name"):
+        return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
+    return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
+
+
+def _not_one_of(key: str, value: Any, choices: Sequence[Any]) -> str:
+    words = [show(choice) for choice in choices]
+    close = difflib.get_close_matches(show(value), words, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{key} is {show(value)}, but must be {_either(words)}{hint}"
+
+
+def _either(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def _unknown_key(path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:
+    key, name = dotted(path), str(path[-1])
+    section = section_at(model, path[:-1], document)
+    siblings = list(section.model_fields)
+    where = dotted(path[:-1])
+    variant = dig(document, [*path[:-1], "name"]) if where in ("optimizer", "schedule") else None
+    owner = f"{where} with name {show(variant)}" if variant else where or "a recipe"
+    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
+    if close:
+        return f"{key} is unknown: did you mean {dotted([*path[:-1], close[0]])}?"
+    elsewhere = [
+        candidate for candidate in all_keys(model) if candidate.rpartition(".")[2] == name and candidate != key
+    ]
+    if elsewhere:
+        return f"{key} is unknown: did you mean {_either(elsewhere[:3])}?"
+    if variant is not None and key in all_keys(model):
+        return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
+    close = difflib.get_close_matches(key, list(all_keys(model)), 1, cutoff=0.75)
+    hint = f"did you mean {close[0]}?" if close else f"{owner} has {', '.join(siblings)}"
+    return f"{key} is unknown: {hint}"
+
+
+def _path(loc: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> list[str | int]:
+    """Pydantic's location without the tags that it puts in for the kinds of a section or of a value."""
+    path: list[str | int] = []
+    leaves = all_keys(model)
+    for index, part in enumerate(loc):
+        if dotted(path) in leaves:
+            path += [part] if isinstance(part, int) else []
+        elif index != 1 or len(section_classes(model.model_fields[str(loc[0])].annotation)) < 2:
+            path.append(part)
+    return path

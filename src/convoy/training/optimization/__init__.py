@@ -1,0 +1,1 @@
+"""Optimisers, schedules, losses and precision, as recipes name them."""

@@ -1,0 +1,1 @@
+"""From a recipe to a plan for the devices that there are."""

@@ -1,0 +1,72 @@
+"""When all ranks stop because one was asked to: at the same update, without asking each other at every one."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from convoy.training.failures.interrupt import Interrupt
+from convoy.training.ranks.devices import Devices
+
+INTERVAL_S = 0.25
+_SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2")
+_MAX_UPDATES = 1000
+
+
+class Stop:
+    """Whether the run is asked to stop. All ranks ask at the same time, and know the same.
+
+    Attributes:
+        signal: by which; stays when it has come.
+    """
+
+    def __init__(self, devices: Devices, interrupt: Interrupt) -> None:
+        self._devices = devices
+        self._interrupt = interrupt
+        self._updates = Agreement(devices)
+        self.signal: str | None = None
+
+    def after_update(self) -> bool:
+        """Whether to stop after this update. All ranks call it after every update."""
+        return self._ask(self._updates)
+
+    def in_evaluation(self) -> Callable[[], bool]:
+        """What says before each batch of an evaluation whether to stop; batches do not last as long as updates."""
+        return partial(self._ask, Agreement(self._devices))
+
+    def _ask(self, agreement: "Agreement") -> bool:
+        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
+            self.signal = self.signal or agreement.signal(self._interrupt.signal)
+        return self.signal is not None
+
+
+class Agreement:
+    """Lets the ranks agree on a signal about four times a second.
+
+    Between two questions lie as many updates as took that long before; rank 0's clock decides.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._wait = 1
+        self._left = 1
+        self._asked = time.perf_counter()
+
+    def signal(self, own: str | None) -> str | None:
+        """Whether to stop after this update, and by which signal. All ranks call it after every update.
+
+        Args:
+            own: what this rank was asked.
+        """
+        if self._devices.num == 1:
+            return own
+        self._left -= 1
+        if self._left > 0:
+            return None
+        now = time.perf_counter()
+        took = max(now - self._asked, 1e-6)
+        wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
+        number, self._wait = self._devices.largest(_SIGNALS.index(own or ""), wait if self._devices.rank == 0 else 0)
+        self._left, self._asked = self._wait, now
+        return _SIGNALS[number] or None

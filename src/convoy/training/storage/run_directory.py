@@ -1,0 +1,189 @@
+"""The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.training.storage.files import unwritable, write_json, write_text
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run's files. `config.yaml` makes a folder a run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """On what, by whom and when the run was begun."""
+        return self.path / "environment.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan by which the devices divided the work, the last time."""
+        return self.path / "plan.yaml"
+
+    @property
+    def prediction(self) -> Path:
+        """What was predicted of an update, beside what was measured."""
+        return self.path / "prediction.json"
+
+    @property
+    def trace(self) -> Path:
+        """The same for viewers of traces: one of the updates that were watched, and the predicted one."""
+        return self.path / "trace.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The final weights, whole tensors under the model's own names."""
+        return self.path / "weights.safetensors"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def is_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
+    def begun_by(self) -> dict[str, Any]:
+        """What `environment.json` says of who began the run; empty where that is not to be read."""
+        try:
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def add_restart(self, restart: dict[str, Any]) -> None:
+        """Note in `environment.json` how the run was started again."""
+        found = self.begun_by()
+        before = found.get("restarts")
+        write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
+    def check_free(self) -> None:
+        """Refuse to begin a run where something is already.
+
+        Raises:
+            ConvoyError: the folder holds a run or other files, or the path is a file.
+        """
+        if self.is_run():
+            raise ConvoyError(
+                f"{self.path} already holds a run: add --resume to go on with it, or choose another --out"
+            )
+        if self.path.is_file():
+            raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
+        # What a process has left that was killed while it began its run is no run yet.
+        left = {self.environment.name} if "convoy" in self.begun_by() else set()
+        if self.path.is_dir() and any(entry.name not in left for entry in self.path.iterdir()):
+            raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def check_writable(self) -> None:
+        """Refuse a place where the run could not be written, before the work for it is done.
+
+        Raises:
+            ConvoyError: it could not.
+        """
+        reason = unwritable(self.path)
+        if reason is not None:
+            raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ConvoyError: that cannot be.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    @contextmanager
+    def lock(self, patience_s: float = 0.0) -> Iterator[None]:
+        """Keep other processes from training in this folder; the lock ends with the process.
+
+        Args:
+            patience_s: seconds to wait for one that is about to end.
+
+        Raises:
+            ConvoyError: another process does already.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            until = time.monotonic() + patience_s
+            while not _locked(folder):
+                if time.monotonic() >= until:
+                    raise ConvoyError(
+                        f"another process is training in {self.path}: wait for its end, or choose another --out"
+                    )
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(folder)
+
+    def create(self, config: str, environment: dict[str, Any]) -> None:
+        """Write how the run was begun.
+
+        Raises:
+            ConvoyError: the folder cannot be written to.
+        """
+        self.make()
+        try:
+            write_json(self.environment, environment)
+            write_text(self.config, config)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
+        """Drop the metrics of updates that will be done again; a half-written last line goes too.
+
+        Args:
+            step: weight updates that are done.
+            and_evaluation: the evaluation after them will be done again, too.
+        """
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+                again = and_evaluation and entry["split"] == "test"
+                if entry["step"] < step or (entry["step"] == step and not again):
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _locked(folder: int) -> bool:
+    """Whether this process has the lock now, or the file system knows none."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
