@@ -10,21 +10,21 @@ import torch
 
 from convoy.engine.position import here
 from convoy.planning.comparison import Comparison
-from convoy.training.checkpoints.build import create_saver, load_latest
 from convoy.training.checkpoints.saver import TIMEOUT_S
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.tally import Tally
 from convoy.training.evaluate import Evaluation, StoppedError
+from convoy.training.failures.agreement import Stop
 from convoy.training.failures.finite import NotFiniteError
 from convoy.training.failures.interrupt import HANDED_ON, SIGNALS, Interrupt
-from convoy.training.failures.left_out import LeftOut
+from convoy.training.left_out import LeftOut
 from convoy.training.log import Log
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.ranks.agreement import Stop
 from convoy.training.ranks.division import text
 from convoy.training.ranks.speed import SpeedTest
 from convoy.training.resume import identity
+from convoy.training.saving import create_saver, load_latest
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from convoy.training.storage.files import write_json

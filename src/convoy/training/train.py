@@ -18,7 +18,6 @@ from convoy.training import environment
 from convoy.training.checks import check_run
 from convoy.training.evaluate import Evaluation
 from convoy.training.failures.finite import NotFiniteError
-from convoy.training.failures.trace_back import trace_back
 from convoy.training.failures.watchdog import Watchdog, say_and_end
 from convoy.training.loop import Loop
 from convoy.training.parallel_config import plan_text
@@ -32,6 +31,7 @@ from convoy.training.storage.files import disk_explained, write_json, write_text
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.storage.weights import save_weights
 from convoy.training.summary import Progress, Status, write_summary
+from convoy.training.trace_back import trace_back
 
 LOCK_PATIENCE_S = 30.0
 """Seconds in which what is left of a killed process, its loader's workers, lets go of the run."""
