@@ -8,8 +8,8 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c 
 demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
 	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
 
-test: $(VENV)/dev.installed           ## run the tests: those that start ranks, and beside them all others
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
+test: $(VENV)/dev.installed           ## run the tests, two at a time
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations 40
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

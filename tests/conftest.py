@@ -4,8 +4,7 @@ import atexit
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,19 +15,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
 os.environ["CONVOY_CACHE"] = _cache.name
-
-
-_TESTS = Path(__file__).parent
-_START_RANKS = {"benchmarks", "cli", "engine", "launch", "planning", "training"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Under `-n 2 --dist loadgroup`, tests that start ranks take turns, beside those that do not: two runs at a time
-    would push each other off the cores."""
-    for item in items:
-        place = item.path.relative_to(_TESTS).parts
-        item.add_marker(pytest.mark.xdist_group("ranks" if place[0] in _START_RANKS else "-".join(place)))
 
 
 @pytest.fixture(autouse=True)
