@@ -7,7 +7,8 @@ with emulate(cluster) as places:
     os.environ |= places[rank].environment
 """
 
-from convoy.launch.emulated.cluster import Cluster, Device
+from convoy.launch.emulated.cluster import Cluster
+from convoy.launch.emulated.device import Device
 from convoy.launch.emulated.emulation import emulate
 from convoy.launch.emulated.place import Place
 

@@ -1,30 +1,15 @@
 """What is emulated: devices, the hosts that they are in, and the links that join the hosts."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from convoy.errors import ConvoyError
+from convoy.launch.emulated.device import MOST, Device, alike, check_rate, check_speed
+from convoy.launch.emulated.document import parse, read_yaml
 
-SLOWEST = 0.01
-_MOST = 250
 _HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
-
-
-@dataclass(frozen=True)
-class Device:
-    """One of a cluster.
-
-    Attributes:
-        speed: the share of a core that it has, up to 1.
-        host: the name of the host that it is in.
-    """
-
-    speed: float
-    host: str
 
 
 @dataclass(frozen=True)
@@ -50,8 +35,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConvoyError("a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`")
-        if len(self.devices) > _MOST:
-            raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {_MOST}")
+        if len(self.devices) > MOST:
+            raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
         for number, device in enumerate(self.devices):
             check_speed(device.speed, f"device {number}")
             if not _HOST.fullmatch(device.host) or len(device.host) > 63:
@@ -88,9 +73,11 @@ class Cluster:
         Raises:
             ConvoyError: it cannot be read or is no cluster; the sentence has the file.
         """
-        from convoy.launch.emulated.document import read_file
-
-        return read_file(Path(path))
+        document = read_yaml(Path(path))
+        try:
+            return Cluster(*parse(document))
+        except ConvoyError as error:
+            raise ConvoyError(f"{path}: {error}") from error
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -115,42 +102,3 @@ class Cluster:
             return f"{said} in one host"
         links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
         return f"{said} in {len(rates)} hosts, links of {links}"
-
-
-def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
-    """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
-
-    Raises:
-        ConvoyError: there are no devices, or more hosts than devices.
-    """
-    if not 1 <= count <= _MOST:
-        raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {_MOST}")
-    hosts = count if hosts is None else hosts
-    if not 1 <= hosts <= count:
-        raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
-    return tuple(Device(speed, f"host{number * hosts // count}") for number in range(count))
-
-
-def check_speed(speed: object, what: str) -> float:
-    """Refuse a share of a core that cannot be.
-
-    Raises:
-        ConvoyError: it is no number, or none from 0.01 to 1.
-    """
-    number = isinstance(speed, int | float) and not isinstance(speed, bool)
-    if not number or not math.isfinite(speed) or not SLOWEST <= speed <= 1:  # type: ignore[operator,arg-type]
-        raise ConvoyError(
-            f"the speed of {what} is {speed!r}: write the share of a core that it has, from {SLOWEST} to 1"
-        )
-    return float(speed)  # type: ignore[arg-type]
-
-
-def check_rate(rate: object) -> None:
-    """Refuse what `tc` would not take, or would take for something else.
-
-    Raises:
-        ConvoyError: it is such.
-    """
-    match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
-    if match is None or float(match[1]) == 0:
-        raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")

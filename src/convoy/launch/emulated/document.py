@@ -19,16 +19,16 @@ from typing import Any
 import yaml
 
 from convoy.errors import ConvoyError
-from convoy.launch.emulated.cluster import Cluster, Device, alike, check_rate, check_speed
+from convoy.launch.emulated.device import Device, alike, check_rate, check_speed
 
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
 
-def read_file(path: Path) -> Cluster:
-    """The cluster in a YAML file.
+def read_yaml(path: Path) -> Any:
+    """What a YAML file says.
 
     Raises:
-        ConvoyError: it cannot be read or is no cluster; the sentence has the file.
+        ConvoyError: it cannot be read or is no YAML; the sentence has the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,21 +41,17 @@ def read_file(path: Path) -> Cluster:
         raise ConvoyError(f"cannot read the cluster file {path} ({reason}): check the path") from error
     try:
         _check_twice(yaml.compose(text, yaml.SafeLoader))
-        document = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise ConvoyError(f"{path}{line}: this is no YAML ({error.problem}): {_FORM}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConvoyError(f"{path}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
-    try:
-        return parse(document)
-    except ConvoyError as error:
-        raise ConvoyError(f"{path}: {error}") from error
 
 
-def parse(document: Any) -> Cluster:
-    """The cluster that a mapping describes.
+def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
+    """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
 
     Raises:
         ConvoyError: it describes none.
@@ -74,9 +70,9 @@ def parse(document: Any) -> Cluster:
         count = _whole(devices["count"], "count of devices")
         hosts = _whole(devices["hosts"], "number of hosts") if "hosts" in devices else None
         speed = check_speed(devices.get("speed", 1.0), "the devices")
-        return Cluster(alike(count, speed, hosts), rate, rates)
+        return alike(count, speed, hosts), rate, rates
     if isinstance(devices, list):
-        return Cluster(tuple(_listed(devices)), rate, rates)
+        return tuple(_listed(devices)), rate, rates
     raise ConvoyError(f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices")
 
 
