@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.allocation import keep_freed_memory
-from convoy.experiments.scaling.configuration import PEERS
-from convoy.experiments.scaling.peers import missing, wrap
+from convoy.experiments.scaling.study.peers import PEERS, missing
+from convoy.experiments.scaling.visits.wrapped import wrap
 from measuring.cases import Case, Plan
 
 __all__ = ["PEERS", "Arrangement", "Side", "Trained", "set_up"]

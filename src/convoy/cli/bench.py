@@ -14,9 +14,13 @@ import click
 from convoy.cli import options
 from convoy.cli.measuring_progress import Progress
 from convoy.experiments.scaling.command import Ask, measure
-from convoy.experiments.scaling.convergence_table import CONVERGENCE_NUMBERS, convergence_lines, convergence_records
-from convoy.experiments.scaling.files import write_files
-from convoy.experiments.scaling.table import NUMBERS, lines, records
+from convoy.experiments.scaling.results.convergence_table import (
+    CONVERGENCE_NUMBERS,
+    convergence_lines,
+    convergence_records,
+)
+from convoy.experiments.scaling.results.files import write_files
+from convoy.experiments.scaling.results.table import NUMBERS, lines, records
 from convoy.plans.explain import table
 from convoy.terminal import Console
 

@@ -21,7 +21,7 @@ Examples:
 def command(run: Path) -> None:
     """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
     if (run / "bench.json").exists():
-        from convoy.experiments.scaling.files import write_files
+        from convoy.experiments.scaling.results.files import write_files
 
         click.echo(f"report: {write_files(run).report}")
         return

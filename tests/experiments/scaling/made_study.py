@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from convoy.experiments.scaling.configuration import Configuration, configurations
-from convoy.experiments.scaling.forecast import Forecast, Prediction
-from convoy.experiments.scaling.stopwatch import Lap
-from convoy.experiments.scaling.store import Store
-from convoy.experiments.scaling.study import Made, Study
-from convoy.experiments.scaling.visit import RankTimes
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.configuration import Configuration, configurations
+from convoy.experiments.scaling.study.study import Made, Study
+from convoy.experiments.scaling.visits.forecast import Forecast, Prediction
+from convoy.experiments.scaling.visits.stopwatch import Lap
+from convoy.experiments.scaling.visits.task import RankTimes
 from convoy.training import load_recipe
 
 MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}

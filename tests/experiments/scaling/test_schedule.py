@@ -7,12 +7,12 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling import schedule
-from convoy.experiments.scaling.configuration import configurations
-from convoy.experiments.scaling.forecast import Forecast
-from convoy.experiments.scaling.processes import RankFailed
+from convoy.experiments.scaling.ranks.processes import RankFailed
+from convoy.experiments.scaling.ranks.seats import Seats
 from convoy.experiments.scaling.schedule import Schedule
-from convoy.experiments.scaling.seats import Seats
-from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.configuration import configurations
+from convoy.experiments.scaling.visits.forecast import Forecast
 from experiments.scaling.made_study import MACHINE, ranks, study
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}

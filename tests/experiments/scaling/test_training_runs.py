@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from convoy.experiments.scaling import training_runs
-from convoy.experiments.scaling.configuration import configurations
-from convoy.experiments.scaling.processes import RankFailed
-from convoy.experiments.scaling.results import results
-from convoy.experiments.scaling.seats import Seats
-from convoy.experiments.scaling.store import Store
+from convoy.experiments.scaling.ranks.processes import RankFailed
+from convoy.experiments.scaling.ranks.seats import Seats
+from convoy.experiments.scaling.results.results import results
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.configuration import configurations
 from convoy.experiments.scaling.training_runs import TrainingRuns
 from experiments.scaling.made_study import MACHINE, study
 

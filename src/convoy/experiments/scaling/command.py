@@ -13,16 +13,15 @@ import torch
 
 from convoy.data import open_data
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.coarseness import too_coarse
-from convoy.experiments.scaling.configuration import Configuration, check_peers, configurations, parts_of
-from convoy.experiments.scaling.machine import machine_of
-from convoy.experiments.scaling.peer_visit import check_recipe
-from convoy.experiments.scaling.peers import check_installed
-from convoy.experiments.scaling.processes import Place, Say
+from convoy.experiments.scaling.ranks.processes import Place, Say
+from convoy.experiments.scaling.ranks.seats import Seats
 from convoy.experiments.scaling.schedule import Schedule
-from convoy.experiments.scaling.seats import Seats
-from convoy.experiments.scaling.store import Store
-from convoy.experiments.scaling.study import IMAGENET, Study, assumed, check_gpus, cores_per_device, made_for
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.coarseness import too_coarse
+from convoy.experiments.scaling.study.configuration import Configuration, configurations, parts_of
+from convoy.experiments.scaling.study.machine import machine_of
+from convoy.experiments.scaling.study.peers import check_installed, check_peers, check_recipe
+from convoy.experiments.scaling.study.study import IMAGENET, Study, assumed, check_gpus, cores_per_device, made_for
 from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, RunDirectory, choose_device, load_recipe

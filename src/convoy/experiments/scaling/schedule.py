@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.configuration import AUTO, CONVOY, Configuration
-from convoy.experiments.scaling.forecast import Forecast, forecast
-from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
-from convoy.experiments.scaling.seats import Seats
-from convoy.experiments.scaling.store import Store
-from convoy.experiments.scaling.study import Study
-from convoy.experiments.scaling.visit import RankTimes, Task, visit
+from convoy.experiments.scaling.ranks.processes import RankFailed, Say, run_ranks
+from convoy.experiments.scaling.ranks.seats import Seats
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.configuration import AUTO, CONVOY, Configuration
+from convoy.experiments.scaling.study.study import Study
+from convoy.experiments.scaling.visits.forecast import Forecast, forecast
+from convoy.experiments.scaling.visits.task import RankTimes, Task
+from convoy.experiments.scaling.visits.visit import visit
 
 TIMED_S, LEAST, MOST = 2.0, 3, 100
 """Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""

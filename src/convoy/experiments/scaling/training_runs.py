@@ -11,14 +11,14 @@ from pathlib import Path
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.experiments.report import write_report
-from convoy.experiments.scaling.configuration import CONVOY, Configuration
-from convoy.experiments.scaling.curves import training_facts, where
-from convoy.experiments.scaling.processes import RankFailed, Say, run_ranks
-from convoy.experiments.scaling.seats import Seats
-from convoy.experiments.scaling.store import Store
-from convoy.experiments.scaling.study import Study
-from convoy.experiments.scaling.training_visit import train_run
-from convoy.experiments.scaling.visit import Task
+from convoy.experiments.scaling.ranks.processes import RankFailed, Say, run_ranks
+from convoy.experiments.scaling.ranks.seats import Seats
+from convoy.experiments.scaling.results.curves import training_facts, where
+from convoy.experiments.scaling.storage.store import Store
+from convoy.experiments.scaling.study.configuration import CONVOY, Configuration
+from convoy.experiments.scaling.study.study import Study
+from convoy.experiments.scaling.visits.task import Task
+from convoy.experiments.scaling.visits.training import train_run
 from convoy.training import Recipe
 from convoy.training.config.duration import Duration
 from convoy.training.derived import resolve

@@ -1,0 +1,1 @@
+"""Processes for the ranks of a configuration, and where each of them runs."""

@@ -1,0 +1,1 @@
+"""From what is kept to tables, pictures, sentences and the report."""

@@ -1,0 +1,233 @@
+"""The report of a study: one HTML page that holds everything, opens from disk and asks nothing of a network."""
+
+import gzip
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+import convoy
+from convoy.experiments import formats, pages
+from convoy.experiments.pictures import data_uri
+from convoy.experiments.plots import Panel
+from convoy.experiments.report import COMPRESS_FROM, Download
+from convoy.experiments.scaling.results.convergence_table import (
+    CONVERGENCE_NUMBERS,
+    convergence_lines,
+    convergence_missing,
+    convergence_remarks,
+    points,
+)
+from convoy.experiments.scaling.results.curves import Convergence
+from convoy.experiments.scaling.results.remarks import missing, remarks
+from convoy.experiments.scaling.results.results import Results, Row
+from convoy.experiments.scaling.results.table import plus_minus, signed
+from convoy.experiments.scaling.study.configuration import CONVOY, short
+from convoy.experiments.scaling.visits.parts import COMMUNICATION, INPUT, OPTIMIZER
+from convoy.experiments.svg import inline_svg
+from convoy.experiments.tiles import Tile
+from convoy.planning.words import seconds as time_of
+from convoy.plans.explain import size
+from convoy.training.config.documents import dump
+
+_KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture, and the files of it: name and content."""
+
+    panel: Panel
+    files: Mapping[str, bytes]
+
+
+def page(
+    document: Mapping[str, Any],
+    found: Results,
+    trained: Convergence | None,
+    pictures: Sequence[Drawn],
+    files: Mapping[str, bytes],
+) -> str:
+    """The page as HTML.
+
+    Args:
+        document: of the study.
+        found: its results.
+        trained: its trainings, where there are any.
+        pictures: in their order.
+        files: others that are to be downloaded from the page: name and content.
+    """
+    return pages.render(
+        "bench.html.jinja",
+        ("report.css", "bench.css"),
+        "report.js",
+        **_content(document, found, trained, pictures, files),
+    )
+
+
+def _content(
+    document: Mapping[str, Any],
+    found: Results,
+    trained: Convergence | None,
+    pictures: Sequence[Drawn],
+    files: Mapping[str, bytes],
+) -> dict[str, Any]:
+    study, table = document["study"], document["table"]
+    numbers = sorted({row["devices"] for row in document["configurations"]})
+    whole = not found.waiting and not found.failed and not (trained and (trained.waiting or trained.failed))
+    return {
+        "model": formats.shorten(study["model"], 60),
+        "devices": _devices(numbers),
+        "status": "complete" if whole else "incomplete",
+        "status_kind": "good" if whole else "warn",
+        "facts": _facts(document, found),
+        "tiles": [*_tiles(found), *(_convergence_tiles(trained) if trained else ())],
+        "reference": _reference(found),
+        "panels": [(one.panel, _inline(one.panel), _links(one.files)) for one in pictures],
+        "rows": [_cells(row, found) for row in found.rows],
+        "epochs": formats.value(table["epochs"]),
+        "dataset_size": table["dataset_size"],
+        "timed": bool(found.rows) or trained is None,
+        "remarks": remarks(document, found) if found.rows or trained is None else [],
+        "trained": convergence_lines(trained) if trained else None,
+        "trained_numbers": CONVERGENCE_NUMBERS,
+        "trained_remarks": convergence_remarks(trained) if trained else [],
+        "missing": [*missing(found), *(convergence_missing(trained) if trained else ())],
+        "notes": list(found.notes),
+        "chosen": _chosen(found),
+        "commands": list(dict.fromkeys(session["command"] for session in document["sessions"])),
+        "machine": document["machine"],
+        "cluster": study["cluster"].strip(),
+        "downloads": [_download(name, content) for name, content in files.items()],
+        "recipe": dump(study["recipe"]).rstrip(),
+        "version": convoy.__version__,
+    }
+
+
+def _devices(numbers: Sequence[int]) -> str:
+    if len(numbers) < 2:
+        return formats.plural(numbers[0] if numbers else 1, "device")
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]} devices"
+
+
+def _facts(document: Mapping[str, Any], found: Results) -> list[str]:
+    study, machine = document["study"], document["machine"]
+    batch = f"batch {formats.count(study['batch'])}{' a device' if study['weak'] else ''}"
+    started = next((session["started"][:16].replace("T", " ") for session in document["sessions"]), "")
+    facts = ["weak scaling" if study["weak"] else "strong scaling", batch, f"{machine['machine']}"]
+    facts += [f"PyTorch {machine['torch']}", f"started {started} UTC" if started else ""]
+    return [fact for fact in facts if fact]
+
+
+def _reference(found: Results) -> str:
+    if found.reference is None:
+        return "one device"
+    if sum(row.devices == 1 and not row.place for row in found.rows) == 1:
+        return "one device"
+    if found.reference.devices == 1:
+        return f"the fastest row on one device ({short(found.reference.label)})"
+    return f"{short(found.reference.label)}, which count as {found.reference.devices}"
+
+
+def _tiles(found: Results) -> list[Tile]:
+    """The best row, what it means, and how good the predictions were."""
+    if not found.rows:
+        return []
+    own = [row for row in found.rows if row.kind == CONVOY]
+    best = max(own or found.rows, key=lambda row: row.speedup)
+    where = f"{formats.shorten(short(best.label), 40)} on {formats.plural(best.devices, 'device')}"
+    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", where, main=True)]
+    tiles.append(
+        Tile(
+            "Efficiency", formats.percent(best.efficiency, 0), f"of {formats.significant(best.ideal)} times one device"
+        )
+    )
+    one = found.reference
+    days = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
+    tiles.append(Tile("Days of training", formats.significant(best.days), days))
+    errors = [abs(row.error) for row in found.rows if row.error is not None]
+    if errors:
+        worst = formats.percent(max(errors), 0)
+        note = f"mean of {formats.plural(len(errors), 'prediction')}, the worst {worst}"
+        tiles.append(Tile("Prediction error", formats.percent(statistics.mean(errors)), note))
+    return tiles
+
+
+def _convergence_tiles(trained: Convergence) -> list[Tile]:
+    """How far the curves are from each other."""
+    worst, reference = trained.worst_error, trained.reference
+    if worst is None or worst.distance is None or reference is None:
+        return []
+    of = "of test error from one device" if reference.devices == 1 else f"of test error from {short(reference.label)}"
+    if all(trained.same_weights(curve) for curve in trained.others):
+        of += ", and the same weights bit for bit"
+    return [Tile("Largest distance", points(worst.distance.error), of)]
+
+
+def _cells(row: Row, found: Results) -> dict[str, Any]:
+    best = max(found.rows, key=lambda one: one.speedup)
+    step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
+    if spread:
+        step = f"{step} {spread.partition(' ')[2]}"
+    look = [word for word, holds in (("best", row is best), ("peer", row.kind != CONVOY)) if holds]
+    previous = found.rows[found.rows.index(row) - 1] if row is not found.rows[0] else row
+    look += ["group"] if previous.devices != row.devices else []
+    return {
+        "look": " ".join(look),
+        "label": short(row.label),
+        "plan": _own_plan(row),
+        "devices": row.devices,
+        "step": step,
+        "spread": spread.partition(" ")[0],
+        "images": formats.significant(row.images_per_s),
+        "speedup": f"{row.speedup:.2f}",
+        "speedup_spread": "" if row.speedup_spread is None else f"{row.speedup_spread:.2f}",
+        "efficiency": formats.percent(row.efficiency, 0),
+        "days": formats.significant(row.days),
+        "exposed": _or_none(row.parts[COMMUNICATION]),
+        "wait": _or_none(row.parts[INPUT]),
+        "optimizer": _or_none(row.parts[OPTIMIZER]),
+        "memory": size(row.memory),
+        "predicted": formats.UNKNOWN if row.predicted is None else time_of(row.predicted),
+        "error": "" if row.error is None else signed(row.error),
+    }
+
+
+def _own_plan(row: Row) -> str:
+    """The plan that the planner took, where it has a line of its own."""
+    if row.plan is None or not row.label.startswith("auto"):
+        return ""
+    return "layer by layer, below" if "\n" in row.plan else row.plan
+
+
+def _chosen(found: Results) -> list[tuple[str, str]]:
+    """The plans of `auto` that are too long for the table, by devices."""
+    plans = {
+        row.devices: row.plan for row in found.rows if row.plan is not None and "\n" in row.plan and _own_plan(row)
+    }
+    return [(formats.plural(devices, "device"), plan.strip()) for devices, plan in plans.items()]
+
+
+def _or_none(seconds: float) -> str:
+    return formats.UNKNOWN if seconds <= 0 else time_of(seconds)
+
+
+def _inline(panel: Panel) -> Markup | None:
+    if panel.figure is None:
+        return None
+    return Markup(inline_svg(panel.figure, panel.name, panel.title, panel.description))  # markup of our own making
+
+
+def _links(files: Mapping[str, bytes]) -> list[tuple[str, str]]:
+    return [(name, data_uri(content, _KINDS[name.rpartition(".")[2]])) for name, content in files.items()]
+
+
+def _download(name: str, content: bytes) -> Download:
+    length = formats.prefixed(len(content), "B")
+    if len(content) >= COMPRESS_FROM:
+        return Download(
+            f"{name}.gz", f"{length}, packed", data_uri(gzip.compress(content, mtime=0), "application/gzip")
+        )
+    return Download(name, length, data_uri(content, _KINDS.get(name.rpartition(".")[2], "application/json")))

@@ -1,0 +1,226 @@
+"""The pictures of a study: speed-up over devices, where the time of an update goes, predicted beside measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from convoy.experiments import axes as ax
+from convoy.experiments import formats
+from convoy.experiments.plots import Panel
+from convoy.experiments.scaling.results.curves import Curve
+from convoy.experiments.scaling.results.results import Results, Row
+from convoy.experiments.scaling.results.table import signed
+from convoy.experiments.scaling.study.configuration import CONVOY, TORCH, short
+from convoy.experiments.scaling.visits.parts import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
+from convoy.planning.words import seconds as time_of
+
+COLOURS = (ax.TRAIN, ax.TEST, ax.EMA, ax.PURPLE, ax.OCHRE, ax.INK)
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0.0, (5.0, 2.0)), (0.0, (1.5, 1.5)))
+PARTS = {
+    COMPUTE: ("computing", ax.TRAIN),
+    COMMUNICATION: ("exposed communication", ax.TEST),
+    INPUT: ("input", ax.OCHRE),
+    OPTIMIZER: ("optimiser", ax.EMA),
+}
+SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
+LEGEND, PLOT = 15, 170
+"""In points: height of a line of a legend, and of a plot."""
+_ROW, _SIDE = 31, 8
+"""In points: height of a row, and the margin left of rows."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows that differ by their devices only."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+
+def panels(found: Results) -> list[Panel]:
+    """All pictures, in the order of the report."""
+    with ax.house_style():
+        return [speedups(found), parts(found), predictions(found)]
+
+
+def series_of(found: Results) -> list[Series]:
+    """The lines of the speed-up: each begins at one device, if that was measured."""
+    names = dict.fromkeys(row.series for row in found.rows if row.devices > 1)
+    one = found.reference
+    lines = []
+    for name in names:
+        rows = sorted(
+            (row for row in found.rows if row.series == name and row.devices > 1), key=lambda row: row.devices
+        )
+        alone = [row for row in found.rows if row.devices == 1 and (row.kind == CONVOY) == (rows[0].kind == CONVOY)]
+        first = alone[:1] or ([one] if one is not None and one.devices == 1 else [])
+        lines.append(Series(SHORT.get(name, short(name) if "\n" not in name else "plan"), (*first, *rows)))
+    return lines
+
+
+def speedups(found: Results) -> Panel:
+    """Images per second over those of one device, against the devices."""
+    name, title = "speed-up", "Speed-up over devices"
+    lines = series_of(found)
+    if not lines:
+        return Panel(name, title, "Nothing has been measured on several devices yet.", None)
+    numbers = sorted({row.devices for line in lines for row in line.rows})
+    above = ax.TOP + LEGEND * (-(-(len(lines) + 1) // 3) - 1)
+    figure, axes = panel_axes(title, "devices", PLOT, above, ax.LEFT)
+    axes.grid(axis="y")
+    largest = numbers[-1]
+    ideals = {row.devices: row.ideal for line in lines for row in line.rows}
+    axes.plot(numbers, [ideals[number] for number in numbers], color=ax.MUTED, linestyle=DASHES[2], label="ideal")
+    for place, line in enumerate(lines):
+        _line(axes, line, place, 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1))
+    top = max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for line in lines for row in line.rows))
+    axes.set_ylim(0, 1.05 * top)
+    axes.set_xlim(numbers[0] - 0.04 * largest, 1.04 * largest)
+    axes.xaxis.set_major_locator(FixedLocator(numbers))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=3, left=ax.LEFT)
+    said = [
+        f"{line.name}: {row.speedup:.2f} on {row.devices}." for line in lines for row in line.rows if row.devices > 1
+    ]
+    return Panel(name, title, " ".join(said), figure)
+
+
+def _line(axes: Axes, line: Series, place: int, aside: float) -> None:
+    """A series; its spreads stand `aside`, so that those of several series do not lie on each other."""
+    spread = [row.speedup_spread or 0.0 for row in line.rows]
+    axes.errorbar(
+        [row.devices + (aside if row.devices > 1 else 0) for row in line.rows],
+        [row.speedup for row in line.rows],
+        yerr=([min(row.speedup, width) for row, width in zip(line.rows, spread, strict=True)], spread),
+        color=COLOURS[place % len(COLOURS)],
+        marker=MARKERS[place % len(MARKERS)],
+        linestyle=DASHES[place // len(COLOURS) % len(DASHES)],
+        linewidth=1.5,
+        elinewidth=1,
+        capsize=3,
+        markersize=5,
+        label=line.name,
+        clip_on=False,
+    )
+
+
+def parts(found: Results) -> Panel:
+    """A bar for each row: what an update's time goes to."""
+    name, title = "parts", "Where an update's time goes"
+    if not found.rows:
+        return Panel(name, title, "Nothing has been measured yet.", None)
+    longest = max(row.seconds for row in found.rows)
+
+    def draw(axes: Axes, row: Row, level: float) -> None:
+        start = 0.0
+        for part, (_, colour) in PARTS.items():
+            axes.barh(level, row.parts[part], left=start, height=0.36, color=colour, edgecolor=ax.PAPER, linewidth=0.6)
+            start += row.parts[part]
+
+    figure, axes = _rows_figure(title, found.rows, longest, lambda row: time_of(row.seconds), draw)
+    handles = [axes.barh(-9, 0, color=colour) for _, colour in PARTS.values()]
+    legend_above(axes, handles, [word for word, _ in PARTS.values()])
+    said = (
+        f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
+        for row in found.rows
+    )
+    return Panel(name, title, " ".join(said), figure)
+
+
+def predictions(found: Results) -> Panel:
+    """For each row that was predicted: what was predicted, what was measured, and the spread of that."""
+    name, title = "predictions", "Predicted and measured"
+    rows = [row for row in found.rows if row.predicted is not None]
+    if not rows:
+        return Panel(name, title, "Nothing was predicted.", None)
+    longest = max(max(row.seconds + (row.spread or 0), row.predicted or 0) for row in rows)
+
+    def draw(axes: Axes, row: Row, level: float) -> None:
+        assert row.predicted is not None
+        axes.plot([row.seconds, row.predicted], [level, level], color=ax.MUTED, linewidth=1)
+        axes.errorbar(
+            row.seconds, level, xerr=row.spread or 0, color=ax.TRAIN, marker="o", markersize=6, capsize=3, elinewidth=1
+        )
+        axes.plot(
+            row.predicted, level, color=ax.TEST, marker="D", markersize=6, markerfacecolor="none", markeredgewidth=1.5
+        )
+
+    figure, axes = _rows_figure(title, rows, longest, lambda row: signed(row.error), draw)
+    measured = axes.errorbar([-1], [-9], xerr=[0], color=ax.TRAIN, marker="o", markersize=6, capsize=3, elinewidth=1)
+    predicted = axes.plot([-1], [-9], color=ax.TEST, marker="D", markerfacecolor="none", linestyle="none")[0]
+    legend_above(axes, [measured, predicted], ["measured, ± spread", "predicted"])
+    said = (
+        f"{name_of(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows
+    )
+    return Panel(name, title, " ".join(said), figure)
+
+
+def _rows_figure(
+    title: str,
+    rows: Sequence[Row],
+    longest: float,
+    note: Callable[[Row], str],
+    draw: Callable[[Axes, Row, float], None],
+) -> tuple[Figure, Axes]:
+    """A panel with a line for each row, its name above what is drawn, on one axis of milliseconds or seconds."""
+    unit, factor = ("s", 1.0) if longest >= 2 else ("ms", 1e3)
+    figure, axes = panel_axes(title, f"{unit} an update", _ROW * len(rows), ax.TOP + LEGEND, _SIDE)
+    axes.set_xlim(0, 1.02 * longest)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.grid(axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(round(value * factor, 6))))
+    for level, row in enumerate(rows):
+        axes.text(0, level - 0.14, name_of(row), va="bottom", ha="left", size=10.5)
+        axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=10.5, color=ax.MUTED)
+        draw(axes, row, level + 0.16)
+    return figure, axes
+
+
+def panel_axes(title: str, xlabel: str, height: float, above: float, left: float) -> tuple[Figure, Axes]:
+    """A panel as wide as all, with axes of a height in points, `above` points under its upper edge."""
+    whole = above + height + ax.BOTTOM
+    figure = Figure(figsize=(ax.WIDTH / 72, whole / 72), dpi=144)
+    axes = figure.add_axes(
+        (left / ax.WIDTH, ax.BOTTOM / whole, (ax.WIDTH - left - ax.RIGHT) / ax.WIDTH, height / whole)
+    )
+    figure.text(2 / ax.WIDTH, 1 - 15 / whole, title, size=12, weight="bold")
+    axes.tick_params(length=0, pad=6)
+    axes.tick_params(axis="x", length=3, pad=4, width=0.8)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(xlabel, labelpad=4)
+    return figure, axes
+
+
+def legend_above(
+    axes: Axes, handles: Sequence[object], words: Sequence[str], columns: int = 2, left: float = _SIDE
+) -> None:
+    """Between the title and the axes, which are `left` points from the edge."""
+    height = axes.figure.get_figheight() * 72  # type: ignore[union-attr]
+    bottom, top = axes.get_position().y0, axes.get_position().y1
+    axes.legend(
+        handles,  # type: ignore[call-overload]
+        words,
+        loc="upper left",
+        bbox_to_anchor=((2 - left) / (ax.WIDTH - left - ax.RIGHT), (1 - 24 / height - bottom) / (top - bottom)),
+        ncols=columns,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.4,
+        handletextpad=0.6,
+        columnspacing=1.6,
+    )
+
+
+def name_of(row: Row | Curve) -> str:
+    """A row or its curve in a picture: short, with its devices."""
+    devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
+    return f"{formats.shorten(short(row.label), 38)}{devices}"

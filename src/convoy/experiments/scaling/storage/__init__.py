@@ -1,0 +1,1 @@
+"""What is kept of a study, after every measurement."""

@@ -1,0 +1,1 @@
+"""What is measured: the configurations, what they share, and on what machine."""

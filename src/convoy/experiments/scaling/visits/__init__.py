@@ -1,0 +1,1 @@
+"""What a rank does when a configuration has its turn: it predicts, measures, or trains."""
