@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from convoy.experiments import axes, draw_curves
-from convoy.experiments.plots import data_wait_shares, draw_panels
+from convoy.experiments import axes
+from convoy.experiments.plots import data_wait_shares, draw_curves, draw_panels
 from convoy.experiments.run_directory import read_run
 from experiments.made_runs import CONFIG, complete_run, metrics, write_run
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import click
 
 from convoy.cli import options, tables
+from convoy.files import write_json
 from convoy.training import choose_device
 from convoy.training.restore import restore
-from convoy.training.storage.files import write_json
 
 
 @click.command(

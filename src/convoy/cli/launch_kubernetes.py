@@ -142,7 +142,7 @@ def _secret(text: str) -> SecretVariable:
 
 
 def _write(out: Path, text: str) -> None:
-    from convoy.training.storage.files import write_text
+    from convoy.files import write_text
 
     try:
         write_text(out, text)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from convoy.errors import ConvoyError
-from convoy.training.storage.files import unwritable, write_text
+from convoy.files import unwritable, write_text
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
-from convoy.experiments import write_report
+from convoy.experiments.report import write_report
 
 
 @click.command(

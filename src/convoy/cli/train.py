@@ -200,7 +200,7 @@ def _train(
 
 
 def _report(out: Path) -> Path:
-    from convoy.experiments import write_report  # with matplotlib, for which no rank is to wait at its start
+    from convoy.experiments.report import write_report  # with matplotlib, for which no rank is to wait at its start
 
     return write_report(out)
 

@@ -9,6 +9,7 @@ from convoy.experiments.network_drawing import canvas_height, draw_network, lege
 from convoy.experiments.pictures import data_uri
 from convoy.experiments.strategies import PARTS
 from convoy.experiments.timeline_drawing import draw_timeline, kinds_in, num_left_out
+from convoy.files import to_json
 from convoy.planning.document import document
 from convoy.planning.engine_time import ENGINE
 from convoy.planning.layers import Layer
@@ -16,7 +17,6 @@ from convoy.planning.planner import Planned, Scored
 from convoy.planning.verdict import Explained, parts_of
 from convoy.planning.words import extra, per_second, percent, seconds, shape
 from convoy.plans.explain import size
-from convoy.training.storage.files import to_json
 
 _VERDICTS = {
     "compute": "compute-bound",

@@ -116,6 +116,14 @@ class Plan:
         return f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
 
 
+def plan_text(plan: Plan) -> str:
+    """A plan as text that `Plan.parse` reads: in one line where it has one, else as YAML."""
+    try:
+        return str(plan) if Plan.parse(str(plan)) == plan else plan.to_yaml()
+    except ConvoyError:
+        return plan.to_yaml()
+
+
 def _auto(num_devices: int | None) -> Plan:
     if num_devices == 1:
         return Plan(*parse_text("serial"))

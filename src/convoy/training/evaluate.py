@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from convoy.data import Batch
 from convoy.engine.position import here
+from convoy.files import write_atomically
 from convoy.training.optimization.loss import heads
 from convoy.training.ranks.devices import Devices
-from convoy.training.storage.files import write_atomically
 
 NUM_MISTAKES = 24
 

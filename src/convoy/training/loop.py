@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from convoy.engine.position import here
+from convoy.files import write_json
 from convoy.planning.comparison import Comparison
 from convoy.training.checkpoints.saver import TIMEOUT_S
 from convoy.training.checkpoints.store import CheckpointStore
@@ -27,7 +28,6 @@ from convoy.training.resume import identity
 from convoy.training.saving import create_saver, load_latest
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
-from convoy.training.storage.files import write_json
 from convoy.training.storage.metrics import MetricsWriter
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.summary import Progress

@@ -21,6 +21,7 @@ from convoy.cost.times import Times
 from convoy.cost.trace import Event, events, trace
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.watched import DeviceClock, WatchedUpdate
+from convoy.files import to_json, write_text
 from convoy.graph.precision import under_autocast
 from convoy.planning import Scored
 from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
@@ -32,7 +33,6 @@ from convoy.training.planning.workloads import measuring, workload_precision
 from convoy.training.ranks.under_plan import UnderPlan
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
-from convoy.training.storage.files import to_json, write_text
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.plans.fit import fit
-from convoy.plans.plan import Plan
+from convoy.plans.plan import Plan, plan_text
 from convoy.training.config.section import Section
 
 PLACEMENT = ("devices", "plan", "shares", "cores_per_device", "lost_group")
@@ -60,14 +60,6 @@ class ParallelConfig(Section):
         if self.local_sgd is not None:
             return f"local SGD averages the weights every {self.local_sgd} updates"
         return None
-
-
-def plan_text(plan: Plan) -> str:
-    """A plan as the recipe keeps it: in one line where it has one, else as YAML."""
-    try:
-        return str(plan) if Plan.parse(str(plan)) == plan else plan.to_yaml()
-    except ConvoyError:
-        return plan.to_yaml()
 
 
 def fitted(

@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
 from convoy.training.session import Session
-from convoy.training.storage.files import write_json
 from convoy.training.storage.run_directory import RunDirectory
 
 Status = Literal["running", "stopped", "finished", "failed"]

@@ -13,21 +13,22 @@ import torch
 from convoy.engine.groups import meeting_store
 from convoy.engine.position import here
 from convoy.errors import ConvoyError
+from convoy.files import write_json, write_text
 from convoy.planning.comparison import Comparison
+from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.checks import check_run
 from convoy.training.evaluate import Evaluation
 from convoy.training.failures.finite import NotFiniteError
 from convoy.training.failures.watchdog import Watchdog, say_and_end
 from convoy.training.loop import Loop
-from convoy.training.parallel_config import plan_text
 from convoy.training.progress import Reporter, Silence
 from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.restore import network_input
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.storage.files import disk_explained, write_json, write_text
+from convoy.training.storage.disk import disk_explained
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.storage.weights import save_weights
 from convoy.training.summary import Progress, Status, write_summary

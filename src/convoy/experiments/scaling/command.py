@@ -23,10 +23,10 @@ from convoy.experiments.scaling.study.machine import machine_of
 from convoy.experiments.scaling.study.peers import check_installed, check_peers, check_recipe
 from convoy.experiments.scaling.study.study import IMAGENET, Study, assumed, check_gpus, cores_per_device, made_for
 from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
+from convoy.files import unwritable
 from convoy.launch.cores import own_cores
 from convoy.training import Recipe, RunDirectory, choose_device, load_recipe
 from convoy.training.derived import num_microbatches
-from convoy.training.storage.files import unwritable
 
 if TYPE_CHECKING:
     from convoy.launch.emulated import Cluster

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from convoy.files import sync
 from convoy.training.checkpoints.record import STATE, write_record
 from convoy.training.checkpoints.shard import write_shard
-from convoy.training.storage.files import sync
 
 _READY = "ready"
 

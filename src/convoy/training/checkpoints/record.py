@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from convoy.files import to_json, write_text
 from convoy.training.checkpoints.checkpoint import DamagedCheckpointError
 from convoy.training.checkpoints.shard import sha256
-from convoy.training.storage.files import to_json, write_text
 
 FORMAT = "convoy-checkpoint-1"
 RECORD = "checkpoint.json"

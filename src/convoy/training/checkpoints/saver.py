@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from convoy.errors import ConvoyError, MachineError
+from convoy.files import to_json
 from convoy.training.checkpoints.draft import Draft
 from convoy.training.checkpoints.report import Report, first_failure, still
 from convoy.training.checkpoints.snapshot import snapshot
@@ -20,7 +21,6 @@ from convoy.training.checkpoints.when import Pace, When
 from convoy.training.checkpoints.writing import Writing
 from convoy.training.config.timespan import in_words
 from convoy.training.ranks.devices import Devices
-from convoy.training.storage.files import to_json
 
 LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from convoy.data import DataSet
 from convoy.errors import ConvoyError
-from convoy.training.storage.files import write_atomically
+from convoy.files import write_atomically
 
 TOLERANCE = 1e-3
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from convoy.files import to_json
 from convoy.training.storage import events
 from convoy.training.storage.appended import AppendedFile
-from convoy.training.storage.files import to_json
 
 
 class MetricsWriter:

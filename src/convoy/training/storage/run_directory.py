@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.training.storage.files import unwritable, write_json, write_text
+from convoy.files import unwritable, write_json, write_text
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from convoy.training.storage.files import write_atomically
+from convoy.files import write_atomically
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:

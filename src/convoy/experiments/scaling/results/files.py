@@ -26,7 +26,7 @@ from convoy.experiments.scaling.results.remarks import missing, remarks
 from convoy.experiments.scaling.results.results import Results, results
 from convoy.experiments.scaling.results.table import csv_text, latex_text
 from convoy.experiments.scaling.storage.store import NAME, read
-from convoy.training.storage.files import write_atomically
+from convoy.files import write_atomically
 
 DPI = 300
 

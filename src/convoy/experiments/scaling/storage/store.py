@@ -12,8 +12,8 @@ from convoy.experiments.scaling.study.configuration import AUTO, Configuration
 from convoy.experiments.scaling.study.study import Study
 from convoy.experiments.scaling.visits.forecast import Forecast
 from convoy.experiments.scaling.visits.task import RankTimes
+from convoy.files import write_text
 from convoy.training.ranks.division import text
-from convoy.training.storage.files import write_text
 from convoy.training.storage.run_directory import RunDirectory
 
 FORMAT, SCHEMA = "convoy-bench", 1

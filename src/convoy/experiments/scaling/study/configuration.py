@@ -8,9 +8,8 @@ from pathlib import Path
 
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.study.peers import PEERS
-from convoy.plans.plan import Plan
+from convoy.plans.plan import Plan, plan_text
 from convoy.plans.strategies import STRATEGIES
-from convoy.training.parallel_config import plan_text
 
 CONVOY, TORCH = "convoy", "torch"
 AUTO = "auto"

@@ -18,10 +18,9 @@ from convoy.experiments.scaling.visits.parts import COMMUNICATION, COMPUTE, INPU
 from convoy.experiments.scaling.visits.task import Task
 from convoy.planning import Ranks, make_plan, score
 from convoy.planning.planner import Scored
-from convoy.plans.plan import Plan
+from convoy.plans.plan import Plan, plan_text
 from convoy.training.build import build_model
 from convoy.training.numerics import set_numerics
-from convoy.training.parallel_config import plan_text
 from convoy.training.planning.workloads import workload_of_recipe
 from convoy.training.ranks.division import text as text_of
 from convoy.training.session import Session

@@ -1,18 +1,12 @@
 """Files that are whole or not there: written beside their place, synced, and moved."""
 
-import errno
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from convoy.errors import ConvoyError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -62,25 +56,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def disk_explained(folder: Path) -> Iterator[None]:
-    """Say in one sentence what is wrong with the disk that `folder` is on.
-
-    Raises:
-        ConvoyError: a file in it could not be written, or some disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        name = Path(str(error.filename)) if error.filename is not None else None
-        if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
-            raise
-        raise ConvoyError(
-            f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
-            "then go on with --resume"
-        ) from error
 
 
 def _finite(value: Any) -> Any:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.errors import ConvoyError
-from convoy.training.storage.files import disk_explained, to_json, unwritable, write_atomically, write_json
+from convoy.files import to_json, unwritable, write_atomically, write_json
 
 
 def test_json_is_strict() -> None:
@@ -29,28 +28,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
         write_atomically(path, fail)
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
     assert path.read_text() == "1\n"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        BrokenPipeError(errno.EPIPE, "Broken pipe"),
-        OSError(errno.EIO, "Input/output error"),
-        OSError("image file is truncated"),
-        PermissionError(errno.EACCES, "Permission denied", "/elsewhere/picture"),
-    ],
-)
-def test_what_is_not_about_the_folder_is_not_explained_by_it(tmp_path: Path, error: OSError) -> None:
-    with pytest.raises(type(error)) as raised, disk_explained(tmp_path):
-        raise error
-    assert raised.value is error
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), None])
-def test_a_full_disk_and_a_file_of_the_folder_are(tmp_path: Path, error: OSError | None) -> None:
-    own = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
-    with pytest.raises(ConvoyError, match=f"cannot write to {tmp_path} "), disk_explained(tmp_path):
-        raise error or own
 
 
 def test_whether_a_folder_can_be_written_is_tried_out(tmp_path: Path) -> None:
