@@ -35,7 +35,7 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def costly(*_: object, **__: object) -> None:
         raise AssertionError("something costly was begun")
 
-    for name in (*COSTLY, "convoy.launch.emulated.emulate"):
+    for name in (*COSTLY, "convoy.experiments.scaling.command.emulate"):
         monkeypatch.setattr(name, costly)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")

@@ -1,28 +1,14 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
-import json
 import shlex
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
 from convoy.cli import options
-from convoy.cli.measuring_progress import Progress
-from convoy.experiments.scaling.command import Ask, measure
-from convoy.experiments.scaling.results.convergence_table import (
-    CONVERGENCE_NUMBERS,
-    convergence_lines,
-    convergence_records,
-)
-from convoy.experiments.scaling.results.files import write_files
-from convoy.experiments.scaling.results.table import NUMBERS, lines, records
-from convoy.plans.explain import table
-from convoy.terminal import Console
+from convoy.experiments.scaling.ask import Ask
 
 
 @click.command(
@@ -61,7 +47,7 @@ Examples:
 @click.option("--epochs", type=float, default=90.0, show_default=True, help="For the days that training would take.")
 @click.option("--dataset-size", type=int, help="Images of an epoch, for the same. [default: ImageNet's, or --data's]")
 @click.option("--cores-per-device", type=int, metavar="N", help="CPU cores of each. [all / largest number of devices]")
-@click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/scaling.md.")
+@click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/emulation.md.")
 @click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the study. [default: runs/bench-MODEL]")
@@ -76,43 +62,7 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     stopped, the same command goes on. No data is needed.
     """
     ask = Ask(command=shlex.join(["convoy", *arguments]), **values)
-    console = Console(stderr=True, highlight=False)
-    try:
-        with _terminated(), Progress(console) as progress:
-            measure(ask, progress, lambda sentence: console.print(sentence, markup=False, soft_wrap=True))
-    except KeyboardInterrupt:
-        click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
-        return 1
-    written = write_files(ask.folder)
-    if as_json:
-        document: dict[str, Any] = {"configurations": records(written.results), "remarks": written.remarks}
-        if written.convergence is not None:
-            document["convergence"] = convergence_records(written.convergence)
-        click.echo(json.dumps(document, indent=2, allow_nan=False))
-        return 0
-    _print(lines(written.results), NUMBERS)
-    _print(convergence_lines(written.convergence) if written.convergence is not None else [], CONVERGENCE_NUMBERS)
-    for sentence in written.remarks:
-        click.echo(sentence)
-    click.echo(f"report: {written.report}")
-    return 0
+    ask.check()
+    from convoy.cli.bench_answer import answer  # with torch and matplotlib, for which no mistake is to wait
 
-
-def _print(rows: list[dict[str, str]], numbers: Sequence[str]) -> None:
-    for line in table(list(rows[0]), [list(row.values()) for row in rows], numbers) if rows else ():
-        click.echo(line)
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return answer(ask, as_json)

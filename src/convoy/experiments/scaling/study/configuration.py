@@ -119,6 +119,16 @@ def configurations(
     return [*rows[:after], *places, *rows[after:]]
 
 
+def check_plans(plans: Sequence[str]) -> None:
+    """Refuse texts that are no plans on any number of devices.
+
+    Raises:
+        ConvoyError: one is none.
+    """
+    for text in plans:
+        _fixed_size(text)
+
+
 def parts_of(plan: str, devices: int) -> int:
     """Into how many parts a plan divides the batch; one that the planner is to choose, into as many as devices."""
     return devices if plan == AUTO else Plan.parse(plan).parts

@@ -1,0 +1,114 @@
+"""From what is asked for to the study: its recipe, its rows, and how much of the machine a device is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from convoy.errors import ConvoyError
+from convoy.experiments.scaling.ask import Ask
+from convoy.experiments.scaling.study.configuration import Configuration, configurations
+from convoy.experiments.scaling.study.machine import machine_of
+from convoy.experiments.scaling.study.peers import check_recipe
+from convoy.experiments.scaling.study.study import Study, check_gpus, cores_per_device, made_for
+from convoy.launch.cores import own_cores
+from convoy.launch.emulated import Cluster
+from convoy.training import Recipe, choose_device, load_recipe
+
+DEFAULT_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A study that can be measured.
+
+    Attributes:
+        rows: in the order of the table.
+        machine: facts of it, by name.
+        cluster: that is to be emulated.
+    """
+
+    study: Study
+    rows: list[Configuration]
+    machine: dict[str, Any]
+    cluster: Cluster | None
+
+
+def prepare(ask: Ask) -> Prepared:
+    """The study that is asked for.
+
+    Args:
+        ask: checked.
+
+    Raises:
+        ConvoyError: there is no such recipe or network, or the machine has too few devices.
+    """
+    recipe = _recipe(ask)
+    if ask.peers_of():
+        check_recipe(recipe)
+    device = choose_device(ask.device)
+    cluster, text = ask.cluster()
+    speeds = tuple(one.speed for one in cluster.devices) if cluster is not None else ()
+    on_cpu = device.type == "cpu"
+    numbers = ask.numbers(len(speeds) or (len(own_cores()) if on_cpu else torch.cuda.device_count()))
+    each = _share(ask, numbers, len(speeds), on_cpu)
+    alone = len(speeds) or torch.cuda.device_count()
+    unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
+    rows = configurations(
+        numbers, ask.plans_of(), ask.peers_of(), ask.shares_of(), min(alone, max(numbers)) if unequal else 1
+    )
+    recipe = _divisible(ask, recipe, max(numbers))
+    study = Study(
+        recipe=recipe,
+        made=made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None,
+        weak=ask.batch_per_device is not None,
+        device_type=device.type,
+        cores_per_device=each,
+        cluster=text,
+        updates=ask.updates,
+        warm_up=ask.warm_up,
+        speeds=speeds,
+    )
+    _check_batches(study, rows)
+    return Prepared(study, rows, machine_of(device), cluster)
+
+
+def _recipe(ask: Ask) -> Recipe:
+    """How the network is trained; its batch is that of a device where it grows with the devices."""
+    given = [f"model.name={ask.model}"] if ask.model else []
+    given.append(f"data.path={ask.data or 'mnist-mini'}")
+    batch = ask.batch or ask.batch_per_device or (DEFAULT_BATCH if ask.recipe is None else None)
+    given += [f"batch={batch}"] if batch is not None else []
+    return load_recipe(ask.recipe or "default", [*given, *ask.settings])
+
+
+def _share(ask: Ask, numbers: list[int], emulated: int, on_cpu: bool) -> int:
+    """Cores of each device; 0 where that is settled otherwise, as by a cluster of emulated ones."""
+    if emulated:
+        return 0
+    if on_cpu:
+        return cores_per_device(numbers, ask.cores_per_device)
+    if ask.cores_per_device is not None:
+        raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
+    check_gpus(numbers)
+    return 0
+
+
+def _divisible(ask: Ask, recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with microbatches so small that every device can have one, unless the command says how large they are.
+
+    All rows have the same ones: batch norm takes its statistics over them.
+    """
+    said = any(setting.startswith("microbatch") for setting in ask.settings)
+    own = recipe.batch if ask.batch_per_device is not None else recipe.batch // devices
+    if said or recipe.microbatch is None or not own:
+        return recipe
+    return recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
+
+
+def _check_batches(study: Study, rows: list[Configuration]) -> None:
+    for row in rows:
+        if study.batch(row.devices) < row.devices:
+            raise ConvoyError(
+                f"a batch of {study.batch(row.devices)} is too small for {row.devices} devices: raise --batch"
+            )
