@@ -57,7 +57,7 @@ def test_without_the_checks_it_would_not_be(
     case: str, tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("check_run", "check_devices"):
-        monkeypatch.setattr(f"convoy.cli.train.{name}", lambda *_: None)
+        monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
     assert main(WRONG[case][0].format(tmp=tmp).split()) == 1
     assert "something costly was begun" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
-from convoy.cli.train import _without_effect
+from convoy.cli.train_run import _without_effect
 from convoy.launch import Place
 from tiny import write_mnist
 

@@ -1,15 +1,9 @@
 """How ranks that are started again know the run that they began: by what started them, and by the command line."""
 
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from convoy.training import RunDirectory
-
-
-def command_of(arguments: Sequence[str]) -> str:
-    """The command line as a run keeps it."""
-    return shlex.join(["convoy", *arguments])
 
 
 def begun(run: RunDirectory, jobs: Iterable[str], command: str) -> bool:

@@ -10,6 +10,7 @@ import click
 
 import convoy
 from convoy.cli.lazy import LazyGroup
+from convoy.cli.line import is_verbose
 from convoy.errors import ConvoyError, MachineError
 
 VERBS = {
@@ -67,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _fail(f"the name {str(error.filename)[:60]}... is too long for a file: shorten it", 2, arguments)
-        hint = "" if _verbose(arguments) else " (add -v for the traceback)"
+        hint = "" if is_verbose(arguments) else " (add -v for the traceback)"
         reason = str(error).partition("\n")[0]
         return _fail(f"{type(error).__name__}: {reason}{hint}", 1, arguments)
     return status if isinstance(status, int) else 0
 
 
 def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
-    if _verbose(arguments):
+    if is_verbose(arguments):
         traceback.print_exc()
     click.echo(f"convoy: {sentence}", err=True)
     return status
@@ -85,7 +86,3 @@ def _usage(error: click.ClickException) -> str:
     sentence = sentence[:1].lower() + sentence[1:]
     context = getattr(error, "ctx", None)
     return f"{sentence}: see {context.command_path} --help" if context is not None else sentence
-
-
-def _verbose(arguments: Sequence[str]) -> bool:
-    return "-v" in arguments or "--verbose" in arguments

@@ -1,6 +1,5 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import click
 
 from convoy.cli import options
+from convoy.cli.line import command_of
 from convoy.experiments.scaling.ask import Ask
 
 
@@ -61,7 +61,7 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     All configurations do the same work in turns, each in fresh processes. What is measured is kept after every turn:
     stopped, the same command goes on. No data is needed.
     """
-    ask = Ask(command=shlex.join(["convoy", *arguments]), **values)
+    ask = Ask(command=command_of(arguments), **values)
     ask.check()
     from convoy.cli.bench_answer import answer  # with torch and matplotlib, for which no mistake is to wait
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from convoy.cli.train import KEYS
+from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 
 
@@ -40,7 +42,6 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
         click.ClickException: `convoy train` would not take the options.
         ConvoyError: there is no such recipe, key, network or run.
     """
-    from convoy.cli.train import KEYS
     from convoy.cli.train_request import Request
     from convoy.models.create import find
 
@@ -69,8 +70,6 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         click.ClickException: it would not take them.
     """
-    from convoy.cli.train import command as train
-
     return train.make_context("convoy train", list(arguments)).params
 
 

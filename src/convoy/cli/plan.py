@@ -1,21 +1,12 @@
 """`convoy plan`: find the fastest plan for a network on some devices, and explain it."""
 
-import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
-import torch
 
-from convoy import launch
 from convoy.cli import options
-from convoy.cli.plan_answer import answer
-from convoy.cli.plan_request import Files, Request, plan_of, recipe_of
-from convoy.cli.sizes import bytes_of
-from convoy.launch import cores
-from convoy.planning import Ranks
-from convoy.training import Devices, choose_device
+from convoy.cli.plan_request import Files, Request
 
 KEYS = {
     "batch": "batch",
@@ -101,49 +92,26 @@ def command(
     cores or GPUs as there are to be devices; otherwise layers are measured on one, and links are those of --link. No
     data is needed.
     """
-    overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    resolved = recipe_of(model, recipe, overrides)
-    scores = [plan_of(text, devices) for text in score]
-    number = devices if devices is not None else scores[0].mesh.num_devices if scores else 1
     request = Request(
-        command=shlex.join(["convoy", *arguments]),
-        recipe=resolved,
-        devices=number,
+        arguments=tuple(arguments),
+        model=model,
+        recipe=recipe,
+        overrides=tuple(f"{KEYS[name]}={value}" for name, value in values.items() if value is not None),
+        devices=devices,
         image_size=image_size,
         classes=classes,
         fixes=fix,
-        scores=tuple(scores),
-        memory_limit=bytes_of(memory_limit, "--memory-limit") if memory_limit is not None else None,
+        scores=score,
+        memory_limit=memory_limit,
         link=link,
         images_per_second=images_per_second,
         cores_per_device=cores_per_device,
+        device=device,
         files=Files(out, html, trace),
         keep=not no_store,
         as_json=as_json,
     )
     request.check()
-    place = launch.find_place()
-    if place is not None:
-        place.check(number if devices is not None or scores else None)
-        request = replace(request, devices=place.num_ranks)
-        with launch.as_rank(place):
-            joined, own = Devices.join()
-            cores.take_share(joined.gather, joined.rank, cores_per_device)
-            chosen = own if device is None or own.type == device else choose_device(device)
-            answer(request, Ranks.here(), chosen)
-            Devices.leave()
-            return launch.ended(place, 0)
-    chosen = choose_device(device)
-    if number > 1 and link is None and _fits(number, chosen, cores_per_device):
-        return launch.start(arguments, number, verbose="-v" in arguments or "--verbose" in arguments)
-    if cores_per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, cores_per_device))
-    answer(request, Ranks(), chosen)
-    return 0
+    from convoy.cli.plan_run import run  # with torch, for which no mistake is to wait
 
-
-def _fits(devices: int, device: torch.device, cores_per_device: int | None) -> bool:
-    """Whether this machine has so many devices."""
-    if device.type == "cuda":
-        return torch.cuda.device_count() >= devices
-    return len(cores.own_cores()) >= devices * (cores_per_device or 1)
+    return run(request)

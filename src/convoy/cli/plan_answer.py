@@ -8,7 +8,9 @@ import torch
 
 from convoy.cli.measuring_progress import Progress
 from convoy.cli.output_files import written
-from convoy.cli.plan_request import Request, assumed, network_of
+from convoy.cli.plan_network import assumed, network_of
+from convoy.cli.plan_request import Request
+from convoy.cost.costs import Around
 from convoy.cost.store import ProfileStore
 from convoy.cost.trace import events, trace
 from convoy.engine.allocation import keep_freed_memory
@@ -22,6 +24,7 @@ from convoy.planning.verdict import Explained, explained
 from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.terminal import Console
+from convoy.training import Recipe
 from convoy.training.derived import num_microbatches
 from convoy.training.numerics import set_numerics
 from convoy.training.optimization.precision import check_precision
@@ -29,29 +32,31 @@ from convoy.training.planning.device_memory import device_memory
 from convoy.training.planning.workloads import measuring, workload_of_recipe
 
 
-def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
+def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
     """Plan on this rank, and on the first one print and write what came of it. All ranks call it.
 
     Args:
         request: what is asked.
+        recipe: of the network.
+        devices: that the plan is for.
         ranks: that measure.
         device: this rank's.
 
     Raises:
         ConvoyError: there is no such plan, or the network cannot be planned for.
     """
-    recipe, devices = request.recipe, request.devices
     if devices > 1:
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
     check_precision(recipe.precision, device)
-    model, shape = network_of(request, device)
-    guess = assumed(request)
+    model, shape = network_of(request, recipe, device)
+    guess = assumed(request, recipe)
     if ranks.rank == 0 and guess is not None:
         click.echo(guess, err=True)
     workload = workload_of_recipe(recipe, model, shape, devices, device)
     layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
-    for plan in request.scores:
+    scores = request.plans
+    for plan in scores:
         check_patterns(plan, layers, [name for name, _ in model.named_modules()])
     links, notes = None, [guess] if guess is not None else []
     if request.link is not None:
@@ -73,10 +78,10 @@ def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
             links=links,
             store=ProfileStore() if request.keep else None,
             fixes=request.fixes,
-            memory_limit=request.memory_limit,
+            memory_limit=request.memory,
             room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
-            plans=request.scores,
-            input=request.input(device),
+            plans=scores,
+            input=_input(request, device),
             progress=progress,
         )
     if ranks.rank == 0:
@@ -84,6 +89,13 @@ def answer(request: Request, ranks: Ranks, device: torch.device) -> None:
             here = measuring(recipe, device, ranks.on_host)
             remember(ProfileStore(), here, devices, recipe.optimizer.name, planned.costs)
         _show(request, replace(planned, notes=(*notes, *planned.notes)))
+
+
+def _input(request: Request, device: torch.device) -> Around | None:
+    """What the input takes: beside the computation on a GPU, from the cores that compute on a CPU."""
+    if request.images_per_second is None:
+        return None
+    return Around(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
 
 
 def _show(request: Request, planned: Planned) -> None:

@@ -4,24 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import torch
 
-from convoy import interfaces, launch
 from convoy.cli import options
-from convoy.cli.again import command_of
-from convoy.cli.train_request import Request
-from convoy.engine.groups import meeting_store
-from convoy.engine.position import here
-from convoy.errors import ConvoyError
-from convoy.launch import cores
-from convoy.planning import Ranks
-from convoy.planning.comparison_text import comparison_text
-from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, train
-from convoy.training.checks import check_devices, check_run
-from convoy.training.config.timespan import TimeSpan
-from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
-from convoy.training.parallel_config import num_devices
 
 KEYS = {
     "data": "data.path",
@@ -46,7 +30,6 @@ KEYS = {
     "local_sgd": "parallel.local_sgd",
     "lost_group": "parallel.lost_group",
 }
-_ADVICE = "--resume goes on from the newest checkpoint"
 
 
 @click.command(
@@ -107,164 +90,10 @@ def command(
 
     MODEL may be left out where the recipe names it.
     """
-    request = Request(
-        arguments=arguments,
-        model=model,
-        recipe=recipe,
-        overrides=[*(f"{KEYS[name]}={value}" for name, value in values.items() if value is not None), *settings],
-        out=out,
-        resume=resume,
-        device=device,
-    )
-    timeout_s = _seconds(timeout)
-    if interface is not None:
-        interfaces.use(interface)
-    place = launch.find_place()
-    if place is not None:
-        devices_asked = values["devices"]
-        place.check(int(devices_asked) if devices_asked is not None else None)
-        with launch.as_rank(place) as hang:
-            devices, own = Devices.join(collective_limit_s(timeout_s))
-            with Watchdog(devices, meeting_store(), hang, timeout_s, patient=True) as watchdog:
-                jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
-                resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
-                if devices.num > 1:
-                    cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
-                    devices.ranks = Ranks.here()  # who shares a host is known now
-                request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
-                device_here = _device_of(device, own, devices.num)
-                handed_on = place.folder is not None
-                status = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
-                devices.barrier()  # the report is written, before any rank's status has a launcher end the others
-            devices.barrier()  # nobody asks any more where the others are
-            Devices.leave()
-            return launch.ended(place, status)
-    resolved, out = request.resolve(Devices())
-    number = num_devices(resolved.parallel)
-    if number > 1:
-        check_run(RunDirectory(out), resolved, request.resume)
-        check_devices(resolved, number)
-        cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
-        verbose = "-v" in arguments or "--verbose" in arguments
-        return launch.start(arguments, number, verbose, max_restarts or 0, advice=_ADVICE)
-    request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
-    if resolved.parallel.cores_per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
-    return _train(request, resolved, out, Devices(), choose_device(device))
+    from convoy.cli.train_request import Request  # with torch, for which no misspelt option is to wait
+    from convoy.cli.train_run import run
 
-
-def _train(
-    request: Request,
-    recipe: Recipe,
-    out: Path,
-    devices: Devices,
-    device: torch.device,
-    handed_on: bool = False,
-    jobs: Sequence[str] = (),
-    watchdog: Watchdog | None = None,
-) -> int:
-    """Train on this rank, and on rank 0 write and say what came of it."""
-    console = Console(highlight=False, quiet=devices.rank > 0)
-    for note in request.notes:
-        if note not in recipe.notes():  # those are printed, and kept, with the session's
-            console.print(note, markup=False, soft_wrap=True)
-    with ConsoleReporter(console) as reporter:
-        outcome = train(
-            recipe,
-            out,
-            resume=request.resume,
-            device=device,
-            devices=devices,
-            command=command_of(request.arguments),
-            reporter=reporter,
-            on_start=lambda session: None if request.again else show_start(session, console),
-            handed_on=handed_on,
-            jobs=jobs,
-            watchdog=watchdog,
-        )
-    here.to("report")
-    report = _report(out) if devices.rank == 0 else None
-    if outcome.signal is not None:
-        console.print(
-            f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
-            f"go on with: convoy train {out} --resume",
-            markup=False,
-            soft_wrap=True,
-        )
-        return 1
-    if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
-        console.print(comparison_text(outcome.comparison), markup=False, soft_wrap=True)
-    console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
-    console.print(f"report: {report}", markup=False, soft_wrap=True)
-    return 0
-
-
-def _report(out: Path) -> Path:
-    from convoy.experiments.report import write_report  # with matplotlib, for which no rank is to wait at its start
-
-    return write_report(out)
-
-
-def _without_effect(
-    place: launch.Place | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
-) -> list[str]:
-    """A sentence for each option that is given and changes nothing for so many ranks, at such a place."""
-    notes = []
-    if max_restarts and place is None:
-        notes.append("--max-restarts has no effect on one device: go on with a run by --resume")
-    elif max_restarts and place is not None and place.folder is None:
-        instead = "convoy launch slurm" if place.source == "Slurm" else place.source
-        notes.append(f"--max-restarts has no effect on ranks that {place.source} started: give it to {instead}")
-    for option, value in (("--timeout", timeout), ("--interface", interface)):
-        if value is not None and number == 1:
-            notes.append(f"{option} has no effect on one device: there are no other ranks")
-    return notes
-
-
-def _seconds(timeout: str | None) -> float:
-    if timeout is None:
-        return TIMEOUT_S
-    try:
-        return TimeSpan.parse(timeout).seconds
-    except ValueError as error:
-        raise ConvoyError(f"--timeout: {error}") from error
-
-
-def _device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
-    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
-
-    Raises:
-        ConvoyError: it is another rank's GPU.
-    """
-    if name is None or (name == "cuda" and own.type == "cuda"):
-        return own
-    device = choose_device(name)
-    if device.type == "cuda" and device != own and num_devices > 1:
-        raise ConvoyError(
-            f"--device {name} is one GPU for all ranks, but this rank has {own}: use --device cuda, and choose among "
-            "the machine's GPUs by CUDA_VISIBLE_DEVICES"
-        )
-    return device
-
-
-def show_start(session: Session, console: Console) -> None:
-    """Print what will be trained on what, and every derived quantity with its formula and source."""
-    data, recipe = session.data, session.recipe
-    console.print(
-        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
-        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
-        markup=False,
-        soft_wrap=True,
-    )
-    width = max(len(row.name) for row in session.derived)
-    for row in session.derived:
-        value = (
-            row.value
-            if isinstance(row.value, str)
-            else f"{row.value:,}"
-            if row.value == int(row.value)
-            else f"{row.value:.6g}"
-        )
-        console.print(f"  {row.name:{width}}  {value} = {row.formula}  ({row.source})", markup=False, soft_wrap=True)
-    for note in session.notes:
-        console.print(note, markup=False, soft_wrap=True)
+    overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
+    request = Request(arguments, model, recipe, [*overrides, *settings], out, resume, device)
+    devices = values["devices"]
+    return run(request, int(devices) if devices is not None else None, max_restarts, timeout, interface)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from convoy.cli.again import command_of, run_of
+from convoy.cli.again import run_of
+from convoy.cli.line import command_of
 from convoy.errors import ConvoyError
 from convoy.training import Devices, Recipe, RunDirectory, load_recipe
 from convoy.training.parallel_config import LostGroupError, ParallelConfig, fitted, num_devices
