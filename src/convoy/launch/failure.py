@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Iterable
@@ -100,6 +101,14 @@ def silent_ends(folder: Path) -> list[Failure]:
         if not any((folder / name).exists() for name in (f"failure-{rank}.json", f"ended-{rank}")):
             found.append(Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime))
     return found
+
+
+def end_of(status: int | None) -> str:
+    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it."""
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was ended by {name}" + ("; the machine may be out of memory" if name == "SIGKILL" else "")
 
 
 def cause(failures: Iterable[Failure]) -> Failure | None:

@@ -27,8 +27,7 @@ def follow(parent: int, folder: Path, rank: int) -> None:
         folder: where the ranks of this attempt leave word.
         rank: this one.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     signals, theirs = os.pipe()
@@ -49,6 +48,12 @@ def follow(parent: int, folder: Path, rank: int) -> None:
         os._exit(status_of(folder, 1))
 
     threading.Thread(target=watch, daemon=True, name="convoy-follow").start()
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that made it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(folder: Path, rank: int) -> None:

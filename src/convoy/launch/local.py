@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from convoy import interfaces
-from convoy.launch.failure import Failure, cause, read_failures
+from convoy.launch.failure import Failure, cause, end_of, read_failures
 from convoy.launch.place import FOLDER
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
@@ -96,13 +96,7 @@ def _killed(error: object, advice: str) -> Iterator[Failure]:
     """Ranks that ended without a word."""
     failures = getattr(error, "failures", {})
     for rank, failed in failures.items():
-        code = failed.exitcode
-        if code >= 0:
-            sentence = f"it ended with status {code}"
-        else:
-            name = signal.Signals(-code).name
-            memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
-            sentence = f"it was ended by {name}{memory}"
+        sentence = f"it {end_of(failed.exitcode)}"
         yield Failure(rank, "killed", f"{sentence}; {advice}" if advice else sentence, "", time.time())
 
 

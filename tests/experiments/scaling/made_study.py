@@ -10,7 +10,8 @@ import numpy as np
 
 from convoy.experiments.scaling.storage.store import Store
 from convoy.experiments.scaling.study.configuration import Configuration, configurations
-from convoy.experiments.scaling.study.study import Made, Study
+from convoy.experiments.scaling.study.made_data import Made
+from convoy.experiments.scaling.study.study import Study
 from convoy.experiments.scaling.visits.forecast import Forecast, Prediction
 from convoy.experiments.scaling.visits.stopwatch import Lap
 from convoy.experiments.scaling.visits.task import RankTimes

@@ -17,7 +17,8 @@ from convoy.experiments.scaling.schedule import Schedule
 from convoy.experiments.scaling.storage.store import Store
 from convoy.experiments.scaling.study.coarseness import too_coarse
 from convoy.experiments.scaling.study.configuration import Configuration, parts_of
-from convoy.experiments.scaling.study.study import IMAGENET, Study, assumed
+from convoy.experiments.scaling.study.made_data import assumed
+from convoy.experiments.scaling.study.study import IMAGENET, Study
 from convoy.experiments.scaling.training_runs import TrainingRuns, recipe_for_training
 from convoy.launch.emulated import Cluster, emulate
 from convoy.training import RunDirectory

@@ -8,9 +8,11 @@ import torch
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.ask import Ask
 from convoy.experiments.scaling.study.configuration import Configuration, configurations
+from convoy.experiments.scaling.study.devices import check_gpus, cores_per_device
 from convoy.experiments.scaling.study.machine import machine_of
+from convoy.experiments.scaling.study.made_data import made_for
 from convoy.experiments.scaling.study.peers import check_recipe
-from convoy.experiments.scaling.study.study import Study, check_gpus, cores_per_device, made_for
+from convoy.experiments.scaling.study.study import Study
 from convoy.launch.cores import own_cores
 from convoy.launch.emulated import Cluster
 from convoy.training import Recipe, choose_device, load_recipe

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from convoy.errors import ConvoyError
+from convoy.experiments.formats import plural
 from convoy.experiments.scaling.ranks.processes import RankFailed, Say, run_ranks
 from convoy.experiments.scaling.ranks.seats import Seats
 from convoy.experiments.scaling.storage.store import Store
@@ -112,7 +113,7 @@ class Schedule:
         if not plans and not bound:
             return
         began = time.perf_counter()
-        what = f"planning for {_devices(devices)}"
+        what = f"planning for {plural(devices, 'device')}"
         self.progress(what, self._done, self._total)
         task = self._task(rows[0], None, "")
         keep = not self.study.cluster  # times on a share of a core are not those of this machine
@@ -134,7 +135,7 @@ class Schedule:
         except ConvoyError as error:
             found = Forecast(notes=(f"nothing is predicted for {devices}: {error}",))
         for note in found.notes:
-            self.tell(f"{_devices(devices)}: {note}")
+            self.tell(f"{plural(devices, 'device')}: {note}")
         self.store.put_forecast(devices, found)
         self._planning += time.perf_counter() - began
         self._save()
@@ -143,7 +144,7 @@ class Schedule:
         kept = self.store.row(row)
         if kept["failed"] or any(one["round"] == round_ for one in kept["visits"]):
             return
-        what = f"round {round_} of {self.rounds}: {row.label}, {_devices(row.devices)}"
+        what = f"round {round_} of {self.rounds}: {row.label}, {plural(row.devices, 'device')}"
         self.progress(what, self._done, self._total)
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
@@ -167,7 +168,7 @@ class Schedule:
 
     def _fail(self, row: Configuration, reason: str) -> None:
         self.store.row(row)["failed"] = reason
-        self.tell(f"{row.label} on {_devices(row.devices)}: {reason}")
+        self.tell(f"{row.label} on {plural(row.devices, 'device')}: {reason}")
 
     def _task(
         self, row: Configuration, plan: str | None, shares: str, updates: int | None = None, warm_up: int | None = None
@@ -185,7 +186,3 @@ class Schedule:
     def _save(self) -> None:
         self.store.spent(time.perf_counter() - self._began, self._planning)
         self.store.save()
-
-
-def _devices(number: int) -> str:
-    return f"{number} device{'s' if number > 1 else ''}"

@@ -4,7 +4,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.study.study import Made, assumed
+from convoy.experiments.scaling.study.made_data import Made, assumed
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 

@@ -5,13 +5,11 @@ that one configuration leaves in memory or in caches of the allocator meets the 
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,13 +22,14 @@ from typing import Any, Protocol
 from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.launch.cores import PINNED, own_cores
+from convoy.launch.failure import end_of
+from convoy.launch.follow import end_with_parent
 
 Say = Callable[[str, int, int], None]
 """Is told of long work: what, done, of how many."""
 
 _PORT = 29500
 _PATIENCE_S = 60.0
-_PR_SET_PDEATHSIG = 1
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -193,7 +192,7 @@ def _collect(
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError) as error:
                 processes[rank].join(5)
-                raise RankFailed(f"rank {rank} {_end(processes[rank].exitcode)}") from error
+                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
             if kind == "says":
                 say(*value)
                 deadline = time.monotonic() + seconds if renewed else deadline
@@ -206,21 +205,13 @@ def _collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _end(status: int | None) -> str:
-    if status is not None and status < 0:
-        name = signal.Signals(-status).name
-        return f"was ended by {name}" + ("; the machine may be out of memory" if name == "SIGKILL" else "")
-    return f"ended with status {status}"
-
-
 def _serve(
     pipe: Connection, seat: Seat, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """A rank's whole life."""
     _redirect(quiet)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     faulthandler.enable()
     answer: tuple[str, Any]
     try:

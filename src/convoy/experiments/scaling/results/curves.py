@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from convoy.experiments.formats import plural
 from convoy.experiments.metrics import column, read_metrics
 from convoy.experiments.scaling.study.configuration import CONVOY
 
@@ -71,7 +72,7 @@ class Convergence:
         curves: those that have an evaluation at least.
         reference: the serial run's, or that on the fewest devices.
         images: of the test split.
-        failed: label, devices and reason of those that could not be trained.
+        failed: label and reason of those that could not be trained.
         waiting: labels of those that are not finished.
         reproducible: the recipe asks for the same bits on any number of devices.
     """
@@ -160,7 +161,7 @@ def convergence(document: Mapping[str, Any]) -> Convergence | None:
 
 def where(row: Mapping[str, Any]) -> str:
     """A row of a document, for people."""
-    return f"{row['label']} on {row['devices']} device{'s' if row['devices'] > 1 else ''}"
+    return f"{row['label']} on {plural(row['devices'], 'device')}"
 
 
 def _curve(row: Mapping[str, Any]) -> Curve:

@@ -128,11 +128,11 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
 def _not_predicted(found: Results) -> str:
     """Which rows of Convoy have no prediction where others have."""
     own = [row for row in found.rows if row.kind == CONVOY]
-    names = [f"{plan_label(row)} on {row.devices}" for row in own if row.predicted is None and row.uneven]
-    if not names or all(row.predicted is None for row in own):
+    without = [row for row in own if row.predicted is None and row.uneven]
+    if not without or all(row.predicted is None for row in own):
         return ""
     but = ", that of auto of the planner's own" if any(row.predicted is not None and row.uneven for row in own) else ""
-    return f"Predictions are of even parts of the batch{but}; not predicted: {', '.join(names)}."
+    return f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
 
 
 def _over(found: Results) -> str:
@@ -140,7 +140,7 @@ def _over(found: Results) -> str:
         return ""
     reference = found.reference
     if reference.devices > 1:
-        return f"Nothing was measured on one device: speed-up is {reference.devices} on {_row(found.reference)}."
+        return f"Nothing was measured on one device: speed-up is {reference.devices} on {_row(reference)}."
     return f"Speed-up is over the fastest row on one device: {plan_label(reference)}."
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convoy.experiments.formats import plural
 from convoy.experiments.scaling.results.curves import where
 from convoy.experiments.scaling.results.spread import repeatability
 from convoy.experiments.scaling.storage.store import found_shares, plan_of
@@ -22,6 +23,7 @@ class Row:
     Attributes:
         key: different for every row.
         label: for people.
+        kind, devices: of the configuration.
         plan: that ran; None for peers.
         series: rows of one series differ by their devices only; empty on one device.
         batch: samples of an update.
@@ -149,7 +151,7 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
         loss_difference=None if document["study"]["weak"] else _loss_difference(measured),
         cost=Cost(wall, sum(session["planning_s"] for session in sessions), timed),
         notes=tuple(
-            f"{number} device{'s' if number != '1' else ''}: {note}"
+            f"{plural(int(number), 'device')}: {note}"
             for number, found in document["forecasts"].items()
             for note in found["notes"]
         ),

@@ -31,12 +31,12 @@ class Store:
         format, schema
         study            what all rows share (`Study.to_dict`)
         machine          on which they were measured
-        table            epochs and dataset_size, for the days that training would take
+        table            epochs and dataset_size, for the days that training would take; rounds
         sessions         command, started, wall_s, planning_s and training_s of every call of the command; the last
                          two are parts of the whole time
         forecasts        by number of devices: auto, auto_shares, bound (plans by shares), predictions by plan, notes
         training         epochs of all trainings, where there are any
-        configurations   key, kind, devices, plan, series, failed, visits: round, started, wall_s, loss, ranks, and
+        configurations   all of `Configuration` and its label, failed, visits: round, started, wall_s, loss, ranks, and
                          training: run, finished, failed, wall_s, images, sha256, evaluations (`curves.EVALUATION`)
 
     A rank of a visit has seconds, communication, input and optimizer, each a list over the timed updates, and memory in

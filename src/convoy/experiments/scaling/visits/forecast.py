@@ -12,7 +12,8 @@ from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.ranks.processes import Say
 from convoy.experiments.scaling.study.configuration import AUTO
-from convoy.experiments.scaling.study.study import data_of, in_recipe
+from convoy.experiments.scaling.study.made_data import data_of
+from convoy.experiments.scaling.study.study import in_recipe
 from convoy.experiments.scaling.visits.device import join
 from convoy.experiments.scaling.visits.parts import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
 from convoy.experiments.scaling.visits.task import Task

@@ -5,7 +5,7 @@ from contextlib import closing
 from torch import Tensor
 
 from convoy.data import Batch
-from convoy.experiments.scaling.study.study import data_of
+from convoy.experiments.scaling.study.made_data import data_of
 from convoy.experiments.scaling.visits.device import join
 from convoy.experiments.scaling.visits.memory import Memory
 from convoy.experiments.scaling.visits.stopwatch import Stopwatch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from convoy.data import Batch, Order, mix, open_data, training_batches
 from convoy.engine.random import fold
 from convoy.errors import ConvoyError
+from convoy.experiments.scaling.study.made_data import data_of
 from convoy.experiments.scaling.study.peers import PEERS, check_installed, check_recipe
-from convoy.experiments.scaling.study.study import data_of
 from convoy.experiments.scaling.visits.memory import Memory
 from convoy.experiments.scaling.visits.stopwatch import Stopwatch
 from convoy.experiments.scaling.visits.task import RankTimes, Task

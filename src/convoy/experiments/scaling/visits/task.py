@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from convoy.experiments.scaling.study.study import Made
+from convoy.experiments.scaling.study.made_data import Made
 from convoy.experiments.scaling.visits.stopwatch import Lap
 from convoy.training import Recipe
 
