@@ -26,7 +26,7 @@ WRONG = {
     "bench lenet --batch 0": "--batch is 0",
     "bench lenet --batch 8 --batch-per-device 8": "give one",
     "bench lenet --devices two": "--devices two is no list of numbers",
-    "bench lenet --plans smaple": "smaple is no strategy",
+    "bench lenet --plans smaple": "smaple is no part of a plan",
     "bench lenet --plans sample=3 --devices 1,2": "--devices has no 3",
     "bench lenet --shares nan": "--shares nan are no shares",
     "bench lenet --peers horovod": "--peers horovod is no peer",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.experiments import write_report
+from convoy.experiments.report import write_report
 from convoy.experiments.scaling.results.files import write_files
 from convoy.experiments.scaling.results.table import csv_of, escaped
 from experiments.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary

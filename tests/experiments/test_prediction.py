@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.experiments import write_report
 from convoy.experiments.prediction import compared
+from convoy.experiments.report import write_report
 from convoy.experiments.run_directory import read_run
 from convoy.planning.comparison import GRADIENTS, Both, Comparison, Group
 from experiments.made_runs import complete_run

@@ -204,7 +204,7 @@ def test_a_run_is_gone_on_with_in_its_folder(
         ("--nodes 0 -- lenet", "--nodes 0 must be at least 1"),
         ("--time soon -- lenet", "--time 'soon' is no time"),
         ("--option nodes=3 -- lenet", "--option nodes is set by an option of its own"),
-        ("--script /no/such/folder/x -- lenet", "cannot write --script /no/such/folder/x"),
+        ("--script /no/such/folder/x -- lenet", "--script /no/such/folder/x cannot be written"),
         ("-- lenet --dvice cpu", "--dvice"),
         ("--nodes 2", "nothing to train"),
         ("-- lenett --data d", "unknown model 'lenett'"),

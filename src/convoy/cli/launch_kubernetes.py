@@ -6,6 +6,7 @@ import click
 
 from convoy.cli import options
 from convoy.cli.launch_arguments import check_recipe, parsed
+from convoy.cli.output_files import written
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
 from convoy.launch.kubernetes.arguments import complete, name_for
@@ -116,7 +117,7 @@ def command(
     if out is None:
         click.echo(text, nl=False)
         return 0
-    _write(out, text)
+    written("--out", out, text)
     click.echo(f"manifest: {out}; start it with: kubectl apply -f {out}")
     return 0
 
@@ -139,12 +140,3 @@ def _secret(text: str) -> SecretVariable:
     if not slash:
         raise ConvoyError(f"--env-from-secret {name} must be {form}")
     return SecretVariable(name, secret, key)
-
-
-def _write(out: Path, text: str) -> None:
-    from convoy.files import write_text
-
-    try:
-        write_text(out, text)
-    except OSError as error:
-        raise ConvoyError(f"cannot write --out {out} ({error.strerror}): name a file in a folder that exists") from None

@@ -10,7 +10,7 @@ import click
 
 from convoy.cli import options
 from convoy.cli.launch_arguments import training_arguments, without, without_model
-from convoy.errors import ConvoyError
+from convoy.cli.output_files import written
 from convoy.launch.slurm import Job, submit
 
 
@@ -75,10 +75,7 @@ def command(
         **values,
     )
     script = script or Path(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.sbatch")
-    try:
-        script.write_text(job.script(), encoding="utf-8")
-    except OSError as error:
-        raise ConvoyError(f"cannot write --script {script} ({error.strerror}): name a file in a folder") from error
+    written("--script", script, job.script())
     number = submit(script) if to_submit else None
     if as_json:
         click.echo(json.dumps({"script": str(script), "job": number}))

@@ -226,7 +226,7 @@ class TestCommandLine:
             (["--env", "A", "--", "lenet"], "--env 'A' must be NAME=VALUE"),
             (["--env-from-secret", "A=b", "--", "lenet"], "--env-from-secret A must be NAME=SECRET/KEY"),
             (["--env", "HF_TOKEN=hush", "--", "lenet"], "looks like a secret"),
-            (["--out", "missing/job.yaml", "--", "lenet"], "cannot write --out missing/job.yaml"),
+            (["--out", "missing/job.yaml", "--", "lenet"], "--out missing/job.yaml cannot be written"),
         ],
     )
     def test_mistakes_are_told_before_anything_is_written(
