@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-HELP = ["--help", "train --help", "plan --help", "bench --help", "launch hosts --help"]
+from convoy.cli.app import VERBS
+from convoy.cli.launch import LAUNCHERS
+
+HELP = ["--help", *(f"{verb} --help" for verb in VERBS), *(f"launch {name} --help" for name in LAUNCHERS)]
 WRONG = {
     "train lenet --nonsense": "no such option",
     "train lenet --batch many": "is not a valid integer",
+    "export runs/none": "say what to export",
     "launch hosts a:1,b:1 -- lenet --batch many": "is not a valid integer",
     "plan lenet --nonsense": "no such option",
     "plan": "nothing to plan",

@@ -3,8 +3,6 @@
 import click
 
 from convoy.cli import options, tables
-from convoy.data import BadImage, open_data
-from convoy.training import load_recipe
 
 
 @click.command(
@@ -24,6 +22,9 @@ def command(path: str, check: bool, as_json: bool) -> int:
 
     With --check the exit status is 1 if any picture cannot be read.
     """
+    from convoy.data import BadImage, open_data  # with torch, for which no help is to wait
+    from convoy.training import load_recipe
+
     data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}"]).data)
     rows = []
     bad: list[str] = []

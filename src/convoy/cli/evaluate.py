@@ -6,8 +6,6 @@ import click
 
 from convoy.cli import options, tables
 from convoy.files import write_json
-from convoy.training import choose_device
-from convoy.training.restore import restore
 
 
 @click.command(
@@ -28,6 +26,9 @@ def command(run: Path, data: str | None, device: str | None, as_json: bool) -> N
 
     Without --data the confusion matrix and worst mistakes in RUN are written anew.
     """
+    from convoy.training import choose_device  # with torch, for which no help is to wait
+    from convoy.training.restore import restore
+
     trained = restore(run, data)
     result = trained.evaluate(choose_device(device))
     if data is None:

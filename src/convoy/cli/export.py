@@ -6,8 +6,6 @@ import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.training.restore import restore
-from convoy.training.storage.export import export_onnx
 
 
 @click.command(
@@ -30,6 +28,9 @@ def command(run: Path, onnx: bool, to: Path | None) -> None:
     """
     if not onnx:
         raise ConvoyError("say what to export: --onnx")
+    from convoy.training.restore import restore  # with torch, for which no mistake is to wait
+    from convoy.training.storage.export import export_onnx
+
     trained = restore(run)
     path = to or run / "model.onnx"
     difference = export_onnx(trained.model, trained.data, path)

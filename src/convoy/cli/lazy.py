@@ -1,4 +1,4 @@
-"""A group of verbs, each imported when it is asked for: torch takes a second to load, and `--help` should not wait."""
+"""A group of verbs, each imported when it is asked for, so that none waits for what another needs."""
 
 import importlib
 from collections.abc import Mapping

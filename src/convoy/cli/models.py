@@ -4,7 +4,6 @@ import difflib
 
 import click
 
-from convoy import models
 from convoy.cli import options, tables
 from convoy.errors import ConvoyError
 
@@ -28,6 +27,8 @@ def command(pattern: str, as_json: bool) -> None:
 
     FLOPs are those of one image's forward pass; a multiply-add counts as two.
     """
+    from convoy import models  # with torch, for which no help is to wait
+
     if ":" in pattern:
         found = [models.describe(pattern)]
     else:

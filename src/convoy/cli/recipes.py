@@ -5,9 +5,6 @@ from dataclasses import asdict
 import click
 
 from convoy.cli import options, tables
-from convoy.training import Recipe, recipe_names
-from convoy.training.config.schema import describe_keys
-from convoy.training.recipe import recipe_summary, recipe_text
 
 
 @click.command(
@@ -28,6 +25,9 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
 
     What a recipe does not say has its default: --keys lists them.
     """
+    from convoy.training.config.schema import describe_keys  # with torch, for which no help is to wait
+    from convoy.training.recipe import Recipe, recipe_names, recipe_summary, recipe_text
+
     if keys:
         tables.show([asdict(key) for key in describe_keys(Recipe)], as_json)
         return

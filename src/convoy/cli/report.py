@@ -5,7 +5,6 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
-from convoy.experiments.report import write_report
 
 
 @click.command(
@@ -25,4 +24,6 @@ def command(run: Path) -> None:
 
         click.echo(f"report: {write_files(run).report}")
         return
+    from convoy.experiments.report import write_report  # with torch, for which no help is to wait
+
     click.echo(f"report: {write_report(run)}")

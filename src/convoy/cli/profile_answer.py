@@ -1,0 +1,119 @@
+"""How `convoy profile` answers: from the store of what was measured."""
+
+import time
+from typing import Any
+
+import click
+
+from convoy.cli import tables
+from convoy.cost.device import Device
+from convoy.cost.store import ProfileStore, Row
+from convoy.errors import ConvoyError
+from convoy.planning.words import seconds
+
+
+def answer(device: str | None, clear: bool, as_json: bool) -> None:
+    """List what is kept, or forget it.
+
+    Args:
+        device: its number in the list, or its key; None for all.
+        clear: forget it.
+        as_json: print it for programs.
+
+    Raises:
+        ConvoyError: there is no such device, or the store cannot be cleared.
+    """
+    store = ProfileStore()
+    chosen = _find(store, device) if device is not None else None
+    if clear:
+        try:
+            number = store.clear(chosen)
+        except OSError as error:
+            raise ConvoyError(f"{store.path} cannot be cleared ({error.strerror}): check who owns it") from error
+        if as_json:
+            tables.show([{"cleared": number}], as_json)
+        else:
+            click.echo(f"forgot {number} device{'' if number == 1 else 's'}")
+        return
+    if chosen is not None:
+        _show_pieces(store, chosen, as_json)
+    else:
+        _show_devices(store, as_json)
+
+
+def _find(store: ProfileStore, name: str) -> Device:
+    devices = store.devices()
+    if name.isdecimal() and 1 <= int(name) <= len(devices):
+        return devices[int(name) - 1]
+    found = [device for device in devices if device.key == name]
+    if not found:
+        found = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
+    if len(found) == 1:
+        return found[0]
+    if not devices:
+        raise ConvoyError(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
+    if found:
+        raise ConvoyError(f"{name!r} may be {len(found)} devices: give the number or the whole key (convoy profile)")
+    raise ConvoyError(f"no device is called {name!r}: convoy profile lists the {len(devices)} there are, by number")
+
+
+def _show_devices(store: ProfileStore, as_json: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for number, device in enumerate(store.devices(), 1):
+        measured = store.rows(device)
+        newest = max((row.measured for row in measured), default=None)
+        runs = sum(row.source == "run" for row in measured)
+        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured), "from runs": runs}
+        if as_json:
+            row |= {"from_runs": row.pop("from runs"), "key": device.key, "measured": newest}
+        else:
+            row |= {"measured": _ago(newest), "key": device.key}
+        rows.append(row)
+    if not rows and not as_json:
+        click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
+        return
+    tables.show(rows, as_json, right=("no", "pieces", "from runs"))
+    if not as_json:
+        click.echo(f"in {store.path}")
+
+
+def _show_pieces(store: ProfileStore, device: Device, as_json: bool) -> None:
+    measured = sorted(store.rows(device), key=lambda row: -row.times.total)
+    if not as_json:
+        click.echo(device.describe())
+        if not measured:
+            click.echo("no pieces were measured")
+            return
+    tables.show([_piece(row, as_json) for row in measured], as_json, right=("forward", "backward"))
+
+
+def _piece(row: Row, as_json: bool) -> dict[str, Any]:
+    if as_json:
+        return {
+            "piece": row.piece.describe(),
+            "key": row.piece.key,
+            "op": row.piece.op,
+            "forward_s": row.times.forward,
+            "backward_s": row.times.backward,
+            "source": row.source,
+            "measured": row.measured,
+        }
+    return {
+        "piece": row.piece.describe(),
+        "forward": seconds(row.times.forward),
+        "backward": seconds(row.times.backward),
+        "by": "a run" if row.source == "run" else "rehearsal",
+        "measured": _ago(row.measured),
+    }
+
+
+def _ago(moment: float | None) -> str:
+    """How long since: `3 minutes ago`."""
+    if moment is None:
+        return "-"
+    passed = max(0.0, time.time() - moment)
+    for size, word in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        if passed >= size:
+            number = int(passed // size)
+            return f"{number} {word}{'s' if number > 1 else ''} ago"
+    return "just now"
