@@ -9,7 +9,7 @@ import pytest
 
 from convoy.experiments import formats
 from convoy.experiments.scaling.results.files import write_files
-from convoy.experiments.scaling.results.remarks import _above_ideal, _one_device, remarks
+from convoy.experiments.scaling.results.remarks import _above_ideal, _one_device, _over, remarks
 from convoy.experiments.scaling.results.results import Results, results
 from convoy.experiments.scaling.results.table import csv_text, latex_text, lines, plus_minus
 from convoy.experiments.scaling.storage.store import Store
@@ -57,6 +57,15 @@ def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
     three = exact(tmp_path, {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})
     assert three.reference is not None and three.reference.kind == "torch"
     assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
+
+
+def test_without_one_device_speed_up_is_over_the_first_row_and_efficiency_is_not_known(tmp_path: Path) -> None:
+    two = exact(tmp_path, {"sample=2 on 2": [0.2], "ddp on 2": [0.1]})
+    assert two.reference is not None and two.reference.label == "sample=2"
+    assert [row.speedup for row in two.rows] == pytest.approx([1, 2])
+    assert {row.efficiency for row in two.rows} == {None}
+    assert "speed-up is over sample=2 on 2 devices and efficiency not known" in _over(two)
+    assert not _above_ideal(two, weak=False)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +173,6 @@ def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
         "Predictions are of even parts of the batch, that of auto of the planner's own; not predicted: sample" in said
     )
     assert "sample=2, shares auto is" in said and "auto: sample=2 is" not in said
-
-
-def test_without_one_device_the_fewest_count(tmp_path: Path) -> None:
-    only = exact(tmp_path, {"sample=2 on 2": [0.1]})
-    assert only.rows[0].speedup == 2
 
 
 def test_parts_add_up_and_are_those_of_the_busiest_rank(tmp_path: Path) -> None:

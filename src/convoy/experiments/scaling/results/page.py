@@ -128,7 +128,7 @@ def _reference(found: Results) -> str:
         return "one device"
     if found.reference.devices == 1:
         return f"the fastest row on one device ({short(found.reference.label)})"
-    return f"{short(found.reference.label)}, which count as {found.reference.devices}"
+    return f"{short(found.reference.label)}, as nothing was measured on one device"
 
 
 def _tiles(found: Results) -> list[Tile]:
@@ -138,13 +138,13 @@ def _tiles(found: Results) -> list[Tile]:
     own = [row for row in found.rows if row.kind == CONVOY]
     best = max(own or found.rows, key=lambda row: row.speedup)
     where = f"{formats.shorten(short(best.label), 40)} on {formats.plural(best.devices, 'device')}"
-    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", where, main=True)]
-    tiles.append(
-        Tile(
-            "Efficiency", formats.percent(best.efficiency, 0), f"of {formats.significant(best.ideal)} times one device"
-        )
-    )
     one = found.reference
+    if best.efficiency is None and one is not None:
+        where += f", over {formats.shorten(short(one.label), 40)} on {one.devices}"
+    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", where, main=True)]
+    if best.efficiency is not None:
+        ideal = f"of {formats.significant(best.ideal)} times one device"
+        tiles.append(Tile("Efficiency", formats.percent(best.efficiency, 0), ideal))
     days = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
     tiles.append(Tile("Days of training", formats.significant(best.days), days))
     errors = [abs(row.error) for row in found.rows if row.error is not None]

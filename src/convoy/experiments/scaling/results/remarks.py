@@ -140,7 +140,10 @@ def _over(found: Results) -> str:
         return ""
     reference = found.reference
     if reference.devices > 1:
-        return f"Nothing was measured on one device: speed-up is {reference.devices} on {_row(reference)}."
+        return (
+            f"Nothing was measured on one device, so that speed-up is over {_row(reference)} and efficiency not known: "
+            "a 1 in --devices adds it."
+        )
     return f"Speed-up is over the fastest row on one device: {plan_label(reference)}."
 
 
@@ -165,13 +168,12 @@ def _one_device(found: Results) -> str:
 
 def _above_ideal(found: Results, weak: bool) -> str:
     """What an efficiency above 100 % in the table means."""
-    above = [row for row in found.rows if row.devices > 1 and round(100 * row.efficiency) > 100]
-    if found.reference is None or not above:
+    above = [row for row in found.rows if row.devices > 1 and round(100 * (row.efficiency or 0)) > 100]
+    if not above:
         return ""
-    base = "one device" if found.reference.devices == 1 else _row(found.reference)
     caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
     return (
-        f"Efficiency above {formats.percent(1, 0)} ({_names(above)}): {caches}{base} alone was slow when it was "
+        f"Efficiency above {formats.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
         "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
     )
 

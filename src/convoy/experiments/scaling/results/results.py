@@ -32,11 +32,11 @@ class Row:
         place: of one device alone, which one it is, from 0.
         microbatches: of an update, that each rank had in the last round; empty where that is not known.
         uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
-        speedup: images per second over those of the fastest row on one device.
+        speedup: images per second over those of the reference.
         speedup_spread: by which that would differ at most.
-        efficiency: the speed-up by the ideal one.
-        ideal: the number of devices; of unequal ones, the sum of their speeds by the first one's, as they were
-            measured one by one or else as the emulated cluster's file says.
+        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
+        ideal: the number of devices by that of the reference; of unequal ones, the sum of their speeds by the
+            first one's, as they were measured one by one or else as the emulated cluster's file says.
         days: that the training would take.
         parts: seconds of an update that go to what, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
@@ -58,7 +58,7 @@ class Row:
     spread: float | None
     speedup: float
     speedup_spread: float | None
-    efficiency: float
+    efficiency: float | None
     ideal: float
     days: float
     parts: Mapping[str, float]
@@ -103,7 +103,7 @@ class Results:
     """All rows of a study.
 
     Attributes:
-        reference: the row that speed-ups are over.
+        reference: the row that speed-ups are over: the fastest on one device, or else the first on the fewest.
         alone: images per second of each device by itself; empty where that was not measured.
         failed: label and reason of those that could not be measured.
         waiting: labels of those that have not had a turn yet.
@@ -164,9 +164,12 @@ def _batch(document: Mapping[str, Any], row: Mapping[str, Any]) -> int:
 
 
 def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What is fastest on the fewest devices, whoever it is: a slow start would flatter all that comes after it."""
+    """What is fastest on one device, whoever it is, as a slow start would flatter all that comes after it; where
+    nothing was measured on one, what was asked for first on the fewest."""
     usual = [row for row in rows if not row.get("place")]
-    return min(usual or rows, key=lambda row: (row["devices"], _seconds(row)), default=None)
+    first = min(usual or rows, key=lambda row: int(row["devices"]), default=None)
+    ones = [row for row in usual if row["devices"] == 1]
+    return min(ones, key=_seconds) if ones else first
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
@@ -201,12 +204,10 @@ def _row(
     seconds = statistics.median(each)
     assert reference is not None
     base = rates[reference["key"]]
-    over = int(reference["devices"])
     own = rates[row["key"]]
-    speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
-    ideal = sum(speeds[:devices]) / speeds[0]
-    ratios = [over * own[number] / base[number] for number in own if number in base]
-    speedup = over * statistics.median(own.values()) / statistics.median(base.values())
+    ideal = _together(document, devices, alone) / _together(document, int(reference["devices"]), alone)
+    ratios = [own[number] / base[number] for number in own if number in base]
+    speedup = statistics.median(own.values()) / statistics.median(base.values())
     forecast = document["forecasts"].get(str(devices)) or {"predictions": {}}
     plan = plan_of(document, row)
     by_speed = found_shares(document, row) is not None
@@ -224,7 +225,7 @@ def _row(
         spread=repeatability(each),
         speedup=speedup,
         speedup_spread=repeatability(ratios) if row["key"] != reference["key"] else None,
-        efficiency=speedup / ideal,
+        efficiency=speedup / ideal if reference["devices"] == 1 else None,
         ideal=ideal,
         days=images / batch * seconds / DAY_S,
         parts=_parts(row["kind"], visits, seconds),
@@ -238,6 +239,12 @@ def _row(
         microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
         uneven=", shares" in row["series"] or by_speed,
     )
+
+
+def _together(document: Mapping[str, Any], devices: int, alone: Sequence[float]) -> float:
+    """What so many devices can do at most, the first one's speed being 1."""
+    speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
+    return sum(speeds[:devices]) / speeds[0]
 
 
 def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
