@@ -5,6 +5,7 @@ import yaml
 from pydantic import ValidationError
 
 from convoy import models
+from convoy.errors import ConvoyError
 from convoy.training.derived import resolve
 from convoy.training.optimization.schedules import StepConfig
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
@@ -85,3 +86,23 @@ def test_options_without_effect_are_noted() -> None:
     assert [note.partition(" ")[0] for note in recipe.notes()] == [
         "model.zero_init_residual", "schedule.milestones", "microbatch=64", "checkpoint.every=80ep"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
+def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path, mix: str) -> None:
+    path, alone = tmp_path / "mine.yaml", ["batch=12", "microbatch=1"]
+    path.write_text(f"model: {{name: lenet}}\ndata: {{path: mnist-mini, mix: {{{mix}: 0.2}}}}\n")
+    sentence = (
+        f"data.mix.{mix} has no effect: a microbatch of one sample has no other to mix it with; make microbatches "
+        "larger, e.g. microbatch=32, or leave that out"
+    )
+    assert load_recipe(str(path)).notes() == []
+    assert load_recipe(str(path), alone).notes() == [sentence]
+    assert load_recipe(str(path), ["batch=12", "microbatches=12"]).notes() == [sentence]
+    assert load_recipe(str(path), ["batch=12", "microbatches=11"]).notes() == []
+    for one in (alone, ["batch=12", "microbatches=12"]):
+        with pytest.raises(ConvoyError) as caught:
+            load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0.2", *one])
+        assert str(caught.value) == sentence
+    load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0", *alone])
+    load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0.2", "batch=12", "microbatch=2"])

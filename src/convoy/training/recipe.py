@@ -148,9 +148,22 @@ class Recipe(Section):
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
             if isinstance(every, Duration) and every.longer_than(self.epochs):
                 notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
+        if (sentence := self.mixing_without_partners()) is not None:
+            notes.append(sentence)
         if self.checkpoint.every != "auto" and self.checkpoint.mtbf != CheckpointConfig().mtbf:
             notes.append(f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when")
         return notes
+
+    def mixing_without_partners(self) -> str | None:
+        """What to say where samples are to be mixed with others of their microbatch, of which there are none."""
+        number = self.microbatches or -(-self.batch // (self.microbatch or 1))
+        if not self.data.mix.on or number < self.batch:
+            return None
+        on = [f"data.mix.{key}" for key in ("mixup", "cutmix") if getattr(self.data.mix, key)]
+        return (
+            f"{' and '.join(on)} {'have' if len(on) > 1 else 'has'} no effect: a microbatch of one sample has no other "
+            "to mix it with; make microbatches larger, e.g. microbatch=32, or leave that out"
+        )
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -205,6 +218,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
     recipe = validate(document)
+    if any(key.startswith("data.mix") for key in changes) and (sentence := recipe.mixing_without_partners()):
+        raise ConvoyError(sentence)
     if notes is not None:
         notes += found
     return recipe
