@@ -69,6 +69,19 @@ def test_eval_gives_what_the_run_measured(run: Path, capsys: pytest.CaptureFixtu
     assert "%" in capsys.readouterr().out
 
 
+def test_eval_shows_what_it_found_where_the_run_cannot_be_written_to(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("mistakes"))
+    (other / "mistakes").write_text("a file in the way")
+    before = (other / "evaluation.json").read_bytes()
+    assert main(["eval", str(other), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)[0]["images"] == 40
+    assert said.err == f"{other} cannot be written to (File exists): its confusion matrix stays as it was\n"
+    assert (other / "evaluation.json").read_bytes() == before
+
+
 def test_eval_prepares_other_data_as_the_run_did(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = f"--data {run.parent / 'data'} --batch 24 --epochs 1ba --set data.mean=[0.9] --set data.std=[0.1]"
     assert main(f"train tiny:TinyNet {settings} --out {tmp_path / 'run'}".split()) == 0

@@ -1,11 +1,16 @@
 """`convoy eval`: what a trained network does on its test split, or on other data."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from convoy.cli import options, tables
 from convoy.files import write_json
+
+if TYPE_CHECKING:
+    from convoy.training.evaluate import Evaluation
+    from convoy.training.restore import Trained
 
 
 @click.command(
@@ -32,8 +37,7 @@ def command(run: Path, data: str | None, device: str | None, as_json: bool) -> N
     trained = restore(run, data)
     result = trained.evaluate(choose_device(device))
     if data is None:
-        names = trained.data.test.name
-        write_json(run / "evaluation.json", result.save(run, trained.data.classes, names))
+        _keep(run, trained, result)
     row = {
         "data": trained.data.name,
         "images": result.num_images,
@@ -47,3 +51,11 @@ def command(run: Path, data: str | None, device: str | None, as_json: bool) -> N
         row["top5"] = "-" if result.top5 is None else f"{result.top5:.2%}"
         row["loss"] = f"{result.loss:.4f}"
     tables.show([row], as_json, right=("images", "top1", "top5", "loss", "not readable"))
+
+
+def _keep(run: Path, trained: "Trained", result: "Evaluation") -> None:
+    """Write it into the run, which may be another's: what was found is shown all the same."""
+    try:
+        write_json(run / "evaluation.json", result.save(run, trained.data.classes, trained.data.test.name))
+    except OSError as error:
+        click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)
