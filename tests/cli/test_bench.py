@@ -13,6 +13,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.training import RunDirectory
+from convoy.training.storage import lock
 from data.made import write_folder
 
 TINY = ["--batch", "8", "--image-size", "28", "--updates", "2", "--warm-up", "1", "--timeout", "100"]
@@ -181,8 +182,9 @@ def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, capsys: pytest.Capt
     line = ["bench", "tiny:TinyNet", "--devices", "1", "--plans", "sample", "--out", str(tmp_path)]
     with RunDirectory(tmp_path).lock():
         assert main([*line, *TINY]) == 2
-    assert f"another process is training in {tmp_path}: wait for its end" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+    said = capsys.readouterr().err
+    assert f"another process is training in {tmp_path} (process " in said and "wait for its end" in said
+    assert [entry.name for entry in tmp_path.iterdir()] == [lock.NAME]
 
 
 @pytest.mark.parametrize(

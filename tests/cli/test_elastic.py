@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from started import Started, below, command, curve, digest, finish, steps, wait_for
+from started import Started, below, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_mnist
 
 UPDATES = "30ba"
@@ -61,6 +61,24 @@ def test_a_mistake_is_not_repeated(data: Path, tmp_path: Path) -> None:
     assert found.stderr == "convoy: rank 1 finds the data wanting: mend it\n"
 
 
+def test_ranks_that_are_killed_leave_a_summary_that_says_so(
+    serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", "--set", "checkpoint.every=3ba", epochs=UPDATES))
+    kill(run, 0, out, 5)
+    _, errors = run.end(90)
+    assert run.process.returncode == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["error"] == errors.strip() and summary["error"].startswith("rank 0 failed: it was ended by SIGKILL")
+    assert "goes on from the newest checkpoint" in summary["error"]
+    finish(resume(out, "--devices", "1"))
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("finished", None)
+    assert digest(out) == digest(serial)
+
+
 def test_a_process_that_loads_pictures_is_replaced(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
@@ -105,7 +123,7 @@ def test_under_torchrun_a_run_is_known_again(
 def test_a_run_of_others_is_not_gone_on_with(serial: Path, data: Path) -> None:
     before = digest(serial)
     found = finish(command(data, serial, "--devices", "2", "--max-restarts", "2", epochs=UPDATES), 2)
-    assert f"{serial} already holds a run: add --resume to go on with it" in found.stderr
+    assert f"{serial} already holds a run, which is finished: choose another --out" in found.stderr
     assert digest(serial) == before
 
 

@@ -22,6 +22,25 @@ def test_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert said.count(f"{option} has no effect on one device: ") == 1
 
 
+def test_a_weight_of_heads_that_a_network_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mnist(tmp_path / "data", 64, 16)
+    (tmp_path / "mine.yaml").write_text("loss: {aux_weight: 0.4}\nbatch: 8\nepochs: 1ba\n")
+    own = ["--recipe", str(tmp_path / "mine.yaml")]
+    said = "loss.aux_weight=0.4 has no effect: tiny:TinyDepth has no auxiliary heads"
+
+    def status(model: str, out: str, *options: str) -> int:
+        return main(["train", model, "--data", str(tmp_path / "data"), "--out", str(tmp_path / out), *options])
+
+    assert status("tiny:TinyDepth", "refused", *own, "--set", "loss.aux_weight=0.4") == 2
+    assert capsys.readouterr().err == f"convoy: {said}; leave it out\n"
+    assert not (tmp_path / "refused").exists()
+    assert status("tiny:TinyDepth", "noted", *own) == 0
+    assert capsys.readouterr().out.count(said) == 1
+    assert status("tiny:TinyDepth", "silent", "--batch", "8", "--epochs", "1ba") == 0
+    assert status("tiny:TinyNet", "heads", *own, "--set", "loss.aux_weight=0.5") == 0
+    assert "aux_weight" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("source", "instead"), [("torchrun", "torchrun"), ("Slurm", "convoy launch slurm")])
 def test_restarts_are_the_matter_of_who_started_the_ranks(source: str, instead: str) -> None:
     (note,) = _without_effect(Place(0, 2, source), 2, 3, "30s", "lo")

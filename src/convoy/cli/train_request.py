@@ -42,6 +42,11 @@ class Request:
             named = f"{self.model} is no run directory: " if self.model is not None else ""
             raise ConvoyError(f"{named}--resume needs the run to go on with: convoy train RUN --resume")
 
+    @property
+    def said(self) -> set[str]:
+        """Keys of the recipe that the command line sets."""
+        return {override.partition("=")[0].strip() for override in self.overrides}
+
     def resolve(self, devices: Devices, jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
@@ -59,7 +64,7 @@ class Request:
         self.resume = self.resume or self.again
         resolved = self.recipe_of()
         number = devices.num if devices.num > 1 else num_devices(resolved.parallel)
-        said = {override.partition("=")[0] for override in self.overrides}
+        said = self.said
         if "parallel.plan" in said and "parallel.devices" not in said and devices.num == 1:
             number = num_devices(resolved.parallel.model_copy(update={"devices": None}))
         elastic = elastic or self.again

@@ -19,6 +19,7 @@ from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Sess
 from convoy.training.checks import check_devices, check_run
 from convoy.training.config.timespan import TimeSpan
 from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
+from convoy.training.last_words import Witness
 from convoy.training.parallel_config import num_devices
 
 _ADVICE = "--resume goes on from the newest checkpoint"
@@ -70,8 +71,15 @@ def run(
         check_run(RunDirectory(out), resolved, request.resume)
         check_devices(resolved, number)
         cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
-        verbose = is_verbose(request.arguments)
-        return launch.start(request.arguments, number, verbose, max_restarts or 0, advice=_ADVICE)
+        witness = Witness(RunDirectory(out))
+        return launch.start(
+            request.arguments,
+            number,
+            is_verbose(request.arguments),
+            max_restarts or 0,
+            advice=_ADVICE,
+            on_failure=lambda failure: witness.note(failure.reason),
+        )
     request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
     if resolved.parallel.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
@@ -106,9 +114,9 @@ def _train(
             handed_on=handed_on,
             jobs=jobs,
             watchdog=watchdog,
+            said=request.said,
         )
     here.to("report")
-    report = _report(out) if devices.rank == 0 else None
     if outcome.signal is not None:
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
@@ -116,11 +124,14 @@ def _train(
             markup=False,
             soft_wrap=True,
         )
+        if devices.rank == 0:
+            _report(out)
         return 1
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         console.print(comparison_text(outcome.comparison), markup=False, soft_wrap=True)
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
-    console.print(f"report: {report}", markup=False, soft_wrap=True)
+    if devices.rank == 0:
+        console.print(f"report: {_report(out)}", markup=False, soft_wrap=True)
     return 0
 
 

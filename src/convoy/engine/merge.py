@@ -39,12 +39,14 @@ class Probe:
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
+        outputs: tensors that it gives in training: with auxiliary heads more than one.
     """
 
     separable: bool
     draws: bool
     bytes_per_sample: int
     normed_again: bool
+    outputs: int = 1
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
@@ -89,6 +91,7 @@ def probe(
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _calls(model) as ran:
             together = list(_tensors(model(images)))
+        outputs = len(together)
         again = [layer for layer, number in ran.items() if number > 1]
         draws = not torch.equal(before, _random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
         if draws:
@@ -103,7 +106,7 @@ def probe(
                 finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
                 separable = not finite or _alike(together, model, context, images, samples)
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again))
+    return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
 
 
 def _run(

@@ -47,8 +47,14 @@ class Failure:
         """Whether starting the ranks again would not mend it."""
         return self.kind in ("mistake", "interrupted")
 
+    @property
+    def reason(self) -> str:
+        """The rank's name and what to say, in a line; a mistake is nobody's, and who hangs says it himself."""
+        first = self.sentence.partition("\n")[0]
+        return first if self.kind in ("mistake", "hung") else f"rank {self.rank} failed: {first}"
+
     def text(self, verbose: bool = False) -> str:
-        """What is printed: the rank's name first, unless it is a mistake, which is nobody's, or says it itself."""
+        """What is printed: the reason, and the traceback where it says more."""
         if self.kind == "mistake":
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
         if self.kind == "hung":
@@ -75,6 +81,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         return Failure(rank, "interrupted", "interrupted", "", time.time())
     first = str(error).partition("\n")[0]
     sentence = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if first and not isinstance(error, Exception):  # asked to end, by a signal
+        sentence = first
     if is_loss(error):
         return Failure(rank, "lost", f"it lost the connection to another rank ({sentence})", trace, time.time())
     return Failure(rank, "error", sentence, trace, time.time())

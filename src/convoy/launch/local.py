@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,12 @@ SHUTDOWN_S = 5
 
 
 def start(
-    arguments: Sequence[str], num_devices: int, verbose: bool = False, max_restarts: int = 0, advice: str = ""
+    arguments: Sequence[str],
+    num_devices: int,
+    verbose: bool = False,
+    max_restarts: int = 0,
+    advice: str = "",
+    on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> int:
     """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
 
@@ -47,6 +52,7 @@ def start(
         verbose: print the traceback of a mistake too.
         max_restarts: how often the ranks may be started again.
         advice: what to do when a rank was killed.
+        on_failure: called with the failure that is printed, when no rank runs any more.
 
     Returns:
         The exit status: that of rank 0, 2 for a mistake of the user, 1 for any other failure.
@@ -81,6 +87,7 @@ def start(
         failure = cause([*read_failures(attempt), *killed])
         if failure is not None:
             print(failure.text(verbose), file=sys.stderr, flush=True)
+            on_failure(failure)
             return failure.status
         status = attempt / "status"
         return int(status.read_text()) if status.exists() else 0

@@ -47,7 +47,7 @@ def as_rank(place: Place) -> Iterator[Hang]:
             yield hang
         except _StoppedEarly as stopped:
             if place.rank == 0:
-                print(f"{stopped}: stopped at once, without saving", flush=True)
+                print(stopped, flush=True)
             _end(ended(place, 1))
         except (Exception, KeyboardInterrupt) as error:
             ending.set()
@@ -68,7 +68,7 @@ def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
         if ending.is_set():
             _end(1)
         ending.set()
-        raise _Terminated
+        raise _Terminated("another rank failed")
 
     folder.mkdir(exist_ok=True)
     follow(int(os.environ[PARENT]), folder, place.rank)
@@ -109,11 +109,12 @@ class _Terminated(BaseException):
 
 
 class _StoppedEarly(BaseException):
-    """The run is to stop, and has not begun or was asked before; the name of the signal."""
+    """The run is to stop, and has not begun or was asked before."""
 
 
 def _stop_early(number: int, frame: Any) -> None:
-    raise _StoppedEarly("SIGTERM" if number == signal.SIGUSR1 else signal.Signals(number).name)
+    name = "SIGTERM" if number == signal.SIGUSR1 else signal.Signals(number).name
+    raise _StoppedEarly(f"{name}: stopped at once, without saving")
 
 
 def _fail(failure: Failure, folder: Path | None) -> None:

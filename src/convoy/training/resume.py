@@ -3,12 +3,15 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from convoy.data import DataSet
 from convoy.errors import ConvoyError
 from convoy.training.config.overrides import show
 from convoy.training.parallel_config import PLACEMENT
-from convoy.training.recipe import Recipe
+from convoy.training.recipe import Recipe, load_recipe
+from convoy.training.restore import network_input
 from convoy.training.storage.run_directory import RunDirectory
 
 FREE = (
@@ -35,6 +38,32 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
             f"{run.path} was begun with {key}={show(before)} and cannot go on with {key}={show(now)}: "
             "leave that option away, or begin a new run in another --out"
         )
+
+
+def check_data(data: DataSet, run: RunDirectory) -> None:
+    """Refuse data that are not those a run was begun on, as far as it has noted what those were.
+
+    Raises:
+        ConvoyError: names what differs.
+    """
+    begun = run.begun_by().get("input")
+    if not isinstance(begun, dict):
+        return
+    for key, now in network_input(data).items():
+        if key in begun and begun[key] != now:
+            what = "other classes" if key == "classes" else f"{key} was {show(begun[key])} and is {show(now)}"
+            raise ConvoyError(
+                f"the data are not those that {run.path} was begun on ({what}): name the same data by --data, or "
+                "begin a new run in another --out"
+            )
+
+
+def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
+    """The sentence where the data come from another place than when the run was begun."""
+    before = load_recipe(str(run.config)).data.path
+    if Path(before) == Path(recipe.data.path):
+        return None
+    return f"the data come from {recipe.data.path}, not from {before} as when the run was begun"
 
 
 def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]:

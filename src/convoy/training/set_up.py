@@ -1,5 +1,6 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from convoy.cost.store import ProfileStore
 from convoy.data import DataSet, Order, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
+from convoy.errors import ConvoyError
 from convoy.plans.hosts import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.build import build_model
@@ -26,7 +28,7 @@ from convoy.training.ranks.devices import Devices
 from convoy.training.ranks.division import Division, divide
 from convoy.training.ranks.parallel import OneDevice, TrainedNetwork
 from convoy.training.ranks.under_plan import UnderPlan
-from convoy.training.recipe import Recipe
+from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.session import Session
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
@@ -40,6 +42,7 @@ def set_up(
     devices: Devices | None = None,
     data: DataSet | None = None,
     keep: bool = True,
+    said: Collection[str] = (),
 ) -> Session:
     """Open the data, build the network and everything around it. All ranks call it.
 
@@ -50,6 +53,7 @@ def set_up(
         devices: the ranks; None for one device.
         data: in place of what the recipe names, where only the speed counts.
         keep: whether measured times are kept for the next time, and those that are kept are used.
+        said: keys of the recipe that the user has set just now, which are to have an effect on this network.
 
     Raises:
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
@@ -69,6 +73,7 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = try_out(model, recipe, data, quantities.sizes, device)
+    notes += _without_heads(recipe, found, said)
     ready = _Ready(recipe, data, quantities, model, found, device, devices, ProfileStore() if keep else None)
     scored, shares = None, None
     if plan is None:
@@ -79,6 +84,21 @@ def set_up(
     session = _assemble(ready, plan, notes, shares)
     session.scored = scored
     return session
+
+
+def _without_heads(recipe: Recipe, found: Probe, said: Collection[str]) -> list[str]:
+    """What to say where auxiliary heads have a weight of their own, but the network has none.
+
+    Raises:
+        ConvoyError: the user has just set it.
+    """
+    weight = recipe.loss.aux_weight
+    if found.outputs > 1 or ("loss.aux_weight" not in said and weight == LossConfig().aux_weight):
+        return []
+    sentence = f"loss.aux_weight={weight:g} has no effect: {recipe.model.name} has no auxiliary heads"
+    if "loss.aux_weight" in said:
+        raise ConvoyError(f"{sentence}; leave it out")
+    return [sentence]
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,19 @@ class Progress:
 
 
 def write_summary(
-    run: RunDirectory, session: Session, progress: Progress, status: Status, steps: int, evaluation: Evaluation | None
+    run: RunDirectory,
+    session: Session,
+    progress: Progress,
+    status: Status,
+    steps: int,
+    evaluation: Evaluation | None,
+    error: str | None = None,
 ) -> None:
-    """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any."""
+    """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     recipe, data, counts = session.recipe, session.data, session.counts
     summary: dict[str, Any] = {
         "status": status,
+        "error": error,
         "model": recipe.model.name,
         "data": data.name,
         "devices": session.devices.num,
@@ -78,4 +85,15 @@ def write_summary(
         "derived": [asdict(row) for row in session.derived],
         "notes": session.notes,
     }
-    write_json(run.path / "summary.json", summary)
+    write_json(run.summary_file, summary)
+
+
+def note_failure(run: RunDirectory, sentence: str) -> None:
+    """Put into the summary that is there that the run failed, and why; a run that is finished stays so.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    found = run.summary()
+    if found and found.get("status") != "finished":
+        write_json(run.summary_file, {**found, "status": "failed", "error": sentence})

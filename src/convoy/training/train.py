@@ -2,8 +2,7 @@
 
 import contextlib
 import gc
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,23 +20,25 @@ from convoy.training.checks import check_run
 from convoy.training.evaluate import Evaluation
 from convoy.training.failures.finite import NotFiniteError
 from convoy.training.failures.watchdog import Watchdog, say_and_end
+from convoy.training.last_words import briefly, sentence_of
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.restore import network_input
+from convoy.training.resume import check_data, moved_data
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.storage.disk import disk_explained
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.storage.weights import save_weights
-from convoy.training.summary import Progress, Status, write_summary
+from convoy.training.summary import Progress, Status, note_failure, write_summary
 from convoy.training.trace_back import trace_back
 
 LOCK_PATIENCE_S = 30.0
-"""Seconds in which what is left of a killed process, its loader's workers, lets go of the run."""
-WRITE_S = 5.0
-"""Seconds that a file system is given to answer when the run has failed."""
+"""Seconds in which a process that is about to end lets go of the run."""
+LEASE_S = 150.0
+"""The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def train(
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
     keep: bool = True,
+    said: Collection[str] = (),
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -92,6 +94,7 @@ def train(
         watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
             on several devices, or wait for one checkpoint. None makes one for the run alone.
         keep: whether measured times are kept for later plans, and those that are kept are used.
+        said: keys of the recipe that the user has set just now, which are to have an effect.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -103,27 +106,25 @@ def train(
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
-        resuming = devices.first(lambda: check_run(run, recipe, resume))
+        resuming = devices.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, devices, keep=keep)
+        session = set_up(recipe, device, reporter.prepare, devices, keep=keep, said=said)
         here.to("start")
         if first:
             on_start(session)
         loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s)
         stack.enter_context(disk_explained(run.path))
-        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming))
+        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
         watchdog.begin()
         if resuming:
-            loop.resume()
-            if first:
-                run.add_restart(environment.restart(loop.done, devices.num, str(session.plan)))
-            reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
+            _go_on(run, session, loop, reporter)
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
         hang = watchdog.end
 
         def fail(sentence: str) -> None:
-            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
+            said = sentence.partition("\n")[0]
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, said))
             hang(sentence)
 
         try:
@@ -132,7 +133,7 @@ def train(
                 if signal is None:
                     _deliver(run, session, loop)
         except NotFiniteError as error:
-            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
             ran, data, division = _as_it_ran(session), session.data, session.division
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
@@ -146,9 +147,12 @@ def train(
                     sentence = trace_back(again, store, name, error, update_s)
             except Exception:
                 raise error from None
+            if first:
+                briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
-        except BaseException:
-            _briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation))
+        except BaseException as error:
+            said = sentence_of(error, devices.rank)
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, said))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
         devices.barrier()  # nobody goes on, or away, before all is written
@@ -156,18 +160,60 @@ def train(
     return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
 
 
+def _claim(
+    stack: contextlib.ExitStack,
+    run: RunDirectory,
+    recipe: Recipe,
+    resume: bool,
+    jobs: Sequence[str],
+    reporter: Reporter,
+) -> bool:
+    """Whether there is a run to go on with; others are then kept out of it before anything costly is done."""
+    resuming = check_run(run, recipe, resume)
+    if resuming:
+        again = bool(set(jobs) & set(run.begun_by().get("jobs") or ()))
+        stack.enter_context(run.lock(LEASE_S if again else LOCK_PATIENCE_S, reporter.say))
+        run.sweep()
+    return resuming
+
+
 def _begin(
-    stack: contextlib.ExitStack, run: RunDirectory, session: Session, by: tuple[str, Sequence[str]], resuming: bool
+    stack: contextlib.ExitStack,
+    run: RunDirectory,
+    session: Session,
+    by: tuple[str, Sequence[str]],
+    resuming: bool,
+    reporter: Reporter,
 ) -> None:
-    """Make the folder, or take the one that is there, and keep others out."""
-    if not resuming:
+    """Make the folder, keep others out of it, and write what the run is; or see that it goes on with the same data."""
+    if resuming:
+        check_data(session.data, run)
+    else:
         run.make()
-    stack.enter_context(run.lock(LOCK_PATIENCE_S if resuming else 0))
-    if not resuming:
+        stack.enter_context(run.lock(tell=reporter.say))
         run.check_free()
+        run.sweep()
         facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
         run.create(to_yaml(session.recipe), {**facts, "jobs": list(by[1]), "input": network_input(session.data)})
     write_text(run.plan, session.plan.to_yaml())
+
+
+def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
+    """Take over the newest checkpoint, and note that. All ranks call it."""
+    try:
+        loop.resume()
+    except ConvoyError as error:
+        if session.devices.rank == 0:
+            briefly(partial(note_failure, run, str(error)))
+        raise
+    moved = moved_data(session.recipe, run) if session.devices.rank == 0 else None
+    if session.devices.rank == 0:
+        facts = environment.restart(loop.done, session.devices.num, str(session.plan))
+        run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
+    if moved is not None:
+        session.notes.append(moved)
+        reporter.say(moved)
+    reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
 
 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
@@ -199,17 +245,7 @@ def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) 
     end(f"{error}\n{sentence}")
 
 
-def _briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
-    """Write something if that can be, but do not wait for a file system that does not answer."""
-
-    def try_it() -> None:
-        with contextlib.suppress(Exception):
-            write()
-
-    thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
-    thread.start()
-    thread.join(seconds)
-
-
-def _no_summary(progress: Progress, status: Status, steps: int, evaluation: Evaluation | None) -> None:
+def _no_summary(
+    progress: Progress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
+) -> None:
     """Of ranks other than 0."""

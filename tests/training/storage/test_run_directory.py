@@ -1,10 +1,12 @@
 """The folder of a run."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.training.storage import lock
 from convoy.training.storage.run_directory import RunDirectory
 
 
@@ -18,6 +20,38 @@ def test_a_run_a_file_and_a_full_folder_are_not_overwritten(tmp_path: Path) -> N
         RunDirectory(tmp_path).check_free()
     with pytest.raises(ConvoyError, match="is a file"):
         RunDirectory(run.config).check_free()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("running", "already holds a run: add --resume to go on with it, or choose another --out"),
+        ("stopped", "already holds a run: add --resume to go on with it, or choose another --out"),
+        ("failed", "already holds a run, which failed: add --resume to go on with it, or choose another --out"),
+        ("finished", "already holds a run, which is finished: choose another --out"),
+    ],
+)
+def test_a_second_start_is_told_how_the_run_stands(tmp_path: Path, status: str, words: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.create("seed: 0\n", {"device": "cpu"})
+    run.summary_file.write_text(json.dumps({"status": status}))
+    with pytest.raises(ConvoyError) as caught:
+        run.check_free()
+    assert str(caught.value) == f"{tmp_path} {words}"
+    with run.lock(), pytest.raises(ConvoyError, match=f"another process is training in {tmp_path} "):
+        run.check_free()
+
+
+def test_what_is_left_of_a_process_that_was_killed_as_it_began_is_no_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for name in (lock.NAME, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):
+        (tmp_path / name).write_text("{")
+    run.check_free()
+    run.sweep()
+    assert [entry.name for entry in tmp_path.iterdir()] == [lock.NAME]
+    run.environment.write_text("{}")
+    with pytest.raises(ConvoyError, match="is not empty"):
+        run.check_free()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

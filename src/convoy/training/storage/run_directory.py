@@ -1,17 +1,17 @@
 """The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
 
-import fcntl
 import json
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.files import unwritable, write_json, write_text
+from convoy.training.storage import lock
+
+_HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class RunDirectory:
         return self.path / "weights.safetensors"
 
     @property
+    def summary_file(self) -> Path:
+        """How the run stands."""
+        return self.path / "summary.json"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of the TensorBoard events."""
         return self.path / "tensorboard"
@@ -71,11 +76,11 @@ class RunDirectory:
 
     def begun_by(self) -> dict[str, Any]:
         """What `environment.json` says of who began the run; empty where that is not to be read."""
-        try:
-            found = json.loads(self.environment.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return _read(self.environment)
+
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` says of how the run stands; empty where that is not to be read."""
+        return _read(self.summary_file)
 
     def add_restart(self, restart: dict[str, Any]) -> None:
         """Note in `environment.json` how the run was started again."""
@@ -90,15 +95,27 @@ class RunDirectory:
             ConvoyError: the folder holds a run or other files, or the path is a file.
         """
         if self.is_run():
-            raise ConvoyError(
-                f"{self.path} already holds a run: add --resume to go on with it, or choose another --out"
-            )
+            raise ConvoyError(self._taken())
         if self.path.is_file():
             raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
-        # What a process has left that was killed while it began its run is no run yet.
-        left = {self.environment.name} if "convoy" in self.begun_by() else set()
-        if self.path.is_dir() and any(entry.name not in left for entry in self.path.iterdir()):
+        if self.path.is_dir() and not all(map(self._is_left_over, self.path.iterdir())):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def _taken(self) -> str:
+        """What there is, and how to go on with it if that can be."""
+        if lock.is_locked(self.path):
+            return lock.busy(self.path)
+        status = self.summary().get("status")
+        if status == "finished":
+            return f"{self.path} already holds a run, which is finished: choose another --out"
+        failed = ", which failed" if status == "failed" else ""
+        return f"{self.path} already holds a run{failed}: add --resume to go on with it, or choose another --out"
+
+    def _is_left_over(self, entry: Path) -> bool:
+        """Whether a process has left it that was killed while it began its run, which is no run yet."""
+        if entry.name == self.environment.name:
+            return "convoy" in self.begun_by()
+        return entry.name == lock.NAME or entry.name.startswith(_HALF_WRITTEN)
 
     def check_writable(self) -> None:
         """Refuse a place where the run could not be written, before the work for it is done.
@@ -121,28 +138,21 @@ class RunDirectory:
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
-    @contextmanager
-    def lock(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Keep other processes from training in this folder; the lock ends with the process.
+    def lock(
+        self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None
+    ) -> AbstractContextManager[None]:
+        """Keep other processes from training in this folder, while entered; see `convoy.training.storage.lock`."""
+        return lock.locked(self.path, patience_s, tell)
 
-        Args:
-            patience_s: seconds to wait for one that is about to end.
+    def is_training(self) -> bool | None:
+        """Whether a process trains in this folder now; None where that cannot be told."""
+        return lock.is_locked(self.path)
 
-        Raises:
-            ConvoyError: another process does already.
-        """
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            until = time.monotonic() + patience_s
-            while not _locked(folder):
-                if time.monotonic() >= until:
-                    raise ConvoyError(
-                        f"another process is training in {self.path}: wait for its end, or choose another --out"
-                    )
-                time.sleep(0.1)
-            yield
-        finally:
-            os.close(folder)
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written; nobody may be writing."""
+        for unfinished in self.path.glob(".*.tmp"):
+            with suppress(OSError):
+                unfinished.unlink()
 
     def create(self, config: str, environment: dict[str, Any]) -> None:
         """Write how the run was begun.
@@ -178,12 +188,9 @@ class RunDirectory:
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
 
-def _locked(folder: int) -> bool:
-    """Whether this process has the lock now, or the file system knows none."""
+def _read(path: Path) -> dict[str, Any]:
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

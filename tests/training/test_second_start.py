@@ -1,0 +1,110 @@
+"""Two starts of one run directory: one trains, the other is told so, and nothing of the first is touched."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.cli import main
+from convoy.errors import ConvoyError
+from convoy.training import RunDirectory, load_recipe, train
+from convoy.training.progress import Silence
+from convoy.training.ranks.devices import Devices
+from ranks import run_ranks
+from tiny import write_mnist
+from whole_runs import BASE, Words, as_before, train_here
+
+training = importlib.import_module("convoy.training.train")  # the name is also that of its function
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_mnist(tmp_path / "data")
+
+
+def holds(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def command(data: Path, out: Path) -> list[str]:
+    sets = [part for key, value in (BASE | {"epochs": "2ba"}).items() for part in ("--set", f"{key}={value}")]
+    return ["train", "--recipe", "default", "--data", str(data), "--out", str(out), *sets]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_second_ends_with_a_sentence_before_anything_costly(
+    data: Path,
+    tmp_path: Path,
+    resume: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    with as_before():
+        assert main(command(data, out)) == 0
+
+    def costly(*_: object, **__: object) -> None:
+        raise AssertionError("something costly was begun")
+
+    monkeypatch.setattr(training, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(training, "set_up", costly)
+    with RunDirectory(out).lock():
+        before = holds(out)
+        assert main([*command(data, out), *(["--resume"] if resume else [])]) == 2
+        assert f"convoy: another process is training in {out} (process " in capsys.readouterr().err
+        assert holds(out) == before
+
+
+def test_two_that_begin_at_once_do_not_share_a_folder(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    recipe = load_recipe("default", [f"{k}={v}" for k, v in (BASE | {"data.path": str(data), "epochs": "2ba"}).items()])
+    with as_before(), RunDirectory(out).lock(), pytest.raises(ConvoyError, match="another process is training"):
+        train(recipe, out, device=torch.device("cpu"), reporter=Silence())
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    with as_before():
+        train(recipe, out, device=torch.device("cpu"), reporter=Silence())
+
+
+def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    lock = RunDirectory.lock
+
+    def noted(self: RunDirectory, patience_s: float = 0.0, *rest: object, **more: object) -> object:
+        waited.append(patience_s)
+        return lock(self, 0.0)
+
+    monkeypatch.setattr(RunDirectory, "lock", noted)
+    values = BASE | {"data.path": str(data), "epochs": "2ba"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+    for jobs in (["job"], ["job"], ["another"]):
+        with as_before():
+            train(recipe, tmp_path / "run", resume=True, device=torch.device("cpu"), reporter=Words(), jobs=jobs)
+    assert waited == [0.0, 150.0, 30.0]
+
+
+def _held(data: Path, out: Path) -> str:
+    """Two ranks that want to go on with a run that another process has."""
+    devices, device = Devices.join()
+    values = BASE | {"data.path": str(data), "parallel.devices": "2", "epochs": "2ba"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+    with as_before() as patch:
+        patch.setattr(training, "LOCK_PATIENCE_S", 0.0)
+        with pytest.raises(ConvoyError) as caught:
+            train(recipe, out, resume=True, device=device, devices=devices, reporter=Silence())
+    return str(caught.value)
+
+
+def test_all_ranks_of_the_second_end(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_ranks(train_here, 2, data, out, {"epochs": "2ba"})
+    with RunDirectory(out).lock():
+        before = holds(out)
+        one, other = run_ranks(_held, 2, data, out)
+        assert one == other and one.startswith(f"another process is training in {out} ")
+        assert holds(out) == before
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
