@@ -47,12 +47,18 @@ def test_curves_hold_the_numbers_of_the_file(tmp_path: Path) -> None:
 
 
 def test_train_and_test_differ_in_colour_and_in_line_style(tmp_path: Path) -> None:
-    lines = [{**line, "ema_top1": 0.9} if line["split"] == "test" else line for line in metrics()]
-    drawn = draw_curves(complete_run(tmp_path, lines=lines))["error-updates"].axes[0]
+    drawn = draw_curves(complete_run(tmp_path))["error-updates"].axes[0]
     named = [line for line in drawn.lines if not line.get_label().startswith("_")]
-    assert [line.get_label() for line in named] == ["train", "test", "test, averaged weights"]
-    assert len({line.get_color() for line in named}) == 3
-    assert len({(str(line._unscaled_dash_pattern), line.get_marker()) for line in named}) == 3
+    assert [line.get_label() for line in named] == ["train", "test"]
+    assert len({line.get_color() for line in named}) == 2
+    assert len({(str(line._unscaled_dash_pattern), line.get_marker()) for line in named}) == 2
+
+
+def test_evaluations_of_averaged_weights_are_called_so(tmp_path: Path) -> None:
+    run = complete_run(tmp_path)
+    (run / "config.yaml").write_text(f"{CONFIG}ema: {{decay: 0.99}}\n")
+    for name in ("loss-time", "error-updates"):
+        assert len(curve(run, name, "test, averaged weights").get_xdata()) == 4
 
 
 def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:

@@ -16,6 +16,15 @@ def test_a_complete_run_is_read(tmp_path: Path) -> None:
     assert run.setting("model.name.deeper") is None
 
 
+def test_the_configuration_is_read_as_the_trainer_reads_it(tmp_path: Path) -> None:
+    run = complete_run(tmp_path)
+    text = "data: {path: no, format: 2026-13-45}\nseed: 017\nloss: {label_smoothing: 1e-05}\nepochs: 1_0\n"
+    (run / "config.yaml").write_text(text)
+    found = read_run(run)
+    keys = ("data.path", "data.format", "seed", "loss.label_smoothing", "epochs")
+    assert [found.setting(key) for key in keys] == ["no", "2026-13-45", 17, 1e-05, "1_0"]
+
+
 def test_everything_but_the_configuration_may_be_missing(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path))
     assert run.summary is None
@@ -33,10 +42,10 @@ def test_another_directory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("config.yaml", b"model:\n  name: [lenet\n", "line 3 is not valid YAML"),
+        ("config.yaml", b"model:\n  name: [lenet\n", "line 3: expected"),
         ("config.yaml", b"just words", "not a mapping"),
         ("config.yaml", b"a: 1\nb: \xff\n", "line 2 is not UTF-8"),
-        ("config.yaml", b"a: 2026-13-45\n", "not valid YAML"),
+        ("config.yaml", b"a: &a [*a]\nb: \x00\n", "no YAML"),
         ("summary.json", b'{"status":\n "finished",\n', "line 3 is not valid JSON"),
         ("summary.json", b'{"status": "lost"}', "`status`"),
         ("summary.json", b'{"top1": 97.3}', "`top1`"),

@@ -21,7 +21,7 @@ TITLE = 30
 """The margin above axes without a legend."""
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1b1f24", "#59636e", "#e4e7eb"
-TRAIN, TEST, EMA = "#0072b2", "#d55e00", "#009e73"
+TRAIN, TEST, GREEN = "#0072b2", "#d55e00", "#009e73"
 """Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by colour-blind readers too."""
 
 PURPLE, OCHRE = "#a8508a", "#b8860b"

@@ -35,7 +35,6 @@ class Line(BaseModel):
     loss: Number = None
     top1: Share = None
     top5: Share = None
-    ema_top1: Share = None
     lr: Number = None
     images: int | None = Field(default=None, ge=0)
     images_per_s: Number = None

@@ -15,7 +15,6 @@ from convoy.experiments.run_directory import Run, read_run
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))
-DOTTED = (0.0, (1.2, 1.8))
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,14 @@ def draw_curves(run: Path) -> dict[str, Figure]:
 def draw_panels(run: Run) -> list[Panel]:
     """The plots of a run in the order of the report, with title and description."""
     train, test = run.metrics.train, run.metrics.test
+    tested = "test, averaged weights" if run.setting("ema.decay") else "test"
     loss = [
         Curve("train", train, column(train, "loss"), ax.TRAIN, width=1.1),
-        Curve("test", test, column(test, "loss"), ax.TEST, DASHED, "o"),
+        Curve(tested, test, column(test, "loss"), ax.TEST, DASHED, "o"),
     ]
     error = [
         Curve("train", train, 100 * (1 - column(train, "top1")), ax.TRAIN, width=1.1),
-        Curve("test", test, 100 * (1 - column(test, "top1")), ax.TEST, DASHED, "o"),
-        Curve("test, averaged weights", test, 100 * (1 - column(test, "ema_top1")), ax.EMA, DOTTED, "s"),
+        Curve(tested, test, 100 * (1 - column(test, "top1")), ax.TEST, DASHED, "o"),
     ]
     with ax.house_style():
         return [

@@ -32,25 +32,33 @@ def status(run: Run) -> tuple[str, str]:
         return "Stopped early", "warn"
     if known == "failed":
         return "Failed", "warn"
-    return ("Running", "open") if known == "running" else ("No summary", "warn")
+    if known == "running":
+        return ("Broken off", "warn") if run.training is False else ("Running", "open")
+    return "No summary", "warn"
 
 
 def _status(run: Run) -> str:
-    if run.summary is None or run.summary.status is None:
+    summary = run.summary
+    if summary is None or summary.status is None:
         return (
             "There is no summary: the run is still going on, or it ended without being able to write one. "
             "What is shown is what it had written."
         )
-    if run.summary.status == "running":
-        return "The run was still going on when this page was written."
-    if run.summary.status == "finished":
+    if summary.status == "finished":
         return ""
-    steps, total = run.summary.steps, run.summary.total_steps
+    goes_on = "--resume goes on from its last checkpoint"
+    if summary.status == "running":
+        if run.training is False:
+            return f"The run has ended without a word, as one does that is killed; {goes_on}."
+        known = "" if run.training else f", or had been killed: then {goes_on}"
+        return f"The run was still going on when this page was written{known}."
+    ended = "failed" if summary.status == "failed" else "was stopped"
+    steps, total, why = summary.steps, summary.total_steps, f": {summary.error}" if summary.error else ""
     if steps is None or not total:
-        return "The run was stopped before its end; --resume goes on from its last checkpoint."
+        return f"The run {ended} before its end{why}; {goes_on}."
     return (
-        f"The run was stopped after {formats.count(steps)} of {formats.plural(total, 'update')} "
-        f"({formats.percent(steps / total, 0)}); --resume goes on from its last checkpoint."
+        f"The run {ended} after {formats.count(steps)} of {formats.plural(total, 'update')} "
+        f"({formats.percent(steps / total, 0)}){why}; {goes_on}."
     )
 
 

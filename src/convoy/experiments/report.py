@@ -141,10 +141,10 @@ def _moment(value: object) -> str:
 
 
 def _restarts(run: Run) -> list[dict[str, Any]]:
-    """When the run was started again, after how many updates, on how many devices, under which plan."""
+    """When the run was started again, after how many updates, on how many devices, under which plan, on other data."""
     found = run.environment.get("restarts")
     listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    facts = ("after", "devices", "plan")
+    facts = ("after", "devices", "plan", "data")
     return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in listed]
 
 

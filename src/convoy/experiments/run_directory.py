@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.experiments.metrics import Metrics, Number, Share, first_problem, read_metrics
 from convoy.experiments.prediction import Prediction
+from convoy.training.config.documents import parse
+from convoy.training.storage.lock import is_locked
 
 
 class _Part(BaseModel):
@@ -39,6 +40,7 @@ class RunSummary(_Part):
     """`summary.json`: what came out of the run so far."""
 
     status: Literal["finished", "stopped", "running", "failed"] | None = None
+    error: str | None = None
     model: str | None = None
     data: str | None = None
     parameters: int | None = None
@@ -101,7 +103,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files."""
+    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files.
+
+    `training` says whether a process trains in it now; None where that cannot be told.
+    """
 
     path: Path
     config_text: str
@@ -111,6 +116,7 @@ class Run:
     summary: RunSummary | None
     evaluation: Evaluation | None
     prediction: Prediction | None = None
+    training: bool | None = None
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key of the configuration, or None."""
@@ -141,6 +147,7 @@ def read_run(path: Path) -> Run:
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
             prediction=_read_model(path / "prediction.json", Prediction),
+            training=is_locked(path),
         )
     except OSError as error:
         raise ConvoyError(
@@ -152,16 +159,13 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     mend = "restore the file that the run wrote"
     try:
         text = path.read_text(encoding="utf-8")
-        config = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConvoyError(
-            f"{path}{where} is not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); {mend}."
-        ) from None
+    try:
+        config = parse(text, str(path))
+    except ConvoyError as error:
+        raise ConvoyError(f"{error}; {mend}.") from None
     if not isinstance(config, dict):
         raise ConvoyError(f"{path}, line 1: the configuration is not a mapping of keys to values; {mend}.")
     return text, config

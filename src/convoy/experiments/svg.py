@@ -18,7 +18,7 @@ _PROPERTIES = {
     axes.GRID: "var(--grid)",
     axes.TRAIN: "var(--train)",
     axes.TEST: "var(--test)",
-    axes.EMA: "var(--ema)",
+    axes.GREEN: "var(--green)",
     axes.PURPLE: "var(--purple)",
     axes.OCHRE: "var(--ochre)",
 }

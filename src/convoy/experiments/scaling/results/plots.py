@@ -17,14 +17,14 @@ from convoy.experiments.scaling.study.configuration import CONVOY, TORCH, short
 from convoy.experiments.scaling.visits.parts import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
 from convoy.planning.words import seconds as time_of
 
-COLOURS = (ax.TRAIN, ax.TEST, ax.EMA, ax.PURPLE, ax.OCHRE, ax.INK)
+COLOURS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0.0, (5.0, 2.0)), (0.0, (1.5, 1.5)))
 PARTS = {
     COMPUTE: ("computing", ax.TRAIN),
     COMMUNICATION: ("exposed communication", ax.TEST),
     INPUT: ("input", ax.OCHRE),
-    OPTIMIZER: ("optimiser", ax.EMA),
+    OPTIMIZER: ("optimiser", ax.GREEN),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
 LEGEND, PLOT = 15, 170
