@@ -84,6 +84,14 @@ def test_an_error_is_in_the_summary_and_the_run_goes_on(
     assert digest(out) == digest(tmp_path / "whole")
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(data: Path, tmp_path: Path) -> None:
+    settings = ["epochs=8ba", "checkpoint.every=7ba", "evaluate_every=8ba"]
+    with pytest.raises(KeyError):
+        run(data, tmp_path / "run", settings, KeyError("odd"))
+    assert "going on after 0 of 8 updates: no checkpoint was written before" in run(data, tmp_path / "run", settings)
+    assert stands(tmp_path / "run") == ("finished", None, 8)
+
+
 def test_a_picture_that_cannot_be_read_is_in_the_summary(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     pixels = torch.Generator().manual_seed(0)

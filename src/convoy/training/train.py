@@ -213,7 +213,8 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     if moved is not None:
         session.notes.append(moved)
         reporter.say(moved)
-    reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates")
+    nothing = "" if loop.done else ": no checkpoint was written before"
+    reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
 
 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:

@@ -44,7 +44,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     size = ask.dataset_size or (IMAGENET if study.made is not None else len(open_data(recipe.data, progress).train))
     with _places(prepared.cluster) as places:
         _make_folder(ask.folder)
-        with RunDirectory(ask.folder).lock():
+        with RunDirectory(ask.folder).lock(tell=tell):
             store = Store.open(ask.folder, study, prepared.machine)  # as it is when nobody else writes there
             store.document["table"] = {"epochs": ask.epochs, "dataset_size": size, "rounds": ask.rounds}
             if ask.train_epochs is not None:
