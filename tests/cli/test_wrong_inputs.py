@@ -89,7 +89,7 @@ WEIGHTS = {
 }
 
 RUNS = {
-    "out holds a run": (f"{TINY} --out {{run}}", "--resume"),
+    "out holds a run": (f"{TINY} --out {{run}}", "is finished: choose another --out"),
     "out is not empty": (f"{TINY} --out {{tmp}}/magic", "not empty"),
     "out is a file": (f"{TINY} --out {{tmp}}/text.txt", "is a file"),
     "out below a file": (f"{TINY} --out {{tmp}}/text.txt/run", "--out"),
