@@ -46,3 +46,12 @@ def test_other_data_are_refused(tmp_path: Path, key: str, value: object, words: 
     (out / "environment.json").write_text(json.dumps(begun | {"input": begun["input"] | {key: value}}))
     with pytest.raises(ConvoyError, match=rf"the data are not those that {out} was begun on \({words}\)"):
         run(str(data), out, resume=True)
+
+
+def test_fewer_samples_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+    run(str(data), out)
+    before = (out / "summary.json").read_bytes()
+    with pytest.raises(ConvoyError, match=r"was begun on \(num_train was 96 and is 72\): name the same data by --data"):
+        run(str(write_mnist(tmp_path / "less", 72)), out, resume=True)
+    assert (out / "summary.json").read_bytes() == before

@@ -47,11 +47,11 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
         ConvoyError: names what differs.
     """
     begun = run.begun_by().get("input")
-    if not isinstance(begun, dict):
-        return
-    for key, now in network_input(data).items():
-        if key in begun and begun[key] != now:
-            what = "other classes" if key == "classes" else f"{key} was {show(begun[key])} and is {show(now)}"
+    known = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
+    now = {**network_input(data), "num_train": len(data.train), "num_test": len(data.test)}
+    for key, value in now.items():
+        if key in known and known[key] != value:
+            what = "other classes" if key == "classes" else f"{key} was {show(known[key])} and is {show(value)}"
             raise ConvoyError(
                 f"the data are not those that {run.path} was begun on ({what}): name the same data by --data, or "
                 "begin a new run in another --out"
