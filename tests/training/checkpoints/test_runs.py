@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.training.checkpoints import build, when
+from convoy.training import saving
+from convoy.training.checkpoints import when
 from convoy.training.checkpoints.interval import Young
 from convoy.training.checkpoints.store import CheckpointStore
 from ranks import run_ranks
@@ -47,7 +48,7 @@ def _local_sgd(data: Path, out: Path, settings: dict[str, str], at_any_update: b
     with as_before() as patch:
         patch.setattr(when, "FIRST_UPDATES", 3)
         if at_any_update:
-            patch.setattr(build, "Young", lambda mtbf, multiple: Young(mtbf))
+            patch.setattr(saving, "Young", lambda mtbf, multiple: Young(mtbf))
         return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
 
 
