@@ -68,6 +68,22 @@ def test_two_that_begin_at_once_do_not_share_a_folder(data: Path, tmp_path: Path
         train(recipe, out, device=torch.device("cpu"), reporter=Silence())
 
 
+def test_who_begins_as_another_one_ends_is_told_of_its_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunDirectory.lock
+
+    def later(self: RunDirectory, *rest: object, **more: object) -> object:
+        if not self.is_run():
+            self.create("seed: 0\n", {"device": "cpu"})  # by the other one, which then failed
+        return lock(self)
+
+    monkeypatch.setattr(RunDirectory, "lock", later)
+    recipe = load_recipe("default", [f"{k}={v}" for k, v in (BASE | {"data.path": str(data), "epochs": "2ba"}).items()])
+    with as_before(), pytest.raises(ConvoyError, match="already holds a run: add --resume to go on with it"):
+        train(recipe, tmp_path / "run", device=torch.device("cpu"), reporter=Silence())
+
+
 def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ def _begin(
     else:
         run.make()
         stack.enter_context(run.lock(tell=reporter.say))
-        run.check_free()
+        run.check_free(mine=True)
         run.sweep()
         facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
         run.create(to_yaml(session.recipe), {**facts, "jobs": list(by[1]), "input": network_input(session.data)})

@@ -42,6 +42,13 @@ def test_a_second_start_is_told_how_the_run_stands(tmp_path: Path, status: str, 
         run.check_free()
 
 
+def test_who_has_the_lock_is_not_told_that_another_process_trains(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create("seed: 0\n", {"device": "cpu"})
+    with run.lock(), pytest.raises(ConvoyError, match="already holds a run: add --resume"):
+        run.check_free(mine=True)
+
+
 def test_what_is_left_of_a_process_that_was_killed_as_it_began_is_no_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for name in (lock.NAME, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):

@@ -88,22 +88,25 @@ class RunDirectory:
         before = found.get("restarts")
         write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
 
-    def check_free(self) -> None:
+    def check_free(self, mine: bool = False) -> None:
         """Refuse to begin a run where something is already.
+
+        Args:
+            mine: this process has the lock, so that nobody else trains there.
 
         Raises:
             ConvoyError: the folder holds a run or other files, or the path is a file.
         """
         if self.is_run():
-            raise ConvoyError(self._taken())
+            raise ConvoyError(self._taken(mine))
         if self.path.is_file():
             raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
         if self.path.is_dir() and not all(map(self._is_left_over, self.path.iterdir())):
             raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
 
-    def _taken(self) -> str:
+    def _taken(self, mine: bool) -> str:
         """What there is, and how to go on with it if that can be."""
-        if lock.is_locked(self.path):
+        if not mine and lock.is_locked(self.path):
             return lock.busy(self.path)
         status = self.summary().get("status")
         if status == "finished":
@@ -143,10 +146,6 @@ class RunDirectory:
     ) -> AbstractContextManager[None]:
         """Keep other processes from training in this folder, while entered; see `convoy.training.storage.lock`."""
         return lock.locked(self.path, patience_s, tell)
-
-    def is_training(self) -> bool | None:
-        """Whether a process trains in this folder now; None where that cannot be told."""
-        return lock.is_locked(self.path)
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; nobody may be writing."""
