@@ -1,5 +1,6 @@
 """A run that fails says why in its summary, and goes on from there."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -17,6 +18,7 @@ from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
 from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.last_words import Witness, briefly
+from convoy.training.loop import Loop
 from convoy.training.step import StepResult, TrainingStep
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before
@@ -84,6 +86,24 @@ def test_an_error_is_in_the_summary_and_the_run_goes_on(
     assert digest(out) == digest(tmp_path / "whole")
 
 
+def test_a_full_disk_is_in_the_summary_as_it_is_printed(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConvoyError, match=r"No space left on device.*go on with --resume") as caught:
+        run(data, tmp_path / "run", fails=OSError(errno.ENOSPC, "No space left on device"))
+    assert stands(tmp_path / "run") == ("failed", str(caught.value), 5)
+
+
+def test_a_run_that_cannot_go_on_says_why(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Loop) -> None:
+        raise RuntimeError("odd tensors")
+
+    with pytest.raises(KeyError):
+        run(data, tmp_path / "run", fails=KeyError("odd key"))
+    monkeypatch.setattr(Loop, "resume", fail)
+    with pytest.raises(RuntimeError, match="odd tensors"):
+        run(data, tmp_path / "run")
+    assert stands(tmp_path / "run") == ("failed", "RuntimeError: odd tensors", 5)
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(data: Path, tmp_path: Path) -> None:
     settings = ["epochs=8ba", "checkpoint.every=7ba", "evaluate_every=8ba"]
     with pytest.raises(KeyError):
@@ -145,6 +165,15 @@ def test_who_looks_on_notes_what_killed_ranks_cannot(tmp_path: Path) -> None:
     assert stands(tmp_path) == ("running", None, 7)
     witness.note("rank 0 failed: it was killed")
     assert stands(tmp_path) == ("failed", "rank 0 failed: it was killed", 7)
+
+
+@pytest.mark.parametrize("status", ["stopped", "finished"])
+def test_ranks_that_fail_after_all_is_saved_do_not_make_it_a_failure(tmp_path: Path, status: str) -> None:
+    out = RunDirectory(tmp_path)
+    witness = Witness(out)
+    out.summary_file.write_text(json.dumps({"status": status, "error": None, "steps": 7}))
+    witness.note("rank 1 failed: it was killed")
+    assert stands(tmp_path) == (status, None, 7)
 
 
 def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:

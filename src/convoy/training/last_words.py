@@ -42,11 +42,15 @@ class Witness:
         self._before = self._stamp()
 
     def note(self, sentence: str) -> None:
-        """Put it into the summary, if it was they who wrote that, and nobody goes on with the run already."""
+        """Put it into the summary, if it was they who wrote that, and nobody goes on with the run already.
+
+        A run that was stopped stays so: all that it had done was saved before.
+        """
         with contextlib.suppress(OSError, ConvoyError):
             if self._stamp() != self._before:
                 with self._run.lock():
-                    note_failure(self._run, sentence)
+                    if self._run.summary().get("status") != "stopped":
+                        note_failure(self._run, sentence)
 
     def _stamp(self) -> tuple[int, int] | None:
         try:

@@ -123,12 +123,12 @@ def train(
         hang = watchdog.end
 
         def fail(sentence: str) -> None:
-            said = sentence.partition("\n")[0]
-            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, said))
+            why = sentence.partition("\n")[0]
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             hang(sentence)
 
         try:
-            with watchdog.ending_by(fail):
+            with watchdog.ending_by(fail), disk_explained(run.path):  # as it is printed, so it is kept
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -151,8 +151,8 @@ def train(
                 briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
-            said = sentence_of(error, devices.rank)
-            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, said))
+            why = sentence_of(error, devices.rank)
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
         devices.barrier()  # nobody goes on, or away, before all is written
@@ -200,14 +200,16 @@ def _begin(
 
 def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
     """Take over the newest checkpoint, and note that. All ranks call it."""
+    rank = session.devices.rank
     try:
-        loop.resume()
-    except ConvoyError as error:
-        if session.devices.rank == 0:
-            briefly(partial(note_failure, run, str(error)))
+        with disk_explained(run.path):
+            loop.resume()
+    except Exception as error:
+        if rank == 0:
+            briefly(partial(note_failure, run, sentence_of(error, rank)))
         raise
-    moved = moved_data(session.recipe, run) if session.devices.rank == 0 else None
-    if session.devices.rank == 0:
+    moved = moved_data(session.recipe, run) if rank == 0 else None
+    if rank == 0:
         facts = environment.restart(loop.done, session.devices.num, str(session.plan))
         run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
     if moved is not None:
