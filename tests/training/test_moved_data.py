@@ -21,7 +21,7 @@ def run(data: str, out: Path, resume: bool = False) -> list[str]:
     return words.said
 
 
-def test_another_place_is_said_and_kept(tmp_path: Path) -> None:
+def test_another_place_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
     run(str(data), out)
     moved = shutil.move(data, tmp_path / "elsewhere")
@@ -31,8 +31,10 @@ def test_another_place_is_said_and_kept(tmp_path: Path) -> None:
     assert load_recipe(str(out / "config.yaml")).data.path == str(data)
     shutil.move(moved, data)
     assert not any("the data come from" in said for said in run(f"{data}/", out, resume=True))
+    monkeypatch.chdir(tmp_path)
+    assert not any("the data come from" in said for said in run("data", out, resume=True))
     restarts = json.loads((out / "environment.json").read_text())["restarts"]
-    assert [restart.get("data") for restart in restarts] == [str(moved), None]
+    assert [restart.get("data") for restart in restarts] == [str(moved), None, None]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def test_fewer_samples_are_refused_and_nothing_is_changed(tmp_path: Path) -> Non
     data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
     run(str(data), out)
     before = (out / "summary.json").read_bytes()
-    with pytest.raises(ConvoyError, match=r"was begun on \(num_train was 96 and is 72\): name the same data by --data"):
+    words = r"was begun on \(the number of training samples was 96 and is 72\): name the same data by --data"
+    with pytest.raises(ConvoyError, match=words):
         run(str(write_mnist(tmp_path / "less", 72)), out, resume=True)
     assert (out / "summary.json").read_bytes() == before

@@ -49,9 +49,11 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     begun = run.begun_by().get("input")
     known = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
     now = {**network_input(data), "num_train": len(data.train), "num_test": len(data.test)}
+    names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
     for key, value in now.items():
         if key in known and known[key] != value:
-            what = "other classes" if key == "classes" else f"{key} was {show(known[key])} and is {show(value)}"
+            was = f"{names.get(key, key)} was {show(known[key])} and is {show(value)}"
+            what = "other classes" if key == "classes" else was
             raise ConvoyError(
                 f"the data are not those that {run.path} was begun on ({what}): name the same data by --data, or "
                 "begin a new run in another --out"
@@ -61,7 +63,7 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
 def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
     """The sentence where the data come from another place than when the run was begun."""
     before = load_recipe(str(run.config)).data.path
-    if Path(before) == Path(recipe.data.path):
+    if Path(before).resolve() == Path(recipe.data.path).resolve():
         return None
     return f"the data come from {recipe.data.path}, not from {before} as when the run was begun"
 
