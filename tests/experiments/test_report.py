@@ -1,5 +1,4 @@
 import base64
-import contextlib
 import gzip
 import hashlib
 import os
@@ -14,7 +13,6 @@ from convoy.errors import ConvoyError
 from convoy.experiments import formats, report
 from convoy.experiments.pages import running
 from convoy.experiments.report import write_report
-from convoy.training.storage.lock import locked
 from experiments.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
 
 EVIL = "<script>alert('ship')</script>"
@@ -57,59 +55,6 @@ class Page(HTMLParser):
 
 def page(run: Path) -> Page:
     return Page(write_report(run).read_text(encoding="utf-8"))
-
-
-def test_restarts_are_named(tmp_path: Path) -> None:
-    restarts = [
-        {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"},
-        {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": EVIL},
-    ]
-    found = page(write_run(tmp_path / "again", environment={**ENVIRONMENT, "restarts": restarts}))
-    words = found.words.replace(" ", "")
-    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC12002sample=2" in words
-    assert "2026-03-0110:09UTC13403<script>alert" in words
-    assert found.words.count("sample=2") == 1  # not among the facts on the machine once more
-    for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None]), ("empty", [{}])):
-        found = page(write_run(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged}))
-        assert ("Started again" in found.words) is (name == "empty")
-
-
-def test_a_restart_on_data_from_another_place_is_named(tmp_path: Path) -> None:
-    restarts = [{"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"}]
-    restarts.append({**restarts[0], "data": f"/mnt/{EVIL}"})
-    found = page(write_run(tmp_path, environment={**ENVIRONMENT, "restarts": restarts}))
-    words = found.words.replace(" ", "")
-    assert "DevicesPlanData2026" in words and f"sample=2/mnt/{EVIL}".replace(" ", "") in words
-
-
-def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
-    results = summary(status="failed", error=f"KeyError: {EVIL}", steps=31)
-    found = page(write_run(tmp_path, lines=metrics(updates=31), results=results))
-    assert "report Failed" in found.words
-    assert (
-        f"The run failed after 31 of 124 updates (25 %): KeyError: {EVIL}; --resume goes on from its last checkpoint."
-        in found.words
-    )
-
-
-@pytest.mark.parametrize(
-    ("state", "word", "sentence"),
-    [
-        ("training", "Running", "The run was still going on when this page was written."),
-        ("killed", "Broken off", "as one does that is killed; --resume goes on from its last checkpoint."),
-        ("unknown", "Running", "or had been killed: then --resume goes on from its last checkpoint."),
-    ],
-)
-def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path, state: str, word: str, sentence: str) -> None:
-    run = write_run(tmp_path, lines=metrics(updates=31), results=summary(status="running", steps=31))
-    with contextlib.ExitStack() as stack:
-        if state != "unknown":
-            stack.enter_context(locked(run))
-        if state == "killed":
-            stack.close()
-        found = page(run)
-    assert f"report {word}" in found.words
-    assert sentence in found.words
 
 
 def test_a_complete_run_has_every_part(tmp_path: Path) -> None:

@@ -54,11 +54,13 @@ def _status(run: Run) -> str:
         return f"The run was still going on when this page was written{known}."
     ended = "failed" if summary.status == "failed" else "was stopped"
     steps, total, why = summary.steps, summary.total_steps, f": {summary.error}" if summary.error else ""
+    if "--resume" not in why:  # many reasons say how to go on
+        why += f"; {goes_on}"
     if steps is None or not total:
-        return f"The run {ended} before its end{why}; {goes_on}."
+        return f"The run {ended} before its end{why}."
     return (
         f"The run {ended} after {formats.count(steps)} of {formats.plural(total, 'update')} "
-        f"({formats.percent(steps / total, 0)}){why}; {goes_on}."
+        f"({formats.percent(steps / total, 0)}){why}."
     )
 
 
