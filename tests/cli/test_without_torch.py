@@ -22,6 +22,7 @@ WRONG = {
     "plan lenet --memory-limit many": "--memory-limit many is no size",
     "plan lenet --score smaple=2": "smaple is no strategy",
     "plan lenet --score sample=2 --devices 3": "but --devices is 3",
+    "plan lenet --score sample=2 --score sample=3": "--score sample=3 is for 3 devices, but --score sample=2 for 2",
     "plan lenet --score missing.yaml": "missing.yaml",
     "plan lenet --score sample=2 --fix *=filter": "--fix is for a search",
     "plan lenet --images-per-second 0": "--images-per-second is 0",

@@ -121,11 +121,13 @@ class Request:
 
     def _check_plans(self) -> None:
         for plan in self.plans:
-            size = plan.mesh.num_devices
-            if size != self.num_devices:
+            size, number = plan.mesh.num_devices, self.num_devices
+            if size != number:
+                other = (
+                    f"--devices is {number}" if self.devices is not None else f"--score {self.plans[0]} for {number}"
+                )
                 raise ConvoyError(
-                    f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but --devices is "
-                    f"{self.num_devices}: change one of them"
+                    f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but {other}: change one of them"
                 )
 
 
