@@ -142,7 +142,7 @@ def _say_why(place: Place, folder: Path) -> None:
     """Print why the attempt before this one failed."""
     before = folder.with_name(f"attempt-{place.restarts - 1}")
     why = cause([*read_failures(before), *silent_ends(before)])
-    said = why.text().partition("\n")[0] if why is not None else "a rank failed"
+    said = why.reason if why is not None else "a rank failed"
     number = f"restart {place.restarts} of {place.max_restarts}"
     print(f"{said}; all ranks start again ({number})", file=sys.stderr, flush=True)
 

@@ -146,10 +146,6 @@ class Layout:
         """Shape of what a rank holds of a tensor of the whole `shape`."""
         return tuple(len(self.parts(dim, mesh, coordinates, size)) for dim, size in enumerate(shape))
 
-    def dim_of(self, axis: int) -> int | None:
-        """The dimension that an axis divides."""
-        return next((dim for dim, split in self.splits if axis in split.axes), None)
-
     @cached_property
     def split_axes(self) -> frozenset[int]:
         """All axes that divide some dimension."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from convoy.plans.layout import Layout, Split, even_split
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.mesh import Mesh
 
 
 def without_partial(layout: Layout) -> Layout:
@@ -57,9 +57,3 @@ def is_balanced(split: Split, size: int) -> bool:
 def used(splits: Mapping[int, Split]) -> set[int]:
     """Axes that some dimension is divided over."""
     return {axis for split in splits.values() for axis in split.axes}
-
-
-def minus(axes: Axes, taken: Iterable[int]) -> Axes:
-    """The axes that are not taken."""
-    taken = set(taken)
-    return tuple(axis for axis in axes if axis not in taken)

@@ -4,7 +4,6 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from convoy.training.ranks.devices import Devices
 from convoy.training.ranks.parallel import TrainedNetwork
 from convoy.training.ranks.under_plan import UnderPlan
 
-OnNan = Literal["stop", "skip"]
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
 SKIP = ", or leave such updates out (--set on_nan=skip)"
 

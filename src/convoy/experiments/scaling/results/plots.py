@@ -63,7 +63,7 @@ def series_of(found: Results) -> list[Series]:
 
 
 def speedups(found: Results) -> Panel:
-    """Images per second over those of one device, against the devices."""
+    """Images per second over those of the reference, against the devices."""
     name, title = "speed-up", "Speed-up over devices"
     lines = series_of(found)
     if not lines:
