@@ -38,6 +38,7 @@ class Stop:
     def _ask(self, agreement: "Agreement") -> bool:
         with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
             self.signal = self.signal or agreement.signal(self._interrupt.signal)
+        self._interrupt.is_due = self.signal is not None
         return self.signal is not None
 
 

@@ -19,11 +19,14 @@ class Interrupt:
 
     Attributes:
         signal: name of the signal that came, or None.
+        is_due: other ranks were asked to stop, and this one's signal may still be on its way: it then is noted, once,
+            also after the end of this.
     """
 
     def __init__(self, names: Mapping[signal.Signals, str] = SIGNALS) -> None:
         self.names = names
         self.signal: str | None = None
+        self.is_due = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -34,7 +37,8 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        if self.signal is not None or not self.is_due:
+            self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.names[signal.Signals(number)]
