@@ -27,12 +27,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("auto") / "data")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests keep what they measure, so that the next ones need not measure it again."""
-    return tmp_path_factory.mktemp("store")
-
-
 def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
     """The session of a run on the ranks that are there."""
     devices, device = Devices.join()
@@ -90,8 +84,8 @@ def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:
 
 
 @pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
-def test_the_winner_of_the_race_runs(data: Path, store: Path, times: tuple[float, ...], winner: str) -> None:
-    for plan, notes, distance in run_ranks(raced, 2, data, store, 0.0, times):
+def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
         assert plan == winner, notes
         assert any(
             "in a race over" in note and "filter=2 1,000.0 ms" in note.replace("2,000", "1,000") for note in notes
@@ -99,8 +93,8 @@ def test_the_winner_of_the_race_runs(data: Path, store: Path, times: tuple[float
         assert distance < 1e-5
 
 
-def test_a_clear_prediction_needs_no_race(data: Path, store: Path) -> None:
-    for plan, notes, distance in run_ranks(raced, 2, data, store, float("inf"), ()):
+def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, float("inf"), ()):
         assert plan == "filter=2"
         assert any("predicted to be fastest" in note for note in notes)
         assert not any("race" in note for note in notes)
@@ -119,8 +113,8 @@ def last_of_four(data: Path, cache: Path) -> list[str]:
         return session(data, cache, "auto").notes
 
 
-def test_plain_sample_always_races(data: Path, store: Path) -> None:
-    for notes in run_ranks(last_of_four, 2, data, store):
+def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(last_of_four, 2, data, tmp_path):
         (race,) = [note for note in notes if "in a race over" in note]
         assert "filter=2" in race and "height=2" in race and "sample=2" in race
         assert "width=2" not in race
@@ -159,8 +153,8 @@ def too_small(data: Path, cache: Path) -> str:
     return ""
 
 
-def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(data: Path, store: Path) -> None:
-    for said in run_ranks(too_small, 2, data, store):
+def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(data: Path, tmp_path: Path) -> None:
+    for said in run_ranks(too_small, 2, data, tmp_path):
         assert said.startswith("no plan fits")
         assert "more than the 10 kB there are" in said
         assert "what the network itself computes takes most" in said
@@ -190,8 +184,8 @@ def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[st
     return str(found.plan), found.notes, sum(float(each.sum()) for each in weights(found).values()), ""
 
 
-def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, store: Path) -> None:
-    found = run_ranks(without_memory, 2, data, store, ("filter=2",))
+def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
+    found = run_ranks(without_memory, 2, data, tmp_path, ("filter=2",))
     assert len({(plan, total) for plan, _, total, _ in found}) == 1
     for plan, notes, total, _ in found:
         assert plan == "sample=2" and total == total
@@ -199,8 +193,8 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, store: P
         assert any("in a race" in note and "filter=2" not in note for note in notes)
 
 
-def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, store: Path) -> None:
-    for *_, failure in run_ranks(without_memory, 2, data, store, ("filter=2", "sample=2")):
+def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
+    for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
         assert failure == "rank 1 ran out of memory while racing filter=2"
 
 
@@ -220,8 +214,8 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
     return row.formula, found.division.counts, distance
 
 
-def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, store: Path) -> None:
-    for rule, counts, distance in run_ranks(by_speed, 2, data, store):
+def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_path: Path) -> None:
+    for rule, counts, distance in run_ranks(by_speed, 2, data, tmp_path):
         assert counts == (5, 1)
         assert rule == "6 over 2, by the speeds that the planner measured"
         assert distance < 1e-5
@@ -232,7 +226,7 @@ def slow_input(data: Path, cache: Path) -> list[str]:
         return session(data, cache, "auto").notes
 
 
-def test_input_is_part_of_the_prediction(data: Path, store: Path) -> None:
-    for notes in run_ranks(slow_input, 2, data, store):
+def test_input_is_part_of_the_prediction(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(slow_input, 2, data, tmp_path):
         assert any("Input-bound" in note for note in notes), notes
         assert any("of memory a device" in note for note in notes)
