@@ -1,7 +1,6 @@
 # Everything from nothing but Python 3.11+, pip and make:  make demo,  make test
 PYTHON ?= python3
 VENV := .venv
-STARTING_RANKS := $(addprefix tests/,benchmarks cli engine launch planning training)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types check clean
@@ -9,9 +8,8 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c 
 demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
 	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
 
-test: $(VENV)/dev.installed           ## run the tests: those that start ranks by themselves, so that nobody takes their cores
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(STARTING_RANKS))
-	$(VENV)/bin/python -m pytest --durations 20 $(STARTING_RANKS)
+test: $(VENV)/dev.installed           ## run the tests, two at a time
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations 20
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

@@ -11,6 +11,9 @@ import pytest
 # A shell starts background jobs with SIGINT ignored, and processes pass that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Two tests at a time share the cores: threads that wait leave them to others.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # Runs and plans keep what they measure: here, not in the user's profile store.
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
