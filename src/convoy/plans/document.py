@@ -10,6 +10,7 @@ import yaml
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import Layers, Place, check_axes, check_layers, show
+from convoy.yaml_file import read_text
 
 _FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such as `features.*: {sample: sample}`"
 _DEPTH = 4
@@ -23,16 +24,7 @@ def read_file(path: Path) -> tuple[Mesh, Layers]:
     """
     if path.is_dir():
         raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConvoyError(f"there is no plan file {path}: check the path, or write e.g. sample=2") from error
-    except UnicodeDecodeError as error:
-        raise ConvoyError(f"{path} is not a text file in UTF-8: a plan is a YAML file") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConvoyError(f"cannot read the plan file {path} ({reason}): check the path") from error
-    return parse_yaml(text, str(path))
+    return parse_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
 
 
 def parse_yaml(text: str, source: str = "the plan") -> tuple[Mesh, Layers]:

@@ -58,7 +58,12 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: str) ->
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\xfe")
-    for path, words in [("absent.yaml", "there is no recipe file"), ("", "is a folder"), ("picture.yaml", "UTF-8")]:
+    for path, words in [
+        ("absent.yaml", "there is no recipe file"),
+        ("", "is a folder"),
+        ("picture.yaml", "UTF-8"),
+        ("a\0b", "null byte"),
+    ]:
         with pytest.raises(ConvoyError, match=words):
             read_mapping(tmp_path / path, "recipe")
 

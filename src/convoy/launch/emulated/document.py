@@ -20,6 +20,7 @@ import yaml
 
 from convoy.errors import ConvoyError
 from convoy.launch.emulated.device import Device, alike, check_rate, check_speed
+from convoy.yaml_file import read_text
 
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
@@ -30,15 +31,7 @@ def read_yaml(path: Path) -> Any:
     Raises:
         ConvoyError: it cannot be read or is no YAML; the sentence has the file.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConvoyError(f"there is no cluster file {path}: check the path") from error
-    except UnicodeDecodeError as error:
-        raise ConvoyError(f"{path} is not a text file in UTF-8: a cluster is a YAML file") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConvoyError(f"cannot read the cluster file {path} ({reason}): check the path") from error
+    text = read_text(path, "cluster")
     try:
         _check_twice(yaml.compose(text, yaml.SafeLoader))
         return yaml.safe_load(text)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from convoy.errors import ConvoyError
+from convoy.yaml_file import read_text
 
 _TYPES = [
     ("null", r"~|null|Null|NULL|", "~nN"),
@@ -72,15 +73,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """
     if path.is_dir():
         raise ConvoyError(f"{path} is a folder: name the {what} file itself, for a run its config.yaml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConvoyError(f"there is no {what} file {path}: check the path") from error
-    except UnicodeDecodeError as error:
-        raise ConvoyError(f"{path} is not a text file in UTF-8: a {what} is a YAML file") from error
-    except OSError as error:
-        raise ConvoyError(f"cannot read the {what} file {path} ({error.strerror}): check the path") from error
-    document = parse(text, str(path))
+    document = parse(read_text(path, what), str(path))
     if document is None:
         return {}
     if not isinstance(document, dict):
