@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,11 @@ class Run:
             raise SystemExit(f"the run ended with status {self.process.returncode}:\n{self.log.read_text()}")
 
     def _children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has ended
+                found += [int(pid) for pid in task.read_text().split()]
+        return found
 
     def ranks(self) -> dict[int, int]:
         """Process numbers of the ranks that run."""

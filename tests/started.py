@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from processes import children, variable
+
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
 
 
@@ -39,7 +41,7 @@ class Started:
     def ranks(self) -> dict[int, int]:
         """Process numbers of the ranks."""
         found = {}
-        for pid in below(self.process.pid):
+        for pid in children(self.process.pid):
             rank = variable(pid, "RANK")
             if rank is not None:
                 found[int(rank)] = pid
@@ -47,28 +49,6 @@ class Started:
 
     def end(self, timeout: float) -> tuple[str, str]:
         return self.process.communicate(timeout=timeout)
-
-
-def below(parent: int) -> list[int]:
-    children = []
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        children += [int(pid) for pid in task.read_text().split()]
-    return children
-
-
-def variable(pid: int, name: str) -> str | None:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((e.decode().partition("=")[2] for e in entries if e.startswith(f"{name}=".encode())), None)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> float:

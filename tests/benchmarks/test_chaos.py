@@ -9,7 +9,8 @@ from pathlib import Path
 import chaos
 import pytest
 
-from started import alive, below, variable, wait_for
+from processes import alive, children, variable
+from started import wait_for
 
 
 @pytest.mark.timeout(400)
@@ -33,7 +34,7 @@ def test_it_ends_what_it_has_started_and_nothing_else(tmp_path: Path) -> None:
         started: list[int] = []
 
         def two_ranks() -> bool:
-            started[:] = [pid for launcher in below(run.pid) for pid in (launcher, *below(launcher))]
+            started[:] = [pid for launcher in children(run.pid) for pid in (launcher, *children(launcher))]
             return sum(variable(pid, "RANK") is not None for pid in started) == 2
 
         wait_for(two_ranks, 100)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from started import Started, alive
+from processes import alive
+from started import Started
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from started import ENVIRONMENT, Started, alive, below, command, curve, digest, finish, resume, steps, wait_for
+from processes import alive, children
+from started import ENVIRONMENT, Started, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_mnist
 
 
@@ -100,7 +101,7 @@ def test_nothing_outlives_the_starting_process(
     out = tmp_path / "run"
     run = start(command(data, out, "--devices", "2", "--workers", "1", epochs="2000ba"))
     wait_for(lambda: steps(out) >= 1, 180)
-    everyone = [pid for rank in run.ranks().values() for pid in (rank, *below(rank))]
+    everyone = [pid for rank in run.ranks().values() for pid in (rank, *children(rank))]
     assert len(everyone) > 2
     run.process.kill()
     run.process.wait()

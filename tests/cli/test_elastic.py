@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from started import Started, below, command, curve, digest, finish, resume, steps, wait_for
+from processes import children
+from started import Started, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_mnist
 
 UPDATES = "30ba"
@@ -86,9 +87,9 @@ def test_a_process_that_loads_pictures_is_replaced(
     options = ("--devices", "2", "--max-restarts", "1", "--set", "checkpoint.every=3ba", "--set", "data.workers=1")
     run = start(command(data, out, *options, epochs=UPDATES))
     wait_for(lambda: steps(out) >= 5, 60)
-    servers = [pid for pid in below(run.ranks()[1]) if below(pid)]
+    servers = [pid for pid in children(run.ranks()[1]) if children(pid)]
     assert len(servers) == 1
-    os.kill(below(servers[0])[0], signal.SIGKILL)
+    os.kill(children(servers[0])[0], signal.SIGKILL)
     output, errors = run.end(90)
     assert run.process.returncode == 0, output + errors
     assert errors.startswith("rank 1 failed: a process that loads pictures died "), errors

@@ -17,6 +17,7 @@ import pytest
 from convoy.errors import ConvoyError
 from convoy.launch.emulated import Cluster, Device, Place, emulate
 from convoy.launch.emulated.quota import Hierarchy
+from processes import alive, children
 
 _PORT = 29_600
 
@@ -117,7 +118,7 @@ def test_ctrl_c_removes_it(maker: subprocess.Popen[bytes]) -> None:
 def test_what_a_killed_process_left_is_removed_by_the_next(maker: subprocess.Popen[bytes]) -> None:
     with emulate(Cluster.alike(1)):
         assert len(left_of(maker.pid)) == 5  # its maker lives
-    helpers = Path(f"/proc/{maker.pid}/task/{maker.pid}/children").read_text().split()
+    helpers = children(maker.pid)
     maker.kill()
     maker.wait()
     assert len(left_of(maker.pid)) == 5
@@ -125,7 +126,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(maker: subprocess.Pop
         assert left_of(maker.pid) == []
     assert helpers
     for _ in range(100):
-        if not any(Path(f"/proc/{helper}").exists() for helper in helpers):
+        if not any(map(alive, helpers)):
             break
         time.sleep(0.1)
     else:

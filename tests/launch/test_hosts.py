@@ -16,6 +16,7 @@ from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Group, Host
 from emulated_hosts import emulated_hosts, listening
+from processes import family
 from tiny import write_mnist
 
 ENVIRONMENT = os.environ | {
@@ -134,22 +135,11 @@ def test_local_ranks_listen_on_loopback_alone(folder: Path) -> None:
     run = subprocess.Popen(
         command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    found = watched([run], lambda: below(run.pid))
+    found = watched([run], lambda: family(run.pid))
     said, _ = run.communicate()
     assert run.returncode == 0, said
     assert {address for address, _ in found} == {"127.0.0.1"}
     assert len(found) >= 4  # the launcher's two stores, and each rank
-
-
-def below(pid: int) -> list[int]:
-    """A process and all that it started."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [other for word in task.read_text().split() for other in below(int(word))]
-        except OSError:
-            continue
-    return found
 
 
 def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:

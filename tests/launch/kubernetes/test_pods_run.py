@@ -17,6 +17,7 @@ import torch
 
 import manifests
 from convoy.launch.kubernetes.arguments import complete
+from processes import children
 
 TRAIN = ("lenet", "--data", "mnist-mini", "--batch", "256", "--reproducible", "--seed", "1", "--workers", "0")
 TRAIN = (*TRAIN, "--set", "evaluate_every=1000ba")
@@ -75,22 +76,13 @@ class Pods:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """A pod's end takes all of its processes."""
-    for group in {process.pid, *_children(process.pid)}:
+    """A pod's end takes all of its processes: torch's launcher starts the ranks in sessions of their own."""
+    for group in {process.pid, *children(process.pid)}:
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:
             continue
     process.wait()
-
-
-def _children(parent: int) -> list[int]:
-    """Processes in sessions of their own, as torch's launcher starts the ranks."""
-    tasks = Path(f"/proc/{parent}/task/{parent}/children")
-    try:
-        return [int(child) for child in tasks.read_text().split()]
-    except OSError:
-        return []
 
 
 def await_that(condition: Callable[[], bool], pods: Pods) -> None:

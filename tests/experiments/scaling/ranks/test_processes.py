@@ -15,7 +15,8 @@ import torch.distributed as dist
 from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.ranks.processes import RankFailed, Say, Seat, run_ranks
-from started import alive, wait_for
+from processes import alive
+from started import wait_for
 from tiny import write_mnist
 
 
