@@ -14,6 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Two tests at a time share the cores: threads that wait leave them to others.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+# Hundreds of processes import the same modules: the first of them keeps the bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Runs and plans keep what they measure: here, not in the user's profile store.
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
