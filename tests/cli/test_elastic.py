@@ -132,7 +132,7 @@ def test_a_rank_that_stands_still_is_named_and_replaced(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
     out = tmp_path / "run"
-    options = ("--devices", "2", "--max-restarts", "1", "--timeout", "2s")
+    options = ("--devices", "2", "--max-restarts", "1", "--timeout", "5s")
     run = start(command(data, out, *options, epochs=UPDATES))
     wait_for(lambda: steps(out) >= 5, 60)
     os.kill(run.ranks()[1], signal.SIGSTOP)
