@@ -63,4 +63,9 @@ def command(hosts: str, arguments: tuple[str, ...], devices_per_host: int | None
     for one in commands:
         click.echo(f"# {one.host.name}, {one.host.devices} device{'s' if one.host.devices > 1 else ''}")
         click.echo(str(one))
+    click.echo(
+        "start each on its host: the data are to be under one path, and the run directory on a file system of all; "
+        "for a network of your own in the folder of its file (docs/hosts.md)",
+        err=True,
+    )
     return 0

@@ -46,7 +46,7 @@ Examples:
 @click.argument("model", required=False)
 @click.option("--data", metavar="PATH", help="A folder or file of pictures, or mnist-mini.")
 @click.option("--recipe", metavar="NAME|FILE", help="How to train: a built-in recipe (convoy recipes) or a YAML file.")
-@click.option("--out", type=click.Path(path_type=Path), help="The run directory. [default: runs/MODEL-DATA]")
+@click.option("--out", type=click.Path(path_type=Path), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out (or in MODEL, if that is a run directory).")
 @click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates).")
 @click.option("--batch", type=int, help="Global batch: samples of one weight update.")

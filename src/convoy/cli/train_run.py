@@ -15,9 +15,10 @@ from convoy.launch import cores
 from convoy.planning import Ranks
 from convoy.planning.comparison_text import comparison_text
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Devices, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training import ConsoleReporter, Devices, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
 from convoy.training.config.timespan import TimeSpan
+from convoy.training.failures.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.training.last_words import Witness
 from convoy.training.parallel_config import num_devices
@@ -60,8 +61,10 @@ def run(
                 request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
                 device_here = _device_of(request.device, own, devices.num)
                 handed_on = place.folder is not None
-                status = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
-                devices.barrier()  # the report is written, before any rank's status has a launcher end the others
+                outcome = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
+                with Interrupt(HANDED_ON if handed_on else SIGNALS):  # what is trained is reported all the same
+                    status = _answer(outcome, devices)
+                    devices.barrier()  # before any rank's status has a launcher end the others
             devices.barrier()  # nobody asks any more where the others are
             Devices.leave()
             return launch.ended(place, status)
@@ -83,7 +86,9 @@ def run(
     request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
     if resolved.parallel.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
-    return _train(request, resolved, out, Devices(), choose_device(request.device))
+    outcome = _train(request, resolved, out, Devices(), choose_device(request.device))
+    with Interrupt():
+        return _answer(outcome, Devices())
 
 
 def _train(
@@ -95,14 +100,14 @@ def _train(
     handed_on: bool = False,
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
-) -> int:
-    """Train on this rank, and on rank 0 write and say what came of it."""
+) -> Outcome:
+    """Train on this rank."""
     console = Console(highlight=False, quiet=devices.rank > 0)
     for note in request.notes:
         if note not in recipe.notes():  # those are printed, and kept, with the session's
             console.print(note, markup=False, soft_wrap=True)
     with ConsoleReporter(console) as reporter:
-        outcome = train(
+        return train(
             recipe,
             out,
             resume=request.resume,
@@ -116,7 +121,12 @@ def _train(
             watchdog=watchdog,
             said=request.said,
         )
+
+
+def _answer(outcome: Outcome, devices: Devices) -> int:
+    """On rank 0 write and say what came of it; the exit status."""
     here.to("report")
+    console, out = Console(highlight=False, quiet=devices.rank > 0), outcome.run
     if outcome.signal is not None:
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "

@@ -72,7 +72,7 @@ def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
 
     folder.mkdir(exist_ok=True)
     follow(int(os.environ[PARENT]), folder, place.rank)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _stop_early)
     signal.signal(signal.SIGTERM, terminate)
     (folder / f"pid-{place.rank}").write_text(str(os.getpid()))

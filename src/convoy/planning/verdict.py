@@ -1,5 +1,6 @@
 """Where the time of a plan goes, what holds it up, and the one change that would help most."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,10 @@ _WORTH_SAYING = 1.02
 _ROUNDING = 1e-9
 _TOO_GOOD = 1.5
 """Efficiency beyond what caches explain."""
+_TOO_SLOW = 1.5
+"""A device's computing beside all of it on one device, beyond what a plan explains."""
+_AGAIN = "measure again when it is quiet (convoy profile --clear)"
+_COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,12 @@ class Explained:
         if self.efficiency > _TOO_GOOD:
             found.append(
                 f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "
-                "while times were measured; measure again when it is quiet (convoy profile --clear)"
+                f"while times were measured; {_AGAIN}"
+            )
+        if _too_slow(self.planned, self.parts):
+            found.append(
+                f"each device computes {_ratio(self.parts, 1 / self.planned.devices)} times as long as one that does "
+                f"all alone, which no plan explains: the machine was busy while times were measured; {_AGAIN}"
             )
         return tuple(found)
 
@@ -190,12 +200,20 @@ def _kind(
     slower = _slower(planned, layers)
     if slower is not None and set(slower.strategy) == {"replicate"}:
         return "repeated", slower
+    if _too_slow(planned, tuple(parts.values())):
+        return "division", slower
     larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in possible)
     return ("batch" if larger or _lost(parts, ENGINE) > lost["compute"] / 2 else "division"), slower
 
 
 def _lost(parts: dict[str, Part], *names: str) -> float:
     return sum(parts[name].lost for name in names if name in parts)
+
+
+def _too_slow(planned: Planned, parts: tuple[Part, ...]) -> bool:
+    own = [part for part in parts if part.name in _COMPUTING]
+    alone = planned.devices * sum(part.ideal for part in own)
+    return planned.devices > 1 and sum(part.seconds for part in own) > _TOO_SLOW * alone > 0
 
 
 def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
@@ -216,7 +234,7 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
     def share(*names: str) -> str:
         return percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
 
-    computing = share("forward", "backward", "loss and the rest of a pass")
+    computing = share(*_COMPUTING)
     match kind:
         case "compute":
             own = percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
@@ -237,17 +255,17 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
             engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
             return (
                 f"Too small a batch per device: with {workload.samples} samples in a pass of {planned.devices} "
-                f"devices, computing takes {_ratio(parts)} times its even share (most in {name}){engine}."
+                f"devices, computing takes {_ratio(parts.values())} times its even share (most in {name}){engine}."
             )
         case "division":
             return (
-                f"Computing divides badly: it takes {_ratio(parts)} times its even share, most in {name}. Parts of a "
-                "layer may be too small to be fast, or the devices share a memory."
+                f"Computing divides badly: it takes {_ratio(parts.values())} times its even share, most in {name}. "
+                "Parts of a layer may be too small to be fast, or the devices share a memory."
             )
         case "repeated":
             return (
                 f"Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
-                f"{_ratio(parts)} times its even share."
+                f"{_ratio(parts.values())} times its even share."
             )
         case "optimiser":
             return f"Bound by the optimiser: {share('optimiser')} of an update is changing the weights."
@@ -255,7 +273,8 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
             return f"Input-bound: {share('input')} of an update is getting the input ready."
 
 
-def _ratio(parts: dict[str, Part]) -> str:
-    own = [parts[name] for name in ("forward", "backward", "loss and the rest of a pass") if name in parts]
-    ideal = sum(part.ideal for part in own)
-    return f"{sum(part.seconds for part in own) / ideal:.2f}" if ideal else "many"
+def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
+    """How often the time of computing is a part of its even share."""
+    own = [one for one in parts if one.name in _COMPUTING]
+    ideal = sum(one.ideal for one in own)
+    return f"{part * sum(one.seconds for one in own) / ideal:.2f}" if ideal else "many"

@@ -41,7 +41,8 @@ WATCHED, APART = (12, 28, 44), (20, 36, 52)
 LAST = 64
 """The update after which nobody looks any more."""
 _HOW = {
-    True: "predicted from the profile store, whose links and engine are those of an earlier plan, without the input",
+    True: "predicted from times that this machine keeps of earlier plans and runs (convoy profile), without the input, "
+    "and as if nothing else ran here",
     False: "nothing was predicted: the plan was given, and the profile store does not know all of it; --plan auto does",
 }
 

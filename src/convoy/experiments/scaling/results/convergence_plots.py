@@ -13,10 +13,10 @@ from convoy.experiments.scaling.results.curves import Convergence
 from convoy.experiments.scaling.results.plots import (
     COLOURS,
     DASHES,
-    LEGEND,
     MARKERS,
     PLOT,
     legend_above,
+    legend_room,
     name_of,
     panel_axes,
 )
@@ -37,13 +37,14 @@ def _over_time(found: Convergence) -> Panel:
     if not found.curves:
         return Panel(name, title, "No configuration has been evaluated yet.", None)
     size, unit = ax.time_unit(max(curve.seconds[-1] for curve in found.curves))
-    figure, axes = panel_axes(f"{title}, %", f"{unit} of training", PLOT, _above(found), ax.LEFT)
+    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
+    figure, axes = panel_axes(f"{title}, %", f"{unit} of training", PLOT, above, ax.LEFT)
     axes.grid(axis="y")
     for place, curve in enumerate(found.curves):
         _draw(axes, found, place, [second / size for second in curve.seconds], wide=False)
     _error_axis(axes, found)
     ax.time_axis(axes, max(curve.seconds[-1] for curve in found.curves) / size)
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=2, left=ax.LEFT)
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = (
         f"{name_of(curve)}: {_percent(curve.errors[-1])} after {formats.duration(curve.seconds[-1])}."
         for curve in found.curves
@@ -56,7 +57,7 @@ def _over_updates(found: Convergence) -> Panel:
     name, title = "error-updates", "Test error over updates"
     if not found.curves:
         return Panel(name, title, "No configuration has been evaluated yet.", None)
-    above = _above(found)
+    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
     figure, axes = panel_axes(f"{title}, %", "", PLOT + _GAP + _STRIP, above, ax.LEFT)
     place = axes.get_position()
     each = place.height / (PLOT + _GAP + _STRIP)
@@ -76,7 +77,7 @@ def _over_updates(found: Convergence) -> Panel:
     figure.text(
         2 / ax.WIDTH, place.y0 + (_STRIP + 11) / whole, f"Distance from {_of(found)}, percentage points", size=10.5
     )
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=2, left=ax.LEFT)
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = (
         f"{name_of(curve)}: at most {formats.significant(100 * curve.distance.error)} points from {_of(found)}."
         for curve in found.others
@@ -137,10 +138,6 @@ def _draw_distances(axes: Axes, found: Convergence) -> None:
 
 def _error_axis(axes: Axes, found: Convergence) -> None:
     ax.wide_axis(axes, np.array([100 * error for curve in found.curves for error in curve.errors]))
-
-
-def _above(found: Convergence) -> float:
-    return ax.TOP + LEGEND * (-(-len(found.curves) // 2) - 1)
 
 
 def _of(found: Convergence) -> str:

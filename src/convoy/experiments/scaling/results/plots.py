@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from convoy.experiments import axes as ax
@@ -31,6 +34,8 @@ LEGEND, PLOT = 15, 170
 """In points: height of a line of a legend, and of a plot."""
 _ROW, _SIDE = 31, 8
 """In points: height of a row, and the margin left of rows."""
+_HANDLE, _PAD, _APART = 1.4, 0.6, 1.6
+"""In a legend, in sizes of its font: width of a handle, what lies between it and its word, and between columns."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def speedups(found: Results) -> Panel:
     if not lines:
         return Panel(name, title, "Nothing has been measured on several devices yet.", None)
     numbers = sorted({row.devices for line in lines for row in line.rows})
-    above = ax.TOP + LEGEND * (-(-(len(lines) + 1) // 3) - 1)
+    columns, above = legend_room(["ideal", *(line.name for line in lines)], 3)
     figure, axes = panel_axes(title, "devices", PLOT, above, ax.LEFT)
     axes.grid(axis="y")
     largest = numbers[-1]
@@ -84,7 +89,7 @@ def speedups(found: Results) -> Panel:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=3, left=ax.LEFT)
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = [
         f"{line.name}: {row.speedup:.2f} on {row.devices}." for line in lines for row in line.rows if row.devices > 1
     ]
@@ -199,6 +204,21 @@ def panel_axes(title: str, xlabel: str, height: float, above: float, left: float
     return figure, axes
 
 
+def legend_room(words: Sequence[str], most: int) -> tuple[int, float]:
+    """How many columns of a legend fit beside each other, `most` at most, and the margin above the axes for it."""
+    with ax.house_style():
+        size = FontProperties().get_size_in_points()
+        widths = [size * (_HANDLE + _PAD) + TextPath((0, 0), word).get_extents().width for word in words]
+    columns = next(
+        number
+        for number in range(most, 0, -1)
+        if number == 1
+        or sum(max(column, default=0) for column in np.array_split(widths, number)) + size * _APART * (number - 1)
+        <= ax.WIDTH - _SIDE
+    )
+    return columns, ax.TOP + LEGEND * (-(-len(words) // columns) - 1)
+
+
 def legend_above(
     axes: Axes, handles: Sequence[object], words: Sequence[str], columns: int = 2, left: float = _SIDE
 ) -> None:
@@ -214,9 +234,9 @@ def legend_above(
         frameon=False,
         borderpad=0,
         borderaxespad=0,
-        handlelength=1.4,
-        handletextpad=0.6,
-        columnspacing=1.6,
+        handlelength=_HANDLE,
+        handletextpad=_PAD,
+        columnspacing=_APART,
     )
 
 

@@ -1,0 +1,40 @@
+"""Ctrl-C when there is nothing to save yet, and when all is saved already, on two devices. Real processes."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from started import Started, command, wait_for
+from tiny import write_mnist
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("ctrl-c") / "data")
+
+
+def test_while_the_ranks_start(data: Path, tmp_path: Path, start: Callable[[list[str]], Started]) -> None:
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2"))
+    wait_for(lambda: len(run.ranks()) == 2, 60)
+    run.process.send_signal(signal.SIGINT)
+    output, errors = run.end(60)
+    assert run.process.returncode == 1
+    assert "SIGINT: stopped at once, without saving" in output
+    assert errors == ""
+    assert not out.exists()
+
+
+def test_after_the_last_update_the_report_is_written(
+    data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", epochs="4ba"))
+    assert run.process.stdout is not None and run.process.stderr is not None
+    assert any(line.startswith("test accuracy") for line in run.process.stdout)
+    run.process.send_signal(signal.SIGINT)
+    rest = run.process.stdout.read()
+    assert run.process.wait(60) == 0, run.process.stderr.read()
+    assert f"report: {out}" in rest and (out / "report.html").exists()
