@@ -14,6 +14,8 @@ HELP = ["--help", *(f"{verb} --help" for verb in VERBS), *(f"launch {name} --hel
 WRONG = {
     "train lenet --nonsense": "no such option",
     "train lenet --batch many": "is not a valid integer",
+    "train lenet --data missing": "data set missing does not exist",
+    "train lenet --data mnist-mini --plan smaple=2": "smaple is no strategy",
     "export runs/none": "say what to export",
     "launch hosts a:1,b:1 -- lenet --batch many": "is not a valid integer",
     "plan lenet --nonsense": "no such option",

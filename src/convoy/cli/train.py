@@ -6,6 +6,9 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
+from convoy.data_path import MNIST_MINI, existing
+from convoy.launch import find_place
+from convoy.plans.plan import Plan
 
 KEYS = {
     "data": "data.path",
@@ -90,6 +93,8 @@ def command(
 
     MODEL may be left out where the recipe names it.
     """
+    if find_place() is None:  # ranks find such mistakes together
+        _check_line(values["data"], values["plan"])
     from convoy.cli.train_request import Request  # with torch, for which no misspelt option is to wait
     from convoy.cli.train_run import run
 
@@ -97,3 +102,11 @@ def command(
     request = Request(arguments, model, recipe, [*overrides, *settings], out, resume, device)
     devices = values["devices"]
     return run(request, int(devices) if devices is not None else None, max_restarts, timeout, interface)
+
+
+def _check_line(data: object, plan: object) -> None:
+    """Refuse what needs neither torch nor the network to be found wrong."""
+    if isinstance(data, str) and data != MNIST_MINI:
+        existing(data)
+    if isinstance(plan, str):
+        Plan.parse(plan, 1)

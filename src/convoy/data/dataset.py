@@ -1,12 +1,11 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.data.cifar import find_cifar, open_cifar
-from convoy.data.config import MNIST_MINI, DataConfig
+from convoy.data.config import DataConfig
 from convoy.data.files import Opened, shown
 from convoy.data.folder import find_folder, open_folder
 from convoy.data.known import statistics
@@ -17,6 +16,7 @@ from convoy.data.mnist_mini import open_mnist_mini
 from convoy.data.sources import EncodedSource, PixelSource, Progress, Source
 from convoy.data.split import stratified_split
 from convoy.data.webdataset import open_tars
+from convoy.data_path import MNIST_MINI, existing
 from convoy.errors import ConvoyError
 
 DEFAULT_VALIDATION_FRACTION = 0.1
@@ -83,9 +83,7 @@ def open_data(config: DataConfig, progress: Progress | None = None) -> DataSet:
 def _open(config: DataConfig, progress: Progress | None) -> Opened:
     if MNIST_MINI in (config.path, config.format):
         return open_mnist_mini()
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise ConvoyError(f"data set {shown(path)} does not exist{_suggestion(path)}")
+    path = existing(config.path)
     if not path.is_dir() and not path.is_file():
         raise ConvoyError(f"data set {shown(path)} is neither a file nor a folder: set data.path to one")
     kind = config.format if config.format != "auto" else _detect(path)
@@ -130,18 +128,6 @@ def _detect(path: Path) -> str:
         f"{shown(path)} is no data set in a known format: it needs MNIST or CIFAR files, .parquet or .tar files, or a "
         "folder of pictures for each class"
     )
-
-
-def _suggestion(path: Path) -> str:
-    try:
-        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    except OSError:
-        near = []
-    match = difflib.get_close_matches(path.name, [*near, MNIST_MINI], n=1)
-    if not match:
-        return f": set --data to a file or folder, or to {MNIST_MINI}"
-    known = MNIST_MINI if match[0] == MNIST_MINI else shown(path.parent / match[0])
-    return f": did you mean {known}?"
 
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.data.config import MNIST_MINI
 from convoy.data.files import Opened, reading, unpacking
 from convoy.data.known import MNIST_CLASSES
 from convoy.data.sources import PixelSource
 from convoy.data.split import stratified_split
+from convoy.data_path import MNIST_MINI
 from convoy.errors import ConvoyError
 
 # The split of every mnist-mini ever reported: changing these numbers changes the data set.
