@@ -8,7 +8,7 @@ from convoy.cli import main
 from convoy.training import load_recipe
 from convoy.training.checks import check_devices
 
-TRAIN = "train lenet --data {tmp}/nowhere"
+TRAIN = "train lenet --data {tmp}/two.yaml"
 BENCH = "bench lenet --data {tmp}/nowhere"
 WRONG = {
     "a place below a file": (f"{TRAIN} --out {{tmp}}/file/run", "cannot write to"),

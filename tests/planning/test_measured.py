@@ -1,5 +1,6 @@
 """What is rehearsed for which question, and what becomes of a rehearsal that fails on one rank."""
 
+import resource
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from convoy.cost.piece import VIEWS
 from convoy.cost.program import program
 from convoy.cost.store import ProfileStore
 from convoy.cost.timeline import Span
+from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.rehearsal import CallTimes, Rehearsal
 from convoy.errors import ConvoyError
 from convoy.models import create
@@ -64,6 +66,25 @@ def test_a_rehearsal_without_memory_on_one_rank_is_left_out(rank: int, passes: i
         (note,) = [note for note in notes if "memory" in note]
         assert note.startswith(f"rank {rank} ran out of memory while rehearsing channel: ")
         assert said.index("rehearsing channel") < said.index("rehearsing height")
+
+
+def resident_when_rehearsed(num_bytes: int) -> tuple[float, float]:
+    """Bytes that the process has before it plans, after so many were freed, and when it begins to rehearse."""
+
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    keep_freed_memory(torch.device("cpu"))
+    blocks = [torch.ones(2**18) for _ in range(num_bytes // 2**20)]
+    del blocks
+    found = [resident()]
+    make_plan(lenet(), 1, Ranks(), progress=lambda what, done, total: found.append(resident()))
+    return found[0], found[1]
+
+
+def test_what_was_used_before_is_given_back_to_begin_with() -> None:
+    ((before, after),) = run_ranks(resident_when_rehearsed, 1, 2**28)
+    assert before - after > 2**27
 
 
 def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:

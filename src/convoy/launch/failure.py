@@ -49,15 +49,15 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The rank's name and what to say, in a line; a mistake is nobody's, and who hangs says it himself."""
+        """The rank and what to say, in a line; a mistake or Ctrl-C is nobody's, and who hangs says it himself."""
         first = self.sentence.partition("\n")[0]
-        return first if self.kind in ("mistake", "hung") else f"rank {self.rank} failed: {first}"
+        return first if self.kind in ("mistake", "interrupted", "hung") else f"rank {self.rank} failed: {first}"
 
     def text(self, verbose: bool = False) -> str:
         """What is printed: the reason, and the traceback where it says more."""
         if self.kind == "mistake":
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
-        if self.kind == "hung":
+        if self.kind in ("interrupted", "hung"):
             return self.sentence
         trace = "" if self.clear and not verbose else self.trace
         return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")

@@ -46,9 +46,7 @@ def as_rank(place: Place) -> Iterator[Hang]:
         try:
             yield hang
         except _StoppedEarly as stopped:
-            if place.rank == 0:
-                print(stopped, flush=True)
-            _end(ended(place, 1))
+            _fail(Failure(place.rank, "interrupted", str(stopped), "", time.time()), folder)
         except (Exception, KeyboardInterrupt) as error:
             ending.set()
             if place.num_ranks == 1:

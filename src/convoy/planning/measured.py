@@ -117,6 +117,7 @@ def measure(
     outside: dict[bool, list[Times]] = {True: [], False: []}
     notes: list[str] = []
     seconds: list[tuple[float, ...]] = []
+    _give_back(workload.device)  # what was planned or trained before, whose blocks are of other sizes
     for number, job in enumerate(jobs):
         progress(f"rehearsing {job.name}", number, len(jobs))
         if all(one in known[job.alone] for one in _pieces(job, ranks)):
@@ -137,8 +138,7 @@ def measure(
                 store.put(devices[job.alone], found.times)
                 around = [found.around.forward, found.around.backward]
                 store.note(devices[job.alone], _around_of(job.workload, job.alone), around)
-    if workload.device.type == "cpu":
-        release_freed_memory()
+    _give_back(workload.device)
     progress("rehearsing", len(jobs), len(jobs))
     if not any(known.values()):
         notes.append("nothing could be rehearsed in the memory there is: times are those of a typical slow core")
@@ -162,6 +162,11 @@ def measure(
         )
     together = with_overhead(found_costs[False], workload, ranks)
     return Knowledge(found_costs[True], together, tuple(notes), paces(seconds, ranks, store, devices[False]))
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cpu":
+        release_freed_memory()
 
 
 def _rehearsed(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> Rehearsed:

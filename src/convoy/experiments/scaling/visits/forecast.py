@@ -22,6 +22,7 @@ from convoy.planning.planner import Scored
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.build import build_model
 from convoy.training.numerics import set_numerics
+from convoy.training.planning.device_memory import device_memory
 from convoy.training.planning.workloads import workload_of_recipe
 from convoy.training.ranks.division import text as text_of
 from convoy.training.session import Session
@@ -122,8 +123,15 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
             except ConvoyError as error:
                 notes.append(f"{text}: {error}")
         ranks = Ranks.here() if devices.num > 1 else Ranks()
-        store = ProfileStore() if keep else None
-        planned = make_plan(workload, devices.num, ranks, store=store, plans=list(wanted.values()), progress=say)
+        planned = make_plan(
+            workload,
+            devices.num,
+            ranks,
+            store=ProfileStore() if keep else None,
+            plans=list(wanted.values()),
+            progress=say,
+            room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
+        )
         for text, plan in wanted.items():
             scored = planned.serial if devices.num == 1 else score(workload, plan, planned.costs)
             found[text] = _prediction(scored)
