@@ -42,12 +42,12 @@ def on(place: Place, function: Callable[..., Any], *args: Any) -> Callable[[], A
     """Start a function on a device; what is returned waits for its result."""
     sent = pickle.dumps((place, function.__name__, args))
     code = (
-        "import pickle, sys; sys.path.insert(0, sys.argv[1]); import test_emulated as tests\n"
+        "import pickle, sys; sys.path[:0] = sys.argv[1:]; import test_emulated as tests\n"
         "place, name, args = pickle.load(sys.stdin.buffer)\n"
         "place.enter()\n"
         "sys.stdout.buffer.write(pickle.dumps(getattr(tests, name)(*args)))"
     )
-    command = (sys.executable, "-c", code, str(Path(__file__).parent))
+    command = (sys.executable, "-c", code, *map(str, Path(__file__).parents[:2]))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(sent)

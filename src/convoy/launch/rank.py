@@ -46,6 +46,7 @@ def as_rank(place: Place) -> Iterator[Hang]:
         try:
             yield hang
         except _StoppedEarly as stopped:
+            ending.set()
             _fail(Failure(place.rank, "interrupted", str(stopped), "", time.time()), folder)
         except (Exception, KeyboardInterrupt) as error:
             ending.set()
