@@ -81,7 +81,8 @@ def test_an_error_is_in_the_summary_and_the_run_goes_on(
         run(data, out, fails=error)
     assert caught.value is error
     assert stands(out) == ("failed", said, 5)
-    assert "going on after 4 of 8 updates" in run(data, out)
+    # The checkpoint after 4 updates may still have been on its way.
+    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(run(data, out))
     assert stands(out) == ("finished", None, 8)
     assert digest(out) == digest(tmp_path / "whole")
 
@@ -96,8 +97,8 @@ def test_a_run_that_cannot_go_on_says_why(data: Path, tmp_path: Path, monkeypatc
     def fail(self: Loop) -> None:
         raise RuntimeError("odd tensors")
 
-    with pytest.raises(KeyError):
-        run(data, tmp_path / "run", fails=KeyError("odd key"))
+    with pytest.raises(ConvoyError, match="odd"):  # for which a checkpoint that is being written is awaited
+        run(data, tmp_path / "run", fails=ConvoyError("odd"))
     monkeypatch.setattr(Loop, "resume", fail)
     with pytest.raises(RuntimeError, match="odd tensors"):
         run(data, tmp_path / "run")
