@@ -11,7 +11,8 @@ from pathlib import Path
 
 from processes import children, variable
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+_PATH = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(_PATH), "OMP_NUM_THREADS": "1"}
 
 
 def command(data: Path, out: Path, *options: str, model: str = "tiny:TinyNet", epochs: str = "24ba") -> list[str]:

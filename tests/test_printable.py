@@ -5,7 +5,7 @@ import io
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.printable import printable
+from convoy.printable import brief, printable, shortened
 from convoy.terminal import Console
 
 ESCAPED = [
@@ -53,3 +53,14 @@ def test_a_console_writes_no_control_characters_but_its_own(markup: bool) -> Non
             assert written.getvalue().endswith(f"{shown}\n")
     console.print("bold", style="bold")
     assert not {"\x1b[2J", "\x07", "\x9b", "\u202e"} & set(written.getvalue())
+
+
+def test_what_was_typed_is_not_repeated_at_length() -> None:
+    assert brief("sample=2") == "sample=2"
+    assert brief("a" * 50 + "b" * 5_000 + "c" * 26) == "a" * 50 + "bbb…" + "c" * 26
+    path = "/".join(["folder"] * 30)
+    assert str(ConvoyError(f"there is no file {path}: check the path")) == f"there is no file {path}: check the path"
+    long = str(ConvoyError(f"there is no file {'x' * 5_000}: check the path"))
+    assert long.startswith("there is no file xxx") and long.endswith("xxx: check the path") and len(long) < 300
+    assert len(shortened("x " * 5_000)) == 1_500
+    assert shortened("line\n" * 5_000) == "line\n" * 5_000

@@ -1,51 +1,82 @@
-"""Convoy: train convolutional networks on one to many devices, with the same result on every one of them."""
+"""Train convolutional networks on one to many devices, with the same result on every one of them.
 
-from typing import TYPE_CHECKING, Any
+A network becomes this rank's part of it by `parallelize`, and the training loop around it stays one's own:
 
+    net = convoy.parallelize(model, "sample=2", example=images)     under torchrun; without it, one device
+    loss = loss_fn(net(images[mine]), labels[mine])                 mine = convoy.local_samples(net, len(images))
+    loss.backward()                                                 gradients are those of the global batch
+
+Beside it stand `plan` (the fastest plan for some devices, and why), `save` and `load` (any plan to any other),
+`global_mean` and `penalty` (losses that are exact under every plan), `BatchSampler` and `evaluate`, and `load_run` for
+what `convoy train` has left. The guide is docs/your-own-loop.md.
+"""
+
+from typing import TYPE_CHECKING
+
+from convoy.errors import ConvoyError as ConvoyError
+from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from convoy.engine.class_parallel import cross_entropy
-    from convoy.engine.explain import explain
-    from convoy.engine.parallelize import (
-        accumulate,
-        clip_grad_norm_,
-        gradients,
-        load_state_dict,
-        local_samples,
-        parallelize,
-        state_dict,
-    )
-    from convoy.planning.interface import plan
-    from convoy.plans import Mesh, Plan
+    from convoy.engine.class_parallel import cross_entropy as cross_entropy
+    from convoy.engine.explain import explain as explain
+    from convoy.engine.parallelize import accumulate as accumulate
+    from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
+    from convoy.engine.parallelize import gradients as gradients
+    from convoy.engine.parallelize import local_samples as local_samples
+    from convoy.engine.parallelize import parallelize as parallelize
+    from convoy.planning.interface import plan as plan
+    from convoy.plans import Mesh as Mesh
+    from convoy.plans import Plan as Plan
+    from convoy.script.checkpoint import load as load
+    from convoy.script.checkpoint import save as save
+    from convoy.script.data import BatchSampler as BatchSampler
+    from convoy.script.data import evaluate as evaluate
+    from convoy.script.data import num_ranks as num_ranks
+    from convoy.script.data import print as print
+    from convoy.script.data import rank as rank
+    from convoy.script.loss import global_mean as global_mean
+    from convoy.script.loss import penalty as penalty
+    from convoy.script.state import load_optimizer_state_dict as load_optimizer_state_dict
+    from convoy.script.state import load_state_dict as load_state_dict
+    from convoy.script.state import optimizer_state_dict as optimizer_state_dict
+    from convoy.script.state import state_dict as state_dict
+    from convoy.training.restore import load_run as load_run
 
-__all__ = [
-    "Mesh",
-    "Plan",
-    "accumulate",
-    "clip_grad_norm_",
-    "cross_entropy",
-    "explain",
-    "gradients",
-    "load_state_dict",
-    "local_samples",
-    "parallelize",
-    "plan",
-    "state_dict",
-]
+_MODULES = {
+    "BatchSampler": "script.data",
+    "Mesh": "plans",
+    "Plan": "plans",
+    "accumulate": "engine.parallelize",
+    "clip_grad_norm_": "engine.parallelize",
+    "cross_entropy": "engine.class_parallel",
+    "evaluate": "script.data",
+    "explain": "engine.explain",
+    "global_mean": "script.loss",
+    "gradients": "engine.parallelize",
+    "load": "script.checkpoint",
+    "load_optimizer_state_dict": "script.state",
+    "load_run": "training.restore",
+    "load_state_dict": "script.state",
+    "local_samples": "engine.parallelize",
+    "num_ranks": "script.data",
+    "optimizer_state_dict": "script.state",
+    "parallelize": "engine.parallelize",
+    "penalty": "script.loss",
+    "plan": "planning.interface",
+    "print": "script.data",
+    "rank": "script.data",
+    "save": "script.checkpoint",
+    "state_dict": "script.state",
+}
+"""Where each public name is: imported when it is first used, as `convoy --help` waits for neither them nor torch."""
+
+__all__ = ["ConvoyError", *sorted({*_MODULES} - {"print"})]  # `from convoy import *` leaves Python's own print
 
 
-def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, when it is first used: `convoy --help` needs neither."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "plan":
-        from convoy.planning import interface
+__getattr__ = lazily("convoy", _MODULES)
 
-        return interface.plan
-    from convoy import engine, plans
-    from convoy.engine.parallelize import gradients
 
-    if name == "gradients":  # `convoy.engine.gradients` is a package
-        return gradients
-    return getattr(plans if name in ("Mesh", "Plan") else engine, name)
+def __dir__() -> list[str]:
+    """What there is, for `help` and completion: also what was not used yet."""
+    return [*__all__, "__version__", "print"]

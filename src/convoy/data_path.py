@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.printable import printable
 
 MNIST_MINI = "mnist-mini"
@@ -16,7 +17,7 @@ def existing(text: str) -> Path:
     Raises:
         ConvoyError: it does not exist.
     """
-    path = Path(text).expanduser()
+    path = expanded(text)
     if not path.exists():
         raise ConvoyError(f"data set {printable(str(path))} does not exist{_suggestion(path)}")
     return path

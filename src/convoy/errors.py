@@ -1,17 +1,17 @@
 """The one exception that is meant for the person at the keyboard."""
 
-from convoy.printable import printable
+from convoy.printable import printable, shortened
 
 
 class ConvoyError(ValueError):
     """A mistake that the user can mend.
 
     The message is one sentence that names what is wrong and what to change. The command line prints it without
-    a traceback and exits with status 2. Control characters, of names in it, are escaped.
+    a traceback and exits with status 2. Control characters, of names in it, are escaped, and what is long is shortened.
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__(), keep="\n")
+        return shortened(printable(super().__str__(), keep="\n"))
 
 
 class MachineError(ConvoyError):

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, synced, and moved."""
+"""Files that are whole or not there: written beside their place, synced, and moved. And paths as people type them."""
 
 import json
 import math
@@ -7,6 +7,30 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from convoy.errors import ConvoyError
+from convoy.printable import brief
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4_000
+
+
+def expanded(text: str | Path) -> Path:
+    """The path that a person typed: `~` and `~name` are home folders.
+
+    Raises:
+        ConvoyError: nobody has that name here, this process's user has no home, or no file can have such a name.
+    """
+    longest = max((len(part.encode("utf-8", "surrogatepass")) for part in Path(text).parts), default=0)
+    if "\0" in str(text) or longest > _LONGEST_NAME or len(str(text)) > _LONGEST_PATH:
+        raise ConvoyError(f"{brief(str(text))} names no file: it is too long, or has a null character in it")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        user = Path(text).parts[0]
+        why = "this process has no home folder, as HOME is not set" if user == "~" else "there is no such user"
+        raise ConvoyError(
+            f"{brief(str(text))}: {why}: write the path in full, or ./{brief(user)} for a name"
+        ) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

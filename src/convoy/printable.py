@@ -1,11 +1,14 @@
-"""Text of others that is to be shown: names of files and classes must not steer a terminal or turn a line around."""
+"""Text of others that is to be shown: names of files and classes must not steer a terminal or turn a line around, and
+what was typed is not repeated at length."""
 
+import re
 import unicodedata
 
 # Control, surrogate, private and unassigned characters, ends of lines and paragraphs.
 _UNSEEN = {"Cc", "Cs", "Co", "Cn", "Zl", "Zp"}
 # Of the invisible marks ("Cf"), those that join letters belong to words of several scripts, and to emoji.
 _JOINERS = "\u200c\u200d"
+_LONGEST_WORD, _LONGEST_LINE = 240, 1_500
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -18,6 +21,26 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(_escaped(sign) if sign not in keep and _unseen(sign) else sign for sign in text)
+
+
+def brief(text: str, length: int = 80) -> str:
+    """A text of at most so many characters, with an ellipsis for what lies in the middle of a longer one."""
+    if len(text) <= length:
+        return text
+    end = length // 3
+    return f"{text[: length - end - 1]}…{text[-end:]}"
+
+
+def shortened(message: str) -> str:
+    """A message to a person, in which nobody need scroll past what was typed: neither words nor lines without end.
+
+    Names and paths of usual lengths stay whole. For what is typed in vain there is `brief`.
+    """
+    if len(message) <= _LONGEST_WORD:
+        return message
+    words = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+    lines = (words.sub(lambda word: brief(word[0], _LONGEST_WORD), line) for line in message.split("\n"))
+    return "\n".join(brief(line, _LONGEST_LINE) for line in lines)
 
 
 def _unseen(sign: str) -> bool:

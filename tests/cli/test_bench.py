@@ -205,6 +205,7 @@ def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, capsys: pytest.Capt
         ("bench lenet --devices 1 --batch 8 --batch-per-device 8", "give one"),
         ("bench lenet --devices 1 --rounds 0", "--rounds is 0"),
         ("bench lenet --devices 1 --epochs 0", "--epochs is 0"),
+        ("bench lenet --devices 1 --dataset-size 10", "give --epochs, too"),
         ("bench lenet --devices 1 --data mnist-mini --image-size 32", "leave one out"),
         ("bench lenet --devices 1 --data missing", "missing does not exist"),
         ("bench lenet --devices 1 --device tpu", "--device tpu"),

@@ -111,7 +111,7 @@ def test_nothing_outlives_the_starting_process(
 @pytest.mark.parametrize(
     ("model", "status", "beginning"),
     [
-        ("failing:Failing", 1, "rank 1 failed: KeyError: 'the odd key'\nTraceback"),
+        ("failing:Failing", 1, "rank 1 failed: KeyError: 'the odd key' (failing.py, line 22, in train)\nTraceback"),
         ("failing:Mistaken", 2, "convoy: rank 1 finds the data wanting: mend it\n"),
     ],
 )

@@ -103,8 +103,9 @@ def test_a_process_that_loads_pictures_is_replaced(
 def test_an_error_ends_the_run_when_no_restart_is_left(data: Path, tmp_path: Path) -> None:
     options = ("--devices", "2", "--max-restarts", "1")
     found = finish(command(data, tmp_path / "run", *options, model="failing:Failing"), 1)
-    assert "rank 1 failed: KeyError: 'the odd key'; all ranks start again (restart 1 of 1)" in found.stderr
-    assert "rank 1 failed: KeyError: 'the odd key'\nTraceback" in found.stderr
+    why = "rank 1 failed: KeyError: 'the odd key' (failing.py, line 22, in train)"
+    assert f"{why}; all ranks start again (restart 1 of 1)" in found.stderr
+    assert f"{why}\nTraceback" in found.stderr
 
 
 @pytest.mark.matrix

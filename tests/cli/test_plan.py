@@ -114,7 +114,7 @@ def test_a_factory_of_ones_own_with_one_channel(capsys: pytest.CaptureFixture[st
         capsys, "plan", "tiny:TinyNet", "--batch", "16", "--image-size", "28", "--devices", "2", "--link", "pcie4"
     )
     assert "tiny:TinyNet on 2 devices, 16 samples an update, images of 1×28×28" in text
-    assert "assumed, --image-size" not in text
+    assert "pixels are assumed" not in text
 
 
 def test_the_size_that_is_assumed_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,12 +124,12 @@ def test_the_size_that_is_assumed_is_said_before_anything_is_measured(capsys: py
     ):
         assert main(["plan", "tiny:TinyNet", "--batch", "16"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("nobody says how large the images for tiny:TinyNet are: 28 pixels are assumed")
+    assert first.startswith("the size of the images for tiny:TinyNet is not known: 28×28 pixels are assumed, unless")
     assert second == "convoy: measured"
     with patch.object(plan_network, "ASSUMED_SIZE", 28):
         found = json.loads(said(capsys, "plan", "tiny:TinyNet", "--batch", "16", "--json"))
     assert found["sample"] == [1, 28, 28]
-    assert any("28 pixels are assumed" in note for note in found["notes"])
+    assert any("28×28 pixels are assumed" in note for note in found["notes"])
 
 
 def test_given_plans_respect_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,6 @@ def test_ranks_of_this_machine_measure(tmp_path: Path, cache: Path) -> None:
         ("plan lenet --html .", "is a folder"),
         ("plan failing:Nothing", "failing:Nothing"),
         ("plan lenet --device tpu", "--device tpu"),
-        ("profile nowhere", "convoy profile"),
     ],
 )
 def test_mistakes_are_one_sentence(line: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -258,7 +257,9 @@ def test_profile_lists_what_was_measured_and_forgets_it(
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     assert "nothing is kept" in said(capsys, "profile")
     assert json.loads(said(capsys, "profile", "--json")) == []
+    assert "nothing is kept" in said(capsys, "profile", "nowhere", status=2)
     said(capsys, "plan", "lenet", "--batch", "8")
+    assert "convoy profile lists" in said(capsys, "profile", "nowhere", status=2)
     devices = json.loads(said(capsys, "profile", "--json"))
     assert len(devices) == 1 and devices[0]["pieces"] > 3
     assert "just now" in said(capsys, "profile")

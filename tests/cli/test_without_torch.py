@@ -16,7 +16,36 @@ WRONG = {
     "train lenet --batch many": "is not a valid integer",
     "train lenet --data missing": "data set missing does not exist",
     "train lenet --data mnist-mini --plan smaple=2": "smaple is no strategy",
-    "export runs/none": "say what to export",
+    "export runs/none --to x.bin": "end it in .onnx or .pt2",
+    "predict runs/none missing.png": "there is no picture or folder missing.png",
+    "eval runs/none --json --csv": "give one of them",
+    "train lenett --data mnist-mini": "did you mean lenet",
+    "train mine:net:work.py --data mnist-mini --set batch=x": "batch is x",
+    "train no/such:net --data mnist-mini": "names no module",
+    "train lenet --data mnist-mini --recipe defualt": "did you mean default",
+    "train lenet --data mnist-mini --recipe none/such.yaml": "there is no recipe file none/such.yaml",
+    "train lenet --data mnist-mini --set optimizer.momentun=0.8": "did you mean optimizer.momentum",
+    "train lenet --data mnist-mini --weights none.pth": "weights file none.pth does not exist",
+    "train lenet --data mnist-mini --plan sample=3 --devices 2": "is for 3 devices, but 2 run",
+    "train lenet --data mnist-mini --plan auto --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
+    "train lenet --data mnist-mini --out .": "is not empty",
+    "train lenet --data mnist-mini --out file": "is a file",
+    "train none --extend 8": "none is no run directory: --extend needs the run to make longer",
+    "train --resume --out none": "holds no run to go on with",
+    "export runs/none": "is no run directory",
+    "eval none": "none is no run directory",
+    "predict none file": "none is no run directory",
+    "data none": "data set none does not exist",
+    "report none": "none is no run directory",
+    "plan lenett": "did you mean lenet",
+    "plan lenet --recipe defualt": "did you mean default",
+    "plan lenet --fix fc1": "'fc1' fixes nothing",
+    "plan lenet --fix fc1=fitler": "fitler is no strategy",
+    "plan lenet --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
+    "bench lenett": "did you mean lenet",
+    "bench lenet --recipe defualt": "did you mean default",
+    "bench lenet --set batches=3": "batches is unknown",
+    "bench lenet --data none": "data set none does not exist",
     "launch hosts a:1,b:1 -- lenet --batch many": "is not a valid integer",
     "plan lenet --nonsense": "no such option",
     "plan": "nothing to plan",
@@ -87,7 +116,7 @@ def test_a_mistake_does_not_wait_for_torch(line: str, refused: dict[str, tuple[i
     assert not torch
 
 
-def test_a_network_that_is_none_is_found_with_torch(tmp_path: Path) -> None:
-    ((status, said, torch),) = answers(["plan lenett"], tmp_path)
-    assert status == 2 and "did you mean lenet" in said
+def test_what_needs_the_network_waits_for_torch(tmp_path: Path) -> None:
+    ((status, said, torch),) = answers(["plan lenet --fix fc=filter"], tmp_path)
+    assert status == 2 and "matches no layer" in said and "measuring" not in said
     assert torch

@@ -76,6 +76,7 @@ RECIPES = {
     "broken YAML": ("train --recipe {tmp}/broken.yaml --data {data}", "broken.yaml, line 3"),
     "a list as a recipe": ("train --recipe {tmp}/list.yaml --data {data}", "list.yaml"),
     "a word for a number": ("train --recipe {tmp}/word.yaml --data {data}", "batch"),
+    "words for a length": ("train --recipe {tmp}/length.yaml --data {data}", "or weight updates as 5000ba\n"),
     "an unknown section": ("train --recipe {tmp}/section.yaml --data {data}", "optimizer"),
     "a folder as a recipe": ("train --recipe {tmp} --data {data}", "folder"),
 }
@@ -85,7 +86,8 @@ WEIGHTS = {
     "weights of another network": (f"{LENET} --weights {{tmp}}/tiny.safetensors", "tiny.safetensors"),
     "weights cut off": (f"{TINY} --weights {{tmp}}/cut.safetensors", "cut.safetensors"),
     "weights that run code": (f"{TINY} --weights {{tmp}}/evil.pth", "evil.pth"),
-    "weights in an unknown format": (f"{TINY} --weights {{tmp}}/text.txt", "text.txt"),
+    "weights in an unknown format": (f"{TINY} --weights {{tmp}}/text.txt", "it is not what torch.save writes"),
+    "weights of a run that has none": (f"{TINY} --weights {{unfinished}}", "--resume"),
 }
 
 RUNS = {
@@ -105,7 +107,17 @@ RUNS = {
     "report of no run": ("report {tmp}/empty", "empty"),
     "report of half a study": ("report {tmp}/study", "it has no study"),
     "report of damaged metrics": ("report {bad_metrics}", "metrics.jsonl"),
-    "export to nothing": ("export {run}", "--onnx"),
+    "eval in two forms": ("eval {run} --json --csv", "give one of them"),
+    "export in two formats": ("export {run} --onnx --torch-export", "write one after the other"),
+    "export by an unknown ending": ("export {run} --to {tmp}/x.bin", "end it in .onnx or .pt2"),
+    "export to a file of another format": ("export {run} --onnx --to {tmp}/x.pt2", ".onnx"),
+    "export to a file of yet another": ("export {run} --torch-export --to {tmp}/x.onnx", ".pt2"),
+    "predict by no run": ("predict {tmp}/empty {tmp}/photos", "config.yaml"),
+    "predict by an unfinished run": ("predict {unfinished} {tmp}/photos", "weights.safetensors"),
+    "predict nothing": ("predict {run}", "PICTURE"),
+    "predict a picture that is not there": ("predict {run} {tmp}/none.png", "none.png: check the path"),
+    "predict an empty folder": ("predict {run} {tmp}/empty", "holds no pictures"),
+    "predict on no device": ("predict {run} {tmp}/photos --devices 0", "--devices 0"),
     "export to no folder": ("export {run} --onnx --to {tmp}/nowhere/x.onnx", "nowhere"),
     "models that do not exist": ("models rezznet", "rezznet"),
     "recipe that does not exist": ("recipes imagnet-90", "imagenet-90"),
@@ -140,6 +152,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (tmp / "broken.yaml").write_text("batch: 4\nmodel: [\n")
     (tmp / "list.yaml").write_text("- 1\n")
     (tmp / "word.yaml").write_text("model: {name: lenet}\nbatch: many\n")
+    (tmp / "length.yaml").write_text("model: {name: lenet}\nepochs: 10 epochs\n")
     (tmp / "section.yaml").write_text("model: {name: lenet}\noptimiser: {lr: 1}\n")
     save_file(TinyNet().state_dict(), tmp / "tiny.safetensors")
     (tmp / "cut.safetensors").write_bytes((tmp / "tiny.safetensors").read_bytes()[:-9])

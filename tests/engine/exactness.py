@@ -106,7 +106,8 @@ def distance(
     alone = _alone(model)
     example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
     mode = "sync" if microbatches == 1 else "microbatch"
-    net = convoy.parallelize(model, plan, example=example, batch_norm=mode, seed=SEED)
+    checks = sabotage is None  # which would notice some of them first
+    net = convoy.parallelize(model, plan, example=example, batch_norm=mode, seed=SEED, checks=checks)
     if sabotage is not None:
         import sabotages
 

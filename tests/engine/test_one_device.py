@@ -49,10 +49,17 @@ def test_what_is_drawn_still_follows_the_samples() -> None:
     assert torch.equal(first(IMAGES), second(IMAGES))
 
 
-def test_statistics_of_microbatches_are_left_to_the_engine() -> None:
+def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:
     net = convoy.parallelize(build("shuffle"), "serial", example=IMAGES, batch_norm="microbatch")
     before = net.stem[1].running_mean.clone()
+    network = network_of(net)
+    network.context.enter(0, 0, (len(IMAGES),), IMAGES.device)
+    network.samples = (len(IMAGES),)
     net(IMAGES)
     assert torch.equal(net.stem[1].running_mean, before)
-    network_of(net).context.statistics.fold()
-    assert not torch.equal(net.stem[1].running_mean, before)
+    network.context.statistics.fold()
+    after = net.stem[1].running_mean.clone()
+    assert not torch.equal(after, before)
+    network.samples = None  # nobody announces passes: each brings them up to date
+    net(IMAGES)
+    assert not torch.equal(net.stem[1].running_mean, after)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import convoy
 from convoy import models
 from convoy.engine.network import network_of
+from convoy.engine.part_state import own_state
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 from small_nets import Dense
@@ -64,7 +65,7 @@ def tensors(plan: str) -> None:
     network = network_of(net)
     state = serial.state_dict()
     assert network.entry("first.weight") == network.entry("second.weight")
-    for name, own in net.state_dict().items():
+    for name, own in own_state(net).items():
         assert torch.equal(network.part(name, state[name]), own)
         assert torch.equal(network.whole(name, own), state[name])
     other = {name: tensor + 1 for name, tensor in state.items()}

@@ -29,6 +29,7 @@ addEventListener("load", () => {
       (text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)),
     dark: matchMedia("(prefers-color-scheme: dark)").matches,
     paper: getComputedStyle(document.body).backgroundColor,
+    sideways: [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1).length,
     buttons: [...document.querySelectorAll("button")].filter((button) => !button.hidden).length,
   };
   console.log("PROBE" + JSON.stringify(found));

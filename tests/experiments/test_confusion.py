@@ -20,6 +20,19 @@ def test_rows_have_recall_and_shades() -> None:
     assert rows[0].cells[1].text == "class 0 taken for class 1: 2"
 
 
+def test_every_class_has_recall_precision_and_f1() -> None:
+    found = confusion.classes(made([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]))
+    assert [(one.images, one.recall, one.precision) for one in found] == [
+        (10, 0.8, 8 / 12),
+        (10, 0.9, 9 / 11),
+        (0, None, None),
+        (3, 0.0, None),
+    ]
+    assert found[0].f1 == pytest.approx(2 * 0.8 * (8 / 12) / (0.8 + 8 / 12))
+    assert [one.f1 for one in found[2:]] == [None, None]
+    assert [one.mostly for one in found] == ["class 1", "class 0", "", "class 0"]
+
+
 def test_a_perfect_net_has_no_pairs() -> None:
     assert confusion.confused_pairs(made(np.eye(3, dtype=int) * 5), 8) == []
     assert confusion.hardest_classes(made(np.eye(3, dtype=int) * 5), 8) == []

@@ -84,6 +84,22 @@ def test_a_long_run_is_drawn_in_pieces_that_keep_mean_range_and_gaps() -> None:
     assert np.isnan(mean[-1]) and np.isfinite(middle[-1])
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "low", "high"),
+    [(1.1, 0.7, 0.676, 1.124), (1.1, 0.2, 0.0, 1.188), (0.5, 0.5, 0.0, 0.54), (1.0, 1.001, 0.9993994, 1.0016006)],
+)
+def test_a_curve_uses_the_height_of_its_panel(
+    tmp_path: Path, first: float, last: float, low: float, high: float
+) -> None:
+    lines = [
+        {"split": "train", "step": step, "loss": float(loss)}
+        for step, loss in enumerate(np.linspace(first, last, 30), start=1)
+    ]
+    drawn = draw_curves(write_run(tmp_path, lines=lines))["loss-updates"].axes[0]
+    assert drawn.get_yscale() == "linear"
+    assert drawn.get_ylim() == pytest.approx((low, high), abs=1e-9)
+
+
 def test_an_error_of_zero_stays_on_the_axis(tmp_path: Path) -> None:
     lines = metrics()
     lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999

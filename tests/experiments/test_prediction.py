@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.experiments import formats
 from convoy.experiments.prediction import compared
 from convoy.experiments.report import write_report
 from convoy.experiments.run_directory import read_run
 from convoy.planning.comparison import GRADIENTS, Both, Comparison, Group
-from experiments.made_runs import complete_run
+from experiments.made_runs import complete_run, summary
 
 
 def comparison(predicted: bool = True, **changes: Any) -> Comparison:
@@ -71,7 +72,7 @@ def test_all_of_it_is_on_the_page(tmp_path: Path) -> None:
 def test_bars_are_shares_of_the_longest(tmp_path: Path) -> None:
     found = compared(read_run(with_prediction(tmp_path, comparison())).prediction)
     assert found is not None
-    first, second = found.update.tracks
+    first, second = found.whole.tracks
     assert [sum(width for _, width, _ in track.parts) for track in (first, second)] == pytest.approx([100, 50])
     longest = found.groups[0]
     assert [(key, width) for key, width, _ in longest.tracks[0].parts] == [
@@ -84,7 +85,7 @@ def test_bars_are_shares_of_the_longest(tmp_path: Path) -> None:
 def test_what_was_not_predicted_is_not_off_by_anything(tmp_path: Path) -> None:
     parts = {"input": Both(0.0, 9e-3), "forward": Both(1e-3, 2e-3), "backward": Both(None, 6e-3)}
     found = compared(read_run(with_prediction(tmp_path, comparison(parts=parts))).prediction)
-    assert found is not None and found.sum == "17.0 ms"
+    assert found is not None and (found.sum, found.whole.measured) == ("17.0 ms", "17.0 ms")
     assert [row.difference for row in found.parts] == ["", "-50 %", ""]
 
 
@@ -92,10 +93,45 @@ def test_without_a_prediction_there_is_what_was_measured(tmp_path: Path) -> None
     run = with_prediction(tmp_path, comparison(predicted=False))
     found = compared(read_run(run).prediction)
     assert found is not None and not found.both
-    assert [track.name for track in found.update.tracks] == ["measured"]
+    assert [track.name for track in found.whole.tracks] == ["measured"]
     html = write_report(run).read_text(encoding="utf-8")
     assert "An update took 17.0 ms, the median of 55." in html
     assert "predicted and measured" not in html
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [(13e-3, ", as watching takes time too"), (17.1e-3, ""), (20e-3, ", as no two updates are alike")],
+)
+def test_parts_that_add_up_to_another_time_say_why(tmp_path: Path, update: float, why: str) -> None:
+    run = with_prediction(tmp_path, comparison(update=Both(None, update)))
+    found = compared(read_run(run).prediction)
+    assert found is not None
+    assert (found.whole.name, found.whole.measured, found.sum) == ("All parts", "17.0 ms", f"17.0 ms{why}")
+    assert f"they add up to 17.0 ms{why}." in write_report(run).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (34e-3, "An update took 17.0 ms, and 34.0 ms were predicted of one device: 2 devices were 2.00 times as fast"),
+        (17.1e-3, "2 devices were as fast as one."),
+        (8.5e-3, "2 devices were slower than one, which would need 50 % of the time."),
+        (None, "Whether 2 devices were faster than one was not measured. This measures it:"),
+    ],
+)
+def test_it_is_said_whether_several_devices_were_faster(tmp_path: Path, one: float | None, said: str) -> None:
+    right = comparison(update=Both(17e-3, 17e-3), one_device_s=one)
+    run = with_prediction(tmp_path, right)
+    (run / "summary.json").write_text(json.dumps(summary(devices=2, plan="sample=2")), encoding="utf-8")
+    html = write_report(run).read_text(encoding="utf-8").replace(formats.SPACE, " ")
+    assert said in html
+    assert ("convoy bench lenet" in html) == (one is None)
+    wrong = comparison(update=Both(9e-3, 17e-3), one_device_s=one)
+    (run / "prediction.json").write_text(json.dumps(wrong.to_document()), encoding="utf-8")
+    html = write_report(run).read_text(encoding="utf-8")
+    assert ("That is in doubt: the prediction of the plan itself was off by -47 %." in html) == (one is not None)
+    assert "convoy bench lenet" in html
 
 
 def test_a_run_that_was_not_looked_at_says_nothing(tmp_path: Path) -> None:

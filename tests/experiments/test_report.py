@@ -65,7 +65,10 @@ def test_a_complete_run_has_every_part(tmp_path: Path) -> None:
         "lenet on mnist-mini",
         "Finished",
         "2 min 14 s",
-        "61 706",
+        "61,706",
+        "lenet recognises 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.",
+        "Every class in numbers (10)",
+        "Precision",
         "833 kFLOP",
         "median; 1.2 % of the time waiting for data",
         "One epoch is 31 updates.",
@@ -182,7 +185,7 @@ def test_a_thousand_classes_give_pairs_instead_of_a_matrix(tmp_path: Path) -> No
     names = [f"n{number:08d}" for number in range(1000)]
     run = complete_run(tmp_path, final=evaluation(names, each=50))
     found = page(run)
-    assert "A matrix of 1 000 classes does not fit on a page" in found.words
+    assert "A matrix of 1,000 classes does not fit on a page" in found.words
     assert "Hardest classes" in found.words
     assert (run / "report.html").stat().st_size < 300_000
 
@@ -263,4 +266,29 @@ def test_options_stay_in_one_line() -> None:
 def test_notes_come_after_the_result_and_remarks_before(tmp_path: Path) -> None:
     run = complete_run(tmp_path, results=summary(notes=["checkpoint every 619 updates"], status="stopped"))
     html = write_report(run).read_text(encoding="utf-8")
-    assert html.index("The run was stopped") < html.index('class="tiles"') < html.index("checkpoint every 619 updates")
+    places = [html.index(part) for part in ("The run was stopped", 'class="about"', 'class="tiles"', 'id="mistakes"')]
+    assert places == sorted(places)
+    assert places[-1] < html.index("checkpoint every 619 updates") < html.index('id="derived"')
+
+
+def test_the_classes_of_many_are_folded(tmp_path: Path) -> None:
+    names = [f"class {number}" for number in range(13)]
+    for few, final in ((True, evaluation(names[:12])), (False, evaluation(names))):
+        html = write_report(complete_run(tmp_path, final=final)).read_text(encoding="utf-8")
+        before = html[: html.index("Every class in numbers")]
+        assert before.rstrip().endswith("<details open>\n    <summary>" if few else "<details>\n    <summary>")
+
+
+def test_of_several_devices_it_is_said_how_to_find_out_whether_they_were_faster(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "run": "runs/my first"}
+    results = summary(devices=2, plan="sample=2")
+    found = page(complete_run(tmp_path, results=results, environment=environment))
+    assert "Whether 2 devices were faster than one was not measured. This measures it:" in found.words
+    command = "convoy bench lenet --data mnist-mini --recipe 'runs/my first/config.yaml' --devices 1,2 --plans sample=2"
+    assert command in found.words
+    results["plan"] = "gpu=2: features.* gpu:sample; * gpu:filter"
+    assert (
+        "--plans 'runs/my first/plan.yaml'"
+        in page(complete_run(tmp_path, results=results, environment=environment)).words
+    )
+    assert "convoy bench" not in page(complete_run(tmp_path, results=summary())).words

@@ -17,8 +17,8 @@ def test_restarts_are_named(tmp_path: Path) -> None:
     ]
     found = page(write_run(tmp_path / "again", environment={**ENVIRONMENT, "restarts": restarts}))
     words = found.words.replace(" ", "")
-    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC12002sample=2" in words
-    assert "2026-03-0110:09UTC13403<script>alert" in words
+    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC1,2002sample=2" in words
+    assert "2026-03-0110:09UTC1,3403<script>alert" in words
     assert found.words.count("sample=2") == 1  # not among the facts on the machine once more
     for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None]), ("empty", [{}])):
         found = page(write_run(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged}))

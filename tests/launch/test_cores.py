@@ -60,3 +60,9 @@ def test_all_threads_are_pinned() -> None:
         "assert found == [set(own)] == [os.sched_getaffinity(0)], found\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_ranks_that_take_turns_are_told() -> None:
+    assert cores.in_turns(2, 2) is None
+    assert cores.in_turns(4, 2) == "4 devices share 2 cores and compute in turns: that is no faster than 2"
+    assert cores.in_turns(2, 1) == "2 devices share one core and compute in turns: that is no faster than one"

@@ -80,7 +80,7 @@ def test_two_hosts_give_the_weights_of_one_device(
         said = [process.communicate()[0] for process in started]
         assert [process.returncode for process in started] == [0, 0], said
         addresses = {host.address for host in hosts}
-    assert "devices                    2 = plan sample=2" in said[0]
+    assert "on 2 devices (cpu), plan sample=2" in said[0]
     assert digest(folder / out) == digest(folder / "serial")
     if not options:
         assert {address for address, _ in found} == addresses

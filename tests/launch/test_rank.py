@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.failure import failure_of
 from convoy.launch import rank
-from convoy.launch.failure import failure_of
 from convoy.launch.place import find_place
 from convoy.launch.rank import ended
 

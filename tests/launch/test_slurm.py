@@ -64,7 +64,7 @@ def test_a_job_that_is_queued_again_in_its_middle_ends_with_the_same_weights(tmp
     assert "SIGUSR2: stopped and saved after" in said
     done = int(said.partition("going on after ")[2].partition(" of 160 updates")[0])
     assert 5 <= done < 160
-    assert "devices                    2 = plan sample=2" in said
+    assert "on 2 devices (cpu), plan sample=2" in said
     assert digest(run) == digest(tmp_path / "serial")
 
 

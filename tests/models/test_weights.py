@@ -106,6 +106,18 @@ def test_published_googlenet_says_what_images_it_wants(tmp_path: Path) -> None:
     assert load_weights(create("googlenet-cifar", transform_input=True), path) == []
 
 
+def test_a_run_directory_stands_for_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConvoyError, match=f"has no weights.safetensors yet: finish it with convoy train {tmp_path}"):
+        load_weights(create("lenet"), tmp_path)
+    trained = create("lenet", num_classes=3)
+    save_file(state_of(trained), tmp_path / "weights.safetensors")
+    (note,) = load_weights(fresh := create("lenet"), tmp_path)
+    assert note.startswith("weights.safetensors has 3 classes and this net 10: fresh weights stay in ")
+    first = "features.0.weight"
+    assert torch.equal(fresh.state_dict()[first], trained.state_dict()[first])
+
+
 class Malicious:
     """A pickle that would run a command when it is read."""
 
@@ -128,15 +140,25 @@ def without(state: State, *keys: str) -> State:
 save = WRITERS["plain.pth"]
 REFUSED: dict[str, tuple[str, Callable[[State, Path], None], str]] = {
     "missing": ("no.pth", lambda state, path: None, "no.pth does not exist"),
-    "folder": ("folder", lambda state, path: path.mkdir(), "folder are a folder: name the"),
-    "empty": ("empty.pth", lambda state, path: path.write_bytes(b""), "empty.pth cannot be read as weights"),
+    "folder": ("folder", lambda state, path: path.mkdir(), "folder are a folder and no run directory: name the"),
+    "empty": (
+        "empty.pth",
+        lambda state, path: path.write_bytes(b""),
+        "empty.pth cannot be read as weights (it is empty)",
+    ),
     "empty safetensors": ("e.safetensors", lambda state, path: path.write_bytes(b""), "cannot be read as weights"),
-    "a web page": ("w.pth", lambda state, path: path.write_text("<!DOCTYPE html>"), "w.pth cannot be read as weights"),
-    "text": ("t.safetensors", lambda state, path: path.write_text("not weights at all"), "cannot be read as weights"),
+    "a web page": ("w.pth", lambda state, path: path.write_text("<!DOCTYPE html>"), "it is not what torch.save writes"),
+    "a pickle's letter": ("i.pth", lambda state, path: path.write_text("i\n"), "it is not what torch.save writes"),
+    "text": (
+        "t.safetensors",
+        lambda state, path: path.write_text("not weights at all"),
+        "it is no safetensors file, or",
+    ),
+    "torch's as safetensors": ("t.safetensors", save, "but what torch.save writes: let its name end in .pth"),
     "half a file": ("half.pth", truncated(save), "half.pth cannot be read as weights"),
     "half a legacy file": ("half.pth", truncated(WRITERS["legacy.pth"]), "half.pth cannot be read as weights"),
     "half safetensors": ("half.safetensors", truncated(save_file), "half.safetensors cannot be read as weights"),
-    "other suffix": ("s.pth", save_file, "s.pth cannot be read as weights"),
+    "other suffix": ("s.pth", save_file, "but a safetensors file: let its name end in .safetensors"),
     "code": ("code.pth", lambda state, path: torch.save({"a": Malicious()}, path), "it holds Python code or objects"),
     "a whole module": (
         "m.pth",

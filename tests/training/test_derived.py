@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from convoy.training.derived import Derived, derive, num_microbatches, resolve
+from convoy.training.derived import Derived, Quantities, derive, num_microbatches, resolve
 from convoy.training.recipe import Recipe, load_recipe
 
 
@@ -59,3 +59,28 @@ def test_threads() -> None:
     assert rows("reproducible=true")["threads"].value == 1
     assert rows("reproducible=true", "threads=3")["threads"].value == 3
     assert rows()["threads"].formula == "cores that this process may use"
+
+
+def short(updates: int, *overrides: str) -> Quantities:
+    settings = ["model.name=lenet", "data.path=x", f"epochs={updates}ba", *overrides]
+    return resolve(load_recipe("default", settings), 60_000)
+
+
+@pytest.mark.parametrize(
+    ("total", "every"), [(1, 1), (49, 1), (186, 3), (620, 12), (999, 19), (1000, 20), (450_000, 20)]
+)
+def test_lines_of_metrics_come_often_enough_in_short_runs(total: int, every: int) -> None:
+    found = short(total)
+    assert found.log_every == every
+    lines = [done for done in range(1, min(total, 5000) + 1) if found.logged(done)]
+    assert len(lines) >= min(total, 50)
+
+
+@pytest.mark.parametrize("log_every", ["auto", "20ba", "7ba", "1ba"])
+def test_the_last_line_is_not_of_a_few_updates_alone(log_every: str) -> None:
+    for total in (186, 187, 203, 210, 62):
+        found = short(total, f"log_every={log_every}")
+        lines = [done for done in range(1, total + 1) if found.logged(done)]
+        assert (lines[0], lines[-1]) == (1, total)
+        assert 2 * (lines[-1] - lines[-2]) >= found.log_every
+        assert all(done % found.log_every == 0 for done in lines[1:-1])

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -13,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
-from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.last_words import Witness, briefly
 from convoy.training.loop import Loop
 from convoy.training.step import StepResult, TrainingStep
@@ -80,7 +81,11 @@ def test_an_error_is_in_the_summary_and_the_run_goes_on(
     with pytest.raises(type(error)) as caught:
         run(data, out, fails=error)
     assert caught.value is error
-    assert stands(out) == ("failed", said, 5)
+    status, sentence, step = stands(out)
+    assert (status, step) == ("failed", 5)
+    place = r" \(test_last_words\.py, line \d+, in failing\)"  # where the error lies, but for a user's mistake
+    assert sentence is not None and re.fullmatch(f"{re.escape(said)}({place})?", sentence)
+    assert ("in failing" in sentence) == isinstance(error, KeyError | RuntimeError)
     # The checkpoint after 4 updates may still have been on its way.
     assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(run(data, out))
     assert stands(out) == ("finished", None, 8)
@@ -102,7 +107,8 @@ def test_a_run_that_cannot_go_on_says_why(data: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Loop, "resume", fail)
     with pytest.raises(RuntimeError, match="odd tensors"):
         run(data, tmp_path / "run")
-    assert stands(tmp_path / "run") == ("failed", "RuntimeError: odd tensors", 5)
+    status, sentence, step = stands(tmp_path / "run")
+    assert (status, step) == ("failed", 5) and str(sentence).startswith("RuntimeError: odd tensors (test_last_words.py")
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(data: Path, tmp_path: Path) -> None:

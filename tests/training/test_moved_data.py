@@ -34,7 +34,7 @@ def test_another_place_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert not any("the data come from" in said for said in run("data", out, resume=True))
     restarts = json.loads((out / "environment.json").read_text())["restarts"]
-    assert [restart.get("data") for restart in restarts] == [str(moved), None, None]
+    assert [restart.get("data") for restart in restarts] == [str(moved)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.training.checkpoints.store import CheckpointStore
+from convoy.checkpoint.store import CheckpointStore
 from convoy.training.ranks.under_plan import UnderPlan
 from ranks import run_ranks
 from tiny import write_mnist

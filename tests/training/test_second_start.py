@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before, train_here
 
-training = importlib.import_module("convoy.training.train")  # the name is also that of its function
+training = importlib.import_module("convoy.training.run")  # the name is also that of its function
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from convoy.checkpoint.files import Checkpoint
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.engine.gradients.pieces import pieces_of
 from convoy.plans.plan import Plan
-from convoy.training.checkpoints.checkpoint import Checkpoint
 from convoy.training.ranks.division import divide
 from convoy.training.ranks.under_plan import Method, UnderPlan
 from convoy.training.state import RunState

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.training import load_recipe, train
-from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.evaluate import Tally
 from convoy.training.progress import Silence
 from convoy.training.ranks.devices import Devices

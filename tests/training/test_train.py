@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
 from convoy.training import Outcome, Recipe, load_recipe, train
-from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.set_up import set_up
 from tiny import NUM_TEST, NUM_TRAIN, TinyNet, write_mnist
 
@@ -223,6 +223,14 @@ def test_restarts_are_noted_beside_who_began_the_run(data: Path, tmp_path: Path)
     assert noted == begun
     assert [(one["after"], one["devices"], one["plan"]) for one in restarts] == [(3, 1, "serial"), (5, 1, "serial")]
     assert all(one["started"] >= begun["started"] for one in restarts)
+
+
+def test_notes_stay_with_a_run_that_goes_on(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", ["log_every=1ba"], Watcher(3))
+    file = tmp_path / "run" / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "notes": ["something was decided"]}))
+    run(data, tmp_path / "run", ["log_every=1ba"], resume=True)
+    assert json.loads(file.read_text())["notes"][0] == "something was decided"
 
 
 def test_another_recipe_does_not_go_on_with_a_run(data: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from convoy.training import RunDirectory
+from convoy.training.storage.run_directory import RunDirectory
 
 
 def begun(run: RunDirectory, jobs: Iterable[str], command: str) -> bool:

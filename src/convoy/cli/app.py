@@ -1,8 +1,10 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
+import contextlib
 import errno
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -12,6 +14,8 @@ import convoy
 from convoy.cli.lazy import LazyGroup
 from convoy.cli.line import is_verbose
 from convoy.errors import ConvoyError, MachineError
+from convoy.failure import Failure, has_agent, leave_word, place_of
+from convoy.printable import printable, shortened
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -19,8 +23,9 @@ VERBS = {
     "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
     "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
     "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
+    "predict": ("convoy.cli.predict", "Classify pictures by a trained network."),
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
-    "export": ("convoy.cli.export", "Write a trained network as ONNX."),
+    "export": ("convoy.cli.export", "Write a trained network as ONNX or torch.export program."),
     "report": ("convoy.cli.report", "Write the report of a run again."),
     "models": ("convoy.cli.models", "List the networks with parameters and FLOPs."),
     "recipes": ("convoy.cli.recipes", "List the built-in recipes, print one, or list every key."),
@@ -68,21 +73,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _fail(f"the name {str(error.filename)[:60]}... is too long for a file: shorten it", 2, arguments)
-        hint = "" if is_verbose(arguments) else " (add -v for the traceback)"
-        reason = str(error).partition("\n")[0]
-        return _fail(f"{type(error).__name__}: {reason}{hint}", 1, arguments)
+        place = place_of(error)
+        hint = "" if is_verbose(arguments) else "-v shows the traceback"
+        where = "; ".join(filter(None, (place, hint)))
+        reason = shortened(str(error).partition("\n")[0])
+        return _fail(f"{type(error).__name__}: {reason}" + (f" ({where})" if where else ""), 1, arguments)
     return status if isinstance(status, int) else 0
 
 
 def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
-    if is_verbose(arguments):
+    verbose = is_verbose(arguments)
+    if has_agent():  # a rank, which has not begun: torchrun's agent says it once
+        trace = traceback.format_exc() if verbose else ""
+        failure = Failure(int(os.environ.get("RANK", 0)), "mistake", sentence, trace, time.time())
+        with contextlib.suppress(OSError):
+            if leave_word(failure, verbose):
+                return status
+    if verbose:
         traceback.print_exc()
     click.echo(f"convoy: {sentence}", err=True)
     return status
 
 
 def _usage(error: click.ClickException) -> str:
-    sentence = error.format_message().rstrip(".")
+    sentence = shortened(printable(error.format_message().rstrip("."), keep="\n"))
     sentence = sentence[:1].lower() + sentence[1:]
     context = getattr(error, "ctx", None)
     return f"{sentence}: see {context.command_path} --help" if context is not None else sentence

@@ -1,7 +1,6 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +8,7 @@ import click
 from convoy.cli import options
 from convoy.cli.line import command_of
 from convoy.experiments.scaling.ask import Ask
+from convoy.late import waiting_for
 
 
 @click.command(
@@ -44,13 +44,13 @@ Examples:
 @click.option("--rounds", type=int, default=5, show_default=True, help="Turns of every configuration.")
 @click.option("--updates", type=int, help="Timed updates of a turn. [default: about two seconds on one device]")
 @click.option("--warm-up", type=int, default=2, show_default=True, help="Updates before them, in every turn.")
-@click.option("--epochs", type=float, default=90.0, show_default=True, help="For the days that training would take.")
-@click.option("--dataset-size", type=int, help="Images of an epoch, for the same. [default: ImageNet's, or --data's]")
+@click.option("--epochs", type=float, metavar="E", help="Also say how many days so many epochs would take.")
+@click.option("--dataset-size", type=int, help="Images of such an epoch. [default: ImageNet's, or --data's]")
 @click.option("--cores-per-device", type=int, metavar="N", help="CPU cores of each. [all / largest number of devices]")
 @click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/emulation.md.")
 @click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the study. [default: runs/bench-MODEL]")
+@click.option("--out", type=options.Place(), help="Folder of the study. [default: runs/bench-MODEL]")
 @options.device
 @options.as_json
 @options.verbose
@@ -63,6 +63,6 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     """
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
-    from convoy.cli.bench_answer import answer  # with torch and matplotlib, for which no mistake is to wait
-
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.bench_answer import answer  # with torch and matplotlib, for which no mistake is to wait
     return answer(ask, as_json)

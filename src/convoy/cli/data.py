@@ -1,8 +1,12 @@
 """`convoy data`: what a data set holds, before training on it."""
 
+import sys
+
 import click
 
 from convoy.cli import options, tables
+from convoy.data_path import MNIST_MINI, existing
+from convoy.late import waiting_for
 
 
 @click.command(
@@ -18,19 +22,25 @@ Examples:
 @options.as_json
 @options.verbose
 def command(path: str, check: bool, as_json: bool) -> int:
-    """Say what is in the data set PATH: format, splits, classes, size of the pictures.
+    """Say what is in the data set PATH: format, splits, classes, size of the network's input.
 
-    With --check the exit status is 1 if any picture cannot be read.
+    With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
     """
-    from convoy.data import BadImage, open_data  # with torch, for which no help is to wait
-    from convoy.training import load_recipe
+    if path != MNIST_MINI:
+        existing(path)
+    with waiting_for("loading PyTorch"):
+        from convoy.data import BadImage, open_data  # with torch, for which no mistake is to wait
+        from convoy.training import load_recipe
 
-    data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}"]).data)
+    settings = ["model.name=lenet", f"data.path={path}", "data.bad_images=skip"]  # one after the other, below
+    data = open_data(load_recipe("default", settings).data)
     rows = []
     bad: list[str] = []
+    known = 0
     for split, source in (("train", data.train), ("test", data.test)):
         row = {
             "data": data.name,
+            "format": data.format,
             "split": split,
             "images": len(source),
             "classes": len(data.classes),
@@ -38,7 +48,10 @@ def command(path: str, check: bool, as_json: bool) -> int:
         }
         if check:
             unreadable = []
-            with click.progressbar(range(len(source)), label=f"reading {split}", hidden=as_json) as samples:
+            hidden = as_json or not sys.stderr.isatty()
+            with click.progressbar(
+                range(len(source)), label=f"reading {split}", hidden=hidden, file=sys.stderr
+            ) as samples:
                 for sample in samples:
                     try:
                         source.load(sample)
@@ -46,8 +59,12 @@ def command(path: str, check: bool, as_json: bool) -> int:
                         unreadable.append(str(error))
             row["not readable"] = len(unreadable)
             bad += unreadable
+        else:
+            known += len(getattr(source, "bad", ()))
         rows.append(row)
     tables.show(rows, as_json, right=("images", "classes", "not readable"))
     for sentence in bad:
         click.echo(sentence, err=True)
+    if known:
+        click.echo(f"{known:,} of the pictures cannot be read: --check names them", err=True)
     return 1 if bad else 0

@@ -1,16 +1,24 @@
 """`convoy eval`: what a trained network does on its test split, or on other data."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from convoy.cli import options, tables
+from convoy.data_path import MNIST_MINI, existing
+from convoy.errors import ConvoyError
 from convoy.files import write_json
+from convoy.late import waiting_for
+from convoy.training.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    import torch
+
+    from convoy.data import DataSet
+    from convoy.training import Devices
     from convoy.training.evaluate import Evaluation
-    from convoy.training.restore import Trained
 
 
 @click.command(
@@ -18,44 +26,104 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   convoy eval runs/first
+  convoy eval runs/first --per-class
   convoy eval runs/first --data /data/mnist --json
+  convoy eval runs/photos --data new-photos/cat        # pictures of one class, by the folder's name
 """,
 )
 @options.run_argument
-@click.option("--data", metavar="PATH", help="Other data with the same classes. [default: the run's own]")
+@click.option(
+    "--data",
+    metavar="PATH",
+    help="Other data, with the run's classes or some of them, by their names. [default: the run's own]",
+)
+@click.option("--per-class", is_flag=True, help="Show samples, precision and recall of every class.")
+@click.option("--devices", metavar="N", type=int, help="Evaluate on so many devices. [default: 1]")
 @options.device
 @options.as_json
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
 @options.verbose
-def command(run: Path, data: str | None, device: str | None, as_json: bool) -> None:
+@click.pass_obj
+def command(
+    arguments: Sequence[str],
+    /,
+    run: Path,
+    data: str | None,
+    per_class: bool,
+    devices: int | None,
+    device: str | None,
+    as_json: bool,
+    as_csv: bool,
+) -> int:
     """Evaluate the finished run RUN: every test image counts exactly once.
 
-    Without --data the confusion matrix and worst mistakes in RUN are written anew.
-    """
-    from convoy.training import choose_device  # with torch, for which no help is to wait
-    from convoy.training.restore import restore
+    Without --data the confusion matrix and worst mistakes in RUN are written anew. Of other data the test split counts;
+    data that have none are evaluated as a whole.
 
-    trained = restore(run, data)
-    result = trained.evaluate(choose_device(device))
-    if data is None:
-        _keep(run, trained, result)
-    row = {
-        "data": trained.data.name,
+    A class's precision is the share of the images taken for it that are of it, its recall the share of its images that
+    are taken for it.
+    """
+    if as_json and as_csv:
+        raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
+    RunDirectory(run).check_trained()
+    if data is not None and data != MNIST_MINI:
+        existing(data)
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
+        from convoy.training.restore import evaluate_run, evaluation_data, load_run
+
+    def work(ranks: "Devices", here: "torch.device") -> int:
+        trained = load_run(run)
+        opened, notes = evaluation_data(trained, data)
+        result = evaluate_run(trained, opened, here, ranks)
+        if ranks.rank > 0:
+            return 0
+        for note in notes:
+            click.echo(note, err=True)
+        if data is None:
+            _keep(run, opened, result)
+        _show(opened.name, result, trained.classes if per_class else [], "json" if as_json else "csv" if as_csv else "")
+        return 0
+
+    return on_devices(arguments, devices, device, work)
+
+
+def _show(name: str, result: "Evaluation", classes: list[str], form: str) -> None:
+    """Print what was found: of every class too, where they are given."""
+    row: dict[str, Any] = {
+        "data": name,
         "images": result.num_images,
         "top1": result.top1,
         "top5": result.top5,
         "loss": result.loss,
         "not readable": len(result.bad),
     }
-    if not as_json:
-        row["top1"] = f"{result.top1:.2%}"
-        row["top5"] = "-" if result.top5 is None else f"{result.top5:.2%}"
-        row["loss"] = f"{result.loss:.4f}"
-    tables.show([row], as_json, right=("images", "top1", "top5", "loss", "not readable"))
+    rows: list[dict[str, Any]] = result.per_class(classes) if classes else []
+    if form == "json":
+        tables.show([row | {"classes": rows} if classes else row], as_json=True)
+    elif form == "csv":
+        table = rows or [row]
+        click.echo("".join(map(tables.as_csv, [table[0], *(line.values() for line in table)])), nl=False)
+    else:
+        row = {key: _readable(key, value) for key, value in row.items()}
+        tables.show([row], right=("images", "top1", "top5", "loss", "not readable"))
+        if rows:
+            click.echo()
+            rows = [{key: _readable(key, value) for key, value in row.items()} for row in rows]
+            tables.show(rows, right=("samples", "precision", "recall"))
 
 
-def _keep(run: Path, trained: "Trained", result: "Evaluation") -> None:
+def _readable(key: str, value: Any) -> Any:
+    if value is None:
+        return "-"
+    if key in ("top1", "top5", "precision", "recall"):
+        return f"{value:.2%}"
+    return f"{value:.4f}" if key == "loss" else value
+
+
+def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
     """Write it into the run, which may be another's: what was found is shown all the same."""
     try:
-        write_json(run / "evaluation.json", result.save(run, trained.data.classes, trained.data.test.name))
+        write_json(run / "evaluation.json", result.save(run, data.classes, data.test.name))
     except OSError as error:
         click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)

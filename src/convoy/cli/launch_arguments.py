@@ -43,14 +43,14 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
         ConvoyError: there is no such recipe, key, network or run.
     """
     from convoy.cli.train_request import Request
-    from convoy.models.create import find
+    from convoy.models.registry import check_name
 
     values = parsed(arguments)
     overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
     asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
     request = Request(arguments, overrides=[*overrides, *values["settings"]], **asked)
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
-        find(request.recipe_of().model.name)
+        check_name(request.recipe_of().model.name, here=False)
     return {"model": request.model, "out": request.out}
 
 

@@ -53,7 +53,7 @@ Examples:
     "--max-restarts", type=int, default=3, show_default=True, help="Restarts of a pod's ranks, and of each pod."
 )
 @click.option("--user", metavar="UID", type=int, default=1000, show_default=True, help="User and group of the pods.")
-@click.option("--out", type=click.Path(path_type=Path), help="The file. [default: print it]")
+@click.option("--out", type=options.Place(), help="The file. [default: print it]")
 @options.verbose
 def command(
     arguments: tuple[str, ...],

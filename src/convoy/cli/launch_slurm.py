@@ -40,9 +40,7 @@ Examples:
 @click.option("--name", help="Of the job. [default: of the network]")
 @click.option("--option", "others", metavar="NAME=VALUE", multiple=True, help="Any other of sbatch's; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python that has Convoy, on the nodes. [default: this one]")
-@click.option(
-    "--script", type=click.Path(path_type=Path, dir_okay=False), help="Write it there. [default: NAME.sbatch]"
-)
+@click.option("--script", type=options.Place(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
 @options.verbose

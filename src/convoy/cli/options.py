@@ -6,7 +6,20 @@ from typing import Any, TypeVar
 
 import click
 
+from convoy.files import expanded
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Place(click.Path):
+    """A file or folder as a person types it, whose `~` is the home folder also where no shell has replaced it."""
+
+    def __init__(self, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See base class."""
+        return super().convert(expanded(value), param, ctx)
 
 
 def verbose(function: Function) -> Function:
@@ -30,7 +43,7 @@ def device(function: Function) -> Function:
 
 def run_argument(function: Function) -> Function:
     """The folder of a run, as an argument."""
-    return click.argument("run", type=click.Path(path_type=Path))(function)
+    return click.argument("run", type=Place())(function)
 
 
 def parallel(function: Function) -> Function:

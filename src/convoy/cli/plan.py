@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
-from convoy.cli.plan_request import Files, Request
+from convoy.cli.plan_request import Files, Request, recipe_of
+from convoy.late import waiting_for
 
 KEYS = {
     "batch": "batch",
@@ -56,9 +57,9 @@ Examples:
 @click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
 @click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
 @click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the plan as YAML, for --plan.")
-@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write the explanation as a page.")
-@click.option("--trace", metavar="FILE", type=click.Path(path_type=Path), help="Write the timeline for Perfetto.")
+@click.option("--out", metavar="FILE", type=options.Place(), help="Write the plan as YAML, for --plan.")
+@click.option("--html", metavar="FILE", type=options.Place(), help="Write the explanation as a page.")
+@click.option("--trace", metavar="FILE", type=options.Place(), help="Write the timeline for Perfetto.")
 @click.option("--no-store", is_flag=True, help="Measure all anew, and keep nothing (convoy profile).")
 @options.device
 @options.as_json
@@ -112,6 +113,7 @@ def command(
         as_json=as_json,
     )
     request.check()
-    from convoy.cli.plan_run import run  # with torch, for which no mistake is to wait
-
-    return run(request)
+    asked = recipe_of(request)
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.plan_run import run  # with torch, for which no mistake is to wait
+    return run(request, asked)

@@ -9,7 +9,11 @@ from convoy.cli.line import command_of
 from convoy.cli.output_files import check_writable
 from convoy.cli.sizes import bytes_of
 from convoy.errors import ConvoyError
+from convoy.planning.link_names import links_named
+from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
+from convoy.training.parallel_config import check_shares
+from convoy.training.recipe import Recipe, check_names, load_recipe
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,11 @@ class Request:
             bytes_of(self.memory_limit, "--memory-limit")
         if self.scores and self.fixes:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
+        for fix in self.fixes:
+            parse_fix(fix)
         self._check_plans()
+        if self.link is not None:
+            links_named(self.link, on_cpu=True)
         if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
             raise ConvoyError(
                 f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
@@ -140,3 +148,22 @@ def plan_of(text: str, devices: int | None) -> Plan:
     if text.strip() == "auto":
         raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
     return Plan.parse(text, num_devices=devices)
+
+
+def recipe_of(request: Request) -> Recipe:
+    """The recipe of a network, or a recipe by its name or file, with some of its keys set.
+
+    Raises:
+        ConvoyError: there is none, a key cannot be so, or its batch cannot be divided over the devices.
+    """
+    named = [f"model.name={request.model}"] if request.model is not None else []
+    recipe = load_recipe(request.recipe or "default", [*named, "data.path=mnist-mini", *request.overrides])
+    if recipe.batch < request.num_devices:
+        raise ConvoyError(
+            f"a batch of {recipe.batch} is too small for {request.num_devices} devices: raise --batch, or plan for "
+            "fewer"
+        )
+    shares = recipe.parallel.shares
+    check_shares(shares if isinstance(shares, tuple) else None, request.num_devices)
+    check_names(recipe)
+    return recipe

@@ -1,10 +1,17 @@
 """`convoy recipes`: the recipes that come with Convoy."""
 
+import shutil
+import sys
+import textwrap
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from convoy.cli import options, tables
+
+if TYPE_CHECKING:
+    from convoy.training.config.schema import Key
 
 
 @click.command(
@@ -13,11 +20,12 @@ from convoy.cli import options, tables
 Examples:
   convoy recipes
   convoy recipes --keys
+  convoy recipes --keys | grep warmup        # a line a key: key, type, default, description, tabs between them
   convoy recipes imagenet-90 > mine.yaml     # then: convoy train --recipe mine.yaml
 """,
 )
 @click.argument("name", required=False)
-@click.option("--keys", is_flag=True, help="List every key of a recipe with its default and meaning.")
+@click.option("--keys", is_flag=True, help="List every key of a recipe: type, default, description.")
 @options.as_json
 @options.verbose
 def command(name: str | None, keys: bool, as_json: bool) -> None:
@@ -29,9 +37,28 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
     from convoy.training.recipe import Recipe, recipe_names, recipe_summary, recipe_text
 
     if keys:
-        tables.show([asdict(key) for key in describe_keys(Recipe)], as_json)
+        found = describe_keys(Recipe)
+        if as_json:
+            tables.show([asdict(key) for key in found], as_json)
+        else:
+            click.echo("\n".join(map(_for_reading if sys.stdout.isatty() else _line, found)))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
     tables.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
+
+
+def _line(key: "Key") -> str:
+    """A line for other programs."""
+    return "\t".join(asdict(key).values())
+
+
+def _for_reading(key: "Key") -> str:
+    """The same for a terminal: key, default and type, and below them what it is, in whole words."""
+    width = max(40, shutil.get_terminal_size().columns)
+    default = f" = {key.default}" if key.default else ""
+    head = f"{click.style(key.key, bold=True)}{default}  ({key.type})"
+    return "\n".join(
+        [head, *textwrap.wrap(key.description, width - 4, initial_indent="    ", subsequent_indent="    ")]
+    )

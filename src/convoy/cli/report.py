@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
+from convoy.training.storage.run_directory import RunDirectory
 
 
 @click.command(
@@ -24,6 +25,7 @@ def command(run: Path) -> None:
 
         click.echo(f"report: {write_files(run).report}")
         return
-    from convoy.experiments.report import write_report  # with torch, for which no help is to wait
+    RunDirectory(run).check_run()
+    from convoy.experiments.report import write_report  # with matplotlib, for which no mistake is to wait
 
     click.echo(f"report: {write_report(run)}")

@@ -1,7 +1,9 @@
 """Tables for people, and the same rows as JSON for programs."""
 
+import csv
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -11,7 +13,16 @@ from rich.table import Table
 from convoy.terminal import Console
 
 
-def show(rows: Sequence[dict[str, Any]], as_json: bool, right: Sequence[str] = ()) -> None:
+def as_csv(row: Iterable[Any]) -> str:
+    """A line of CSV. A text that a spreadsheet would take for a formula has a `'` before it; None is left empty."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value for value in row
+    )
+    return line.getvalue()
+
+
+def show(rows: Sequence[dict[str, Any]], as_json: bool = False, right: Sequence[str] = ()) -> None:
     """Print rows with equal keys, the keys as headings; columns named in `right` are aligned to the right."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))

@@ -7,6 +7,7 @@ import click
 
 from convoy.cli import options
 from convoy.data_path import MNIST_MINI, existing
+from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.plans.plan import Plan
 
@@ -44,14 +45,21 @@ Examples:
   convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --devices 8 --batch 1024
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
+  convoy train runs/cifar --extend 8ep                 # a new run, runs/cifar-extended
+  convoy train resnet18 --data flowers/ --weights runs/photos
 """,
 )
 @click.argument("model", required=False)
-@click.option("--data", metavar="PATH", help="A folder or file of pictures, or mnist-mini.")
+@click.option(
+    "--data",
+    metavar="PATH",
+    help="A folder or file of pictures, or mnist-mini. [default: the recipe's, else mnist-mini]",
+)
 @click.option("--recipe", metavar="NAME|FILE", help="How to train: a built-in recipe (convoy recipes) or a YAML file.")
-@click.option("--out", type=click.Path(path_type=Path), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
+@click.option("--out", type=options.Place(), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out (or in MODEL, if that is a run directory).")
-@click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates).")
+@click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
+@click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates). [default: the recipe's, else 90]")
 @click.option("--batch", type=int, help="Global batch: samples of one weight update.")
 @click.option("--lr", type=float, help="Peak learning rate, as it is (no scaling).")
 @click.option("--seed", type=int, help="Seed of everything random.")
@@ -63,7 +71,7 @@ Examples:
 @click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
 @click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
 @click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")
-@click.option("--weights", metavar="FILE", help="Begin with these weights: .safetensors or .pth.")
+@click.option("--weights", metavar="FILE|RUN", help="Begin with these weights: .safetensors, .pth, or a run.")
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @options.parallel
@@ -73,7 +81,9 @@ Examples:
 @click.option("--timeout", metavar="TIME", help="End when no rank moves for so long, e.g. 30s, 10min. [default: 5min]")
 @click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
 @click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
-@options.verbose
+@click.option(
+    "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."
+)
 @click.pass_obj
 def command(
     arguments: Sequence[str],
@@ -82,6 +92,7 @@ def command(
     recipe: str | None,
     out: Path | None,
     resume: bool,
+    extend: str | None,
     settings: tuple[str, ...],
     device: str | None,
     max_restarts: int | None,
@@ -92,14 +103,23 @@ def command(
     """Train MODEL (convoy models lists them) and write a report.
 
     MODEL may be left out where the recipe names it.
+
+    --extend makes a finished run longer in a new one, which begins with the old one's weights, optimiser, averages and
+    place in the data; the old one stays as it is. The learning rate is that of a run of the whole length: where it is
+    constant or falls at certain epochs it goes on, and a cosine, which has ended, rises to where it would stand.
+    Schedule, loss and augmentation may change. To begin anew with the weights alone, use --weights.
     """
-    if find_place() is None:  # ranks find such mistakes together
+    alone = find_place() is None  # ranks find mistakes together
+    if alone:
         _check_line(values["data"], values["plan"])
-    from convoy.cli.train_request import Request  # with torch, for which no misspelt option is to wait
-    from convoy.cli.train_run import run
+    from convoy.cli.train_request import Request
 
     overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    request = Request(arguments, model, recipe, [*overrides, *settings], out, resume, device)
+    request = Request(arguments, model, recipe, [*overrides, *settings], out, resume, device, extend)
+    if alone:
+        request.check()
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.train_run import run  # with torch, for which no mistake is to wait
     devices = values["devices"]
     return run(request, int(devices) if devices is not None else None, max_restarts, timeout, interface)
 

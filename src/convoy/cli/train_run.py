@@ -7,13 +7,15 @@ import torch
 
 from convoy import interfaces, launch
 from convoy.cli.line import command_of, is_verbose
+from convoy.cli.on_devices import device_of
 from convoy.cli.train_request import Request
 from convoy.engine.groups import meeting_store
 from convoy.engine.position import here
 from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.planning import Ranks
-from convoy.planning.comparison_text import comparison_text
+from convoy.planning.comparison_text import comparison_text, headline
+from convoy.planning.words import shortened
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
@@ -23,6 +25,8 @@ from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_li
 from convoy.training.last_words import Witness
 from convoy.training.parallel_config import num_devices
 
+LONGEST_PLAN = 90
+"""Characters of a plan in one line; `plan.yaml` has all of it."""
 _ADVICE = "--resume goes on from the newest checkpoint"
 
 
@@ -56,14 +60,18 @@ def run(
                 jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
                 resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
                 if devices.num > 1:
+                    num_cores = len(cores.own_cores())
                     cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
                     devices.ranks = Ranks.here()  # who shares a host is known now
                 request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
-                device_here = _device_of(request.device, own, devices.num)
+                device_here = device_of(request.device, own, devices.num)
+                if devices.num > 1 and device_here.type == "cpu":
+                    turns = cores.in_turns(devices.ranks.on_host, num_cores)
+                    request.notes += [turns] if turns is not None else []
                 handed_on = place.folder is not None
                 outcome = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
                 with Interrupt(HANDED_ON if handed_on else SIGNALS):  # what is trained is reported all the same
-                    status = _answer(outcome, devices)
+                    status = _answer(outcome, devices, is_verbose(request.arguments))
                     devices.barrier()  # before any rank's status has a launcher end the others
             devices.barrier()  # nobody asks any more where the others are
             Devices.leave()
@@ -88,7 +96,7 @@ def run(
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
     outcome = _train(request, resolved, out, Devices(), choose_device(request.device))
     with Interrupt():
-        return _answer(outcome, Devices())
+        return _answer(outcome, Devices(), is_verbose(request.arguments))
 
 
 def _train(
@@ -102,7 +110,7 @@ def _train(
     watchdog: Watchdog | None = None,
 ) -> Outcome:
     """Train on this rank."""
-    console = Console(highlight=False, quiet=devices.rank > 0)
+    console, verbose = Console(highlight=False, quiet=devices.rank > 0), is_verbose(request.arguments)
     for note in request.notes:
         if note not in recipe.notes():  # those are printed, and kept, with the session's
             console.print(note, markup=False, soft_wrap=True)
@@ -115,7 +123,7 @@ def _train(
             devices=devices,
             command=command_of(request.arguments),
             reporter=reporter,
-            on_start=lambda session: None if request.again else show_start(session, console),
+            on_start=lambda session: None if request.again else show_start(session, out, console, verbose),
             handed_on=handed_on,
             jobs=jobs,
             watchdog=watchdog,
@@ -123,8 +131,8 @@ def _train(
         )
 
 
-def _answer(outcome: Outcome, devices: Devices) -> int:
-    """On rank 0 write and say what came of it; the exit status."""
+def _answer(outcome: Outcome, devices: Devices, verbose: bool) -> int:
+    """On rank 0 write and say what came of it, with the parts of an update where asked; the exit status."""
     here.to("report")
     console, out = Console(highlight=False, quiet=devices.rank > 0), outcome.run
     if outcome.signal is not None:
@@ -138,7 +146,8 @@ def _answer(outcome: Outcome, devices: Devices) -> int:
             _report(out)
         return 1
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
-        console.print(comparison_text(outcome.comparison), markup=False, soft_wrap=True)
+        found = outcome.comparison
+        console.print(comparison_text(found) if verbose else headline(found), markup=False, soft_wrap=True)
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     if devices.rank == 0:
         console.print(f"report: {_report(out)}", markup=False, soft_wrap=True)
@@ -176,41 +185,49 @@ def _seconds(timeout: str | None) -> float:
         raise ConvoyError(f"--timeout: {error}") from error
 
 
-def _device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
-    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
+def show_start(session: Session, out: Path, console: Console, verbose: bool) -> None:
+    """Print what is trained on what, by which devices, and where it goes; then what was decided on the way.
 
-    Raises:
-        ConvoyError: it is another rank's GPU.
+    Args:
+        session: that begins.
+        out: its run directory.
+        console: takes the lines.
+        verbose: also print every derived quantity with its formula and source.
     """
-    if name is None or (name == "cuda" and own.type == "cuda"):
-        return own
-    device = choose_device(name)
-    if device.type == "cuda" and device != own and num_devices > 1:
-        raise ConvoyError(
-            f"--device {name} is one GPU for all ranks, but this rank has {own}: use --device cuda, and choose among "
-            "the machine's GPUs by CUDA_VISIBLE_DEVICES"
-        )
-    return device
-
-
-def show_start(session: Session, console: Console) -> None:
-    """Print what will be trained on what, and every derived quantity with its formula and source."""
-    data, recipe = session.data, session.recipe
-    console.print(
-        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
-        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
-        markup=False,
-        soft_wrap=True,
-    )
+    for line in start_lines(session, out):
+        console.print(line, markup=False, soft_wrap=True)
     width = max(len(row.name) for row in session.derived)
-    for row in session.derived:
-        value = (
-            row.value
-            if isinstance(row.value, str)
-            else f"{row.value:,}"
-            if row.value == int(row.value)
-            else f"{row.value:.6g}"
+    for row in session.derived if verbose else ():
+        console.print(
+            f"  {row.name:{width}}  {_number(row.value)} = {row.formula}  ({row.source})", markup=False, soft_wrap=True
         )
-        console.print(f"  {row.name:{width}}  {value} = {row.formula}  ({row.source})", markup=False, soft_wrap=True)
     for note in session.notes:
         console.print(note, markup=False, soft_wrap=True)
+
+
+def start_lines(session: Session, out: Path) -> list[str]:
+    """What is trained on what; on which devices, by which plan and for how long; where it goes."""
+    data, recipe, quantities = session.data, session.recipe, session.quantities
+    kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
+    epochs = f" ({_counted(length.value, 'epoch')})" if length.unit == "ep" else ""
+    if session.devices.num == 1:
+        devices = f"on one device ({kind})"
+    else:
+        devices = f"on {session.devices.num} devices ({kind}), plan {shortened(str(session.plan), LONGEST_PLAN)}"
+    return [
+        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
+        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
+        f"{devices}: {_counted(total, 'update')}{epochs} of {recipe.batch:,} images, learning rate up to "
+        f"{quantities.lr:.4g}",
+        f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",
+    ]
+
+
+def _counted(number: float, word: str) -> str:
+    return f"{_number(number)} {word}{'' if number == 1 else 's'}"
+
+
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value == int(value) else f"{value:.6g}"

@@ -19,6 +19,7 @@ from convoy.cost.device import Device
 from convoy.cost.piece import Piece
 from convoy.cost.store_file import Line, StoreFile
 from convoy.cost.times import Times
+from convoy.files import expanded
 
 ENVIRONMENT = "CONVOY_CACHE"
 _RUNS = 5
@@ -203,9 +204,9 @@ def default_folder() -> Path:
     """`$CONVOY_CACHE/profiles`, else `convoy/profiles` under `$XDG_CACHE_HOME` or `~/.cache`."""
     own = os.environ.get(ENVIRONMENT)
     if own:
-        return Path(own).expanduser() / "profiles"
+        return expanded(own) / "profiles"
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "convoy" / "profiles"
+    return (Path(cache) if cache else expanded("~") / ".cache") / "convoy" / "profiles"
 
 
 def _together(rows: Sequence[Row]) -> Row:

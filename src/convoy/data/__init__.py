@@ -1,14 +1,19 @@
 """Pictures from files to batches: formats, decoding, augmentation, the order of samples, loading, mixing."""
 
-from convoy.data.batch import Batch
-from convoy.data.config import AugmentConfig, DataConfig, MixConfig
-from convoy.data.dataset import DataSet, open_data
-from convoy.data.decode import BadImage
-from convoy.data.loader import evaluation_batches, num_workers, training_batches
-from convoy.data.mixing import mix
-from convoy.data.normalise import Normalise
-from convoy.data.order import Order
-from convoy.data.sources import Source
+from typing import TYPE_CHECKING
+
+from convoy.late import lazily
+
+if TYPE_CHECKING:
+    from convoy.data.batch import Batch
+    from convoy.data.config import AugmentConfig, DataConfig, MixConfig
+    from convoy.data.dataset import DataSet, open_data
+    from convoy.data.decode import BadImage
+    from convoy.data.loader import evaluation_batches, num_workers, training_batches
+    from convoy.data.mixing import mix
+    from convoy.data.normalise import Normalise
+    from convoy.data.order import Order
+    from convoy.data.sources import Source
 
 __all__ = [
     "AugmentConfig",
@@ -26,3 +31,23 @@ __all__ = [
     "open_data",
     "training_batches",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "AugmentConfig": "config",
+        "BadImage": "decode",
+        "Batch": "batch",
+        "DataConfig": "config",
+        "DataSet": "dataset",
+        "MixConfig": "config",
+        "Normalise": "normalise",
+        "Order": "order",
+        "Source": "sources",
+        "evaluation_batches": "loader",
+        "mix": "mixing",
+        "num_workers": "loader",
+        "open_data": "dataset",
+        "training_batches": "loader",
+    },
+)

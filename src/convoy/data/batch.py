@@ -99,8 +99,8 @@ class BatchMaker:
         good: list[int] = []
         for sample in samples.tolist():
             try:
-                image = self.geometry.centre(self.source.open(sample), self.source.name(sample))
-                images[len(good)] = self._planes(image)
+                image, name = self.source.open(sample), self.source.name(sample)
+                images[len(good)] = evaluation_pixels(image, name, self.geometry, self.channels)
                 good.append(sample)
             except BadImage as reason:
                 bad.append((sample, self._accept(reason)))
@@ -167,10 +167,10 @@ class BatchMaker:
             except BadImage as reason:
                 failures.append((place, reason))
                 continue
-            image = self._converted(image)
+            image = in_channels(image, self.channels)
             if flip:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            images[place] = self._planes(self.colour(image, epoch, sample))
+            images[place] = _planes(self.colour(image, epoch, sample), self.channels)
         return failures
 
     def _accept(self, bad: BadImage) -> str:
@@ -180,15 +180,6 @@ class BatchMaker:
 
     def _empty(self, num: int) -> NDArray[np.uint8]:
         return np.empty((num, self.channels, self.geometry.image_size, self.geometry.image_size), np.uint8)
-
-    def _converted(self, image: Image.Image) -> Image.Image:
-        mode = "L" if self.channels == 1 else "RGB"
-        return image if image.mode == mode else image.convert(mode)
-
-    def _planes(self, image: Image.Image) -> NDArray[np.uint8]:
-        """uint8 [channels, height, width]."""
-        pixels = np.asarray(self._converted(image))
-        return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
 
     def _batch(
         self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int, bad: list[tuple[int, str]]
@@ -200,3 +191,20 @@ class BatchMaker:
             epoch=epoch,
             bad=bad,
         )
+
+
+def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:
+    """A picture as an evaluation shows it to the network: uint8 [channels, image_size, image_size]. Raises BadImage."""
+    return _planes(geometry.centre(image, name), channels)
+
+
+def in_channels(image: Image.Image, channels: int) -> Image.Image:
+    """A picture of mode L or RGB in grey (1) or RGB (3), by Pillow's rule."""
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _planes(image: Image.Image, channels: int) -> NDArray[np.uint8]:
+    """uint8 [channels, height, width]."""
+    pixels = np.asarray(in_channels(image, channels))
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)

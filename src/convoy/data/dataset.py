@@ -7,7 +7,7 @@ from pathlib import Path
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
 from convoy.data.files import Opened, shown
-from convoy.data.folder import find_folder, open_folder
+from convoy.data.folder import find_folder, open_class, open_folder
 from convoy.data.known import statistics
 from convoy.data.labels import check_classes
 from convoy.data.memory import common_format, decode_all
@@ -39,6 +39,7 @@ class DataSet:
         std: of each channel, pixels from 0 to 1.
         resize: short side of a picture before its centre is taken.
         notes: what the user should know about how it was opened.
+        format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
     """
 
     name: str
@@ -51,41 +52,54 @@ class DataSet:
     std: tuple[float, ...]
     resize: int
     notes: tuple[str, ...] = ()
+    format: str = ""
 
 
-def open_data(config: DataConfig, progress: Progress | None = None) -> DataSet:
+def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
     """Open the data set that a recipe's section describes.
 
     Args:
         config: the section.
         progress: is told of long work (what, done, of how many).
+        to_evaluate: nothing is to be trained on it. It may have a single class, or be the folder of one, and where it
+            has no split of its own, and the section asks for none, all samples are the test split (and the training
+            split, which is then the same object).
 
     Raises:
         ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
     """
-    opened = _open(config, progress)
-    check_classes(opened.name, opened.classes)
+    kind, opened = _open(config, progress, to_evaluate)
+    if not to_evaluate:
+        check_classes(opened.name, opened.classes)
     for option in ("validation_fraction", "split_seed"):
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
     own = _settle(opened, config.bad_images == "skip", progress)
     notes: list[str] = []
+    if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
+        opened.test = opened.train
     train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
     channels = config.channels or (own[2] if own else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):
-        train, test = train.with_channels(channels), test.with_channels(channels)
+        whole = test is train
+        train = train.with_channels(channels)
+        test = train if whole else test.with_channels(channels)
     image_size, resize = _sizes(config, own)
     mean, std = _statistics(config, opened, own, channels)
     _check_augmentation(config, opened.name, image_size, resize, channels, own)
-    return DataSet(opened.name, opened.classes, train, test, image_size, channels, mean, std, resize, tuple(notes))
+    return DataSet(
+        opened.name, opened.classes, train, test, image_size, channels, mean, std, resize, tuple(notes), kind
+    )
 
 
-def _open(config: DataConfig, progress: Progress | None) -> Opened:
+def _open(config: DataConfig, progress: Progress | None, to_evaluate: bool) -> tuple[str, Opened]:
     if MNIST_MINI in (config.path, config.format):
-        return open_mnist_mini()
+        return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
     if not path.is_dir() and not path.is_file():
         raise ConvoyError(f"data set {shown(path)} is neither a file nor a folder: set data.path to one")
+    if to_evaluate and path.is_dir() and config.format == "auto" and (one := open_class(path)) is not None:
+        return "class", one
     kind = config.format if config.format != "auto" else _detect(path)
     if path.is_file() and kind not in ("parquet", "webdataset"):
         raise ConvoyError(
@@ -94,11 +108,11 @@ def _open(config: DataConfig, progress: Progress | None) -> Opened:
     if kind == "parquet":
         from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
 
-        return open_parquet(path)
+        return kind, open_parquet(path)
     if kind == "webdataset":
-        return open_tars(path, progress)
+        return kind, open_tars(path, progress)
     openers: dict[str, Callable[[Path], Opened]] = {"mnist": open_mnist, "cifar": open_cifar, "folder": open_folder}
-    return openers[kind](path)
+    return kind, openers[kind](path)
 
 
 def _detect(path: Path) -> str:

@@ -35,13 +35,18 @@ class FolderSource(EncodedSource):
 
     def read(self, sample: int) -> bytes:
         """The file's bytes."""
-        try:
-            with open(os.path.join(self._root, self._files[sample]), "rb") as file:  # noqa: PTH118, PTH123 (hot path)
-                if os.fstat(file.fileno()).st_size > MAX_PICTURE_BYTES:
-                    raise BadImage(self.name(sample), f"has more than {MAX_PICTURE_BYTES} bytes")
-                return file.read()
-        except OSError as error:
-            raise BadImage(self.name(sample), f"cannot be read ({error.strerror})") from None
+        return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
+
+
+def picture_bytes(path: str, name: str) -> bytes:
+    """The bytes of a picture file, which messages call `name`. Raises BadImage."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 (hot path)
+            if os.fstat(file.fileno()).st_size > MAX_PICTURE_BYTES:
+                raise BadImage(name, f"has more than {MAX_PICTURE_BYTES} bytes")
+            return file.read()
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise BadImage(name, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def find_folder(path: Path) -> bool:
@@ -95,7 +100,7 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
     counts = []
     for name in classes:
         folder = split / name
-        found = _pictures(folder) if folder.is_dir() else []
+        found = pictures(folder) if folder.is_dir() else []
         if not found and (folder.is_dir() or split == root):
             raise ConvoyError(
                 f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
@@ -106,8 +111,21 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
     return FolderSource(root, files, np.repeat(np.arange(len(classes)), counts).astype(np.int64))
 
 
-def _pictures(folder: Path) -> list[str]:
-    """All picture files below a class folder, sorted; links are followed, but no folder is entered twice."""
+def open_class(path: Path) -> Opened | None:
+    """A folder of pictures without class folders, as a data set of the one class that the folder is named after.
+
+    None where the folder holds other folders, or no pictures.
+    """
+    files = [] if next(iter(_folders(path)), None) else pictures(path)
+    if not files:
+        return None
+    name, root = path.resolve().name, str(path)
+    names = [file[len(root) :].lstrip(os.sep) for file in files]
+    return Opened(name, [printable(name)], FolderSource(path, names, np.zeros(len(files), np.int64)), None)
+
+
+def pictures(folder: Path) -> list[str]:
+    """All picture files below a folder, sorted; links are followed, but no folder is entered twice."""
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
     open_folders = [str(folder)]

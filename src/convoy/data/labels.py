@@ -1,6 +1,6 @@
 """Checks of labels and classes that every format shares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,19 @@ def check_classes(name: str, classes: list[str]) -> None:
             f"{name} has only {len(classes)} class{only}: a net needs at least two to tell apart, so set data.path to "
             "the folder or file that holds all of them"
         )
+
+
+def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:
+    """Give freshly opened sources the labels that their classes have in another list.
+
+    Args:
+        sources: labelled by `classes`; one that comes twice is labelled once.
+        classes: names, by the labels that there are.
+        known: names, by the labels to come; it has all of `classes`.
+    """
+    table = np.array([known.index(name) for name in classes], np.int64)
+    for source in {id(source): source for source in sources}.values():
+        source.labels = table[source.labels]
 
 
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:

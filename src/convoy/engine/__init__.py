@@ -11,10 +11,8 @@ from convoy.engine.microbatches import microbatch_sizes, passes
 from convoy.engine.parallelize import (
     accumulate,
     clip_grad_norm_,
-    load_state_dict,
     local_samples,
     parallelize,
-    state_dict,
 )
 from convoy.engine.prepare import prepare
 
@@ -28,12 +26,10 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "explain",
-    "load_state_dict",
     "local_samples",
     "microbatch_sizes",
     "parallelize",
     "passes",
     "prepare",
     "probe",
-    "state_dict",
 ]

@@ -18,6 +18,7 @@ from convoy.engine.collectives import close
 from convoy.engine.fresh import fresh
 from convoy.engine.meeting_place import choose_interface, open_store
 from convoy.errors import ConvoyError, MeetingError
+from convoy.failure import say_uncaught
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
 _store: Store | None = None
@@ -46,6 +47,7 @@ def join(timeout: float = 600.0) -> torch.device:
     device = torch.device("cuda", local_rank % devices) if devices else torch.device("cpu")
     own_device = devices >= max(local_size, local_rank + 1)
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        say_uncaught(_first_to_say)
         _check_variables(os.environ)
         if devices:
             torch.cuda.set_device(device)
@@ -62,7 +64,21 @@ def join(timeout: float = 600.0) -> torch.device:
             raise MeetingError(
                 f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
             ) from error
+    say_uncaught(
+        _first_to_say
+    )  # torch, too, takes exceptions when it joins, and would hold them back until all is said
     return device
+
+
+def _first_to_say() -> bool:
+    """Whether no other rank has said why it failed."""
+    if _store is None:
+        return True
+    try:
+        _store.set_timeout(timedelta(seconds=2))
+        return bool(_store.add("convoy/failed", 1) == 1)
+    except RuntimeError:  # who keeps the store has ended
+        return True
 
 
 def meeting_store() -> Store | None:

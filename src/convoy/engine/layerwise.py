@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from convoy.engine.contents import plain_forward
 from convoy.engine.network import Network
 from convoy.engine.output import writable
+from convoy.engine.signature import Form, arguments
 from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
@@ -47,11 +48,11 @@ class Layerwise(Network):
         alone: layers that run whole on every rank, and why.
     """
 
-    def look(self, examples: Sequence[Tensor], training: bool) -> None:
+    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
         """Run the examples once in each mode and find the layers that they reach."""
         self._training = training
-        self.example = tuple((tuple(x.shape), x.dtype) for x in examples)
-        self._seen = _inputs_of_layers(self.model, examples, self.plan.mesh.num_devices)
+        self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
+        self._seen = _inputs_of_layers(self.model, examples, form, self.plan.mesh.num_devices)
         self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -82,22 +83,35 @@ class Layerwise(Network):
         for name, part in self.parts.items():  # not before: a plan that is refused leaves the network as it was
             self.model.get_submodule(name).forward = part.inner_forward
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
-        self._unchanged.check(inputs)
-        samples = self.samples_of_pass(inputs)
+        inputs, form = arguments(self.model, args, kwargs)
+        inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
         own = own_samples((sum(samples),), batch)
         whole = [writable(self._move(x, own, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
+        positional, named = form.fill(whole)
         with plain_forward(self.model):
-            outputs = self.model.forward(*whole)
+            outputs = self.model.forward(*positional, **named)
+        self.end_pass()
 
         def mine(output: Tensor) -> Tensor:
             layout = own_samples(tuple(output.shape), batch)
             return writable(self.weigh(self._move(output, WHOLE, layout, output.shape), samples))
 
         return replace(outputs, Tensor, mine)
+
+    @property
+    def shows_uses(self) -> bool:
+        """Not those of the network's own code between its layers."""
+        return False
+
+    def recast(self) -> None:
+        """Take note that parameters have another type or device than before. All ranks call it."""
+        super().recast()
+        for part in self.parts.values():
+            part.recast()
 
     def _refuse_draws(self, name: str, layer: _DropoutNd) -> None:
         """On several devices, refuse a dropout layer whose numbers belong to no sample."""
@@ -110,7 +124,9 @@ class Layerwise(Network):
         return redistribute(steps, mesh, groups.coordinates, groups, shape, self.channels_last)(x) if steps else x
 
 
-def _inputs_of_layers(model: nn.Module, examples: Sequence[Tensor], num_devices: int) -> dict[str, list[Any]]:
+def _inputs_of_layers(
+    model: nn.Module, examples: Sequence[Tensor], form: Form | None, num_devices: int
+) -> dict[str, list[Any]]:
     """Shapes and types of what every layer is given in either mode, by the layer's name."""
     seen: dict[str, list[Any]] = {}
     model = copy.deepcopy(model)
@@ -127,7 +143,9 @@ def _inputs_of_layers(model: nn.Module, examples: Sequence[Tensor], num_devices:
             for module in model.train(training).modules():
                 if isinstance(module, (_BatchNorm, _DropoutNd)):
                     module.eval()
-            model(*(example.clone() for example in examples))
+            given = [example.clone() for example in examples]
+            positional, named = (given, {}) if form is None else form.fill(given)
+            model(*positional, **named)
     return seen
 
 

@@ -5,20 +5,23 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from convoy.engine.agreement import exchange_samples
 from convoy.engine.contents import named_tensors, owners, plain_forward
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
+from convoy.engine.gradients.backward import current_backward
+from convoy.engine.gradients.divided import plain
 from convoy.engine.groups import Groups
-from convoy.engine.output import scale_gradient, writable
+from convoy.engine.output import scale_gradient, undo_scale, writable
 from convoy.engine.program import Program, Watch
-from convoy.engine.samples import exchange_samples
 from convoy.engine.shards import collect, cut
-from convoy.engine.signature import Kind, Signature, kinds
+from convoy.engine.signature import Form, Kind, Signature, arguments, kinds
 from convoy.engine.unchanged import Unchanged
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
@@ -33,6 +36,23 @@ from convoy.plans.rules import Batch
 
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
+WRAPPED = "DistributedDataParallel around a network of convoy.parallelize would add gradients twice: take it away"
+
+
+class Guard(Protocol):
+    """Sees the passes of a network, and how they use its parameters."""
+
+    follows: bool
+    """Whether the uses of parameters are to be given to `use` now."""
+
+    def look(self, inputs: Sequence[Tensor]) -> None:
+        """Before a pass with these inputs."""
+
+    def use(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor to compute with in place of a parameter."""
+
+    def unfollow(self) -> None:
+        """The parameters change: forget their uses so far."""
 
 
 @dataclass
@@ -53,11 +73,13 @@ class Network:
         compile: whether what lies between the exchanges of a training pass runs through `torch.compile`.
         captured: how the network's calls were found, for people.
         example: sizes and types of one rank's inputs that it was made with.
+        form: the other arguments that it was made with; None where there were none.
         layers: name and kind of every layer that the network calls.
         borrowed: layers whose parameters another one computes with: its name by theirs.
         undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
             torch.compile then sees the plain network.
         watch: makes what watches a pass of a placement; None where nobody looks.
+        guard: notices what ranks should have alike and have not; None where nobody looks.
     """
 
     model: nn.Module
@@ -76,10 +98,12 @@ class Network:
     compile: bool = False
     captured: str = "as one program"
     example: tuple[Kind, ...] = ()
+    form: Form | None = None
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
     undivided: bool = False
     watch: Callable[[Placement], Watch] | None = None
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -90,28 +114,29 @@ class Network:
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
-    def look(self, examples: Sequence[Tensor], training: bool) -> None:
+    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
 
         Args:
             examples: one rank's inputs.
             training: the mode.
+            form: the other arguments, if there are any.
 
         Raises:
             CaptureError: the network does something that a graph cannot say.
         """
-        self.example = tuple((tuple(x.shape), x.dtype) for x in examples)
+        self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         total = len(examples[0]) * self.plan.mesh.num_devices
-        self._graphs = [self._capture(Signature(training, (total,), kinds(examples)))]
+        self._graphs = [self._capture(Signature(training, (total,), kinds(examples), form))]
         used = {value.name for value in self._graphs[0].parameters()}
         if any(name not in used for name, _ in self.model.named_parameters()):
             with contextlib.suppress(CaptureError):
-                self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples))))
+                self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples), form)))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in graph.borrowed()}
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples)))
+                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
                 self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -133,6 +158,11 @@ class Network:
         self._graphs = []
 
     @property
+    def shows_uses(self) -> bool:
+        """Whether all uses of parameters go through `use`: compiled programs would be compiled anew for it."""
+        return not self.compile
+
+    @property
     def silent(self) -> bool:
         """Whether passes exchange nothing between ranks, as far as they were seen; gradients do not count."""
         return bool(self._programs) and not any(
@@ -140,28 +170,32 @@ class Network:
             for placement, _ in self._programs.values()
         )
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
         if self.undivided and self.context.batch_norm != "microbatch" and not self.compile:
-            return type(self.model).forward(self.model, *inputs)
+            return type(self.model).forward(self.model, *args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
-        return (self._uncompiled or self._forward)(*inputs)
+        return (self._uncompiled or self._forward)(*args, **kwargs)
 
-    def _forward(self, *inputs: Tensor) -> Any:
-        self._unchanged.check(inputs)
-        samples = self.samples_of_pass(inputs)
-        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, form = arguments(self.model, args, kwargs)
+        inputs, samples = self.open_pass(inputs)
+        signature = Signature(self.model.training, samples, kinds(inputs), None if form.is_plain else form)
+        placement, program = self._program(signature)
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
+        self.end_pass()
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
 
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
-        samples = self.samples_of_pass(inputs)
+        inputs, samples = self.open_pass(inputs)
         placement, program = self._program(Signature(self.model.training, samples, kinds(inputs), as_given=True))
         self.begin_pass(samples, inputs[0].device)
-        return self._run(placement, program, inputs), placement
+        found = self._run(placement, program, inputs)
+        self.end_pass()
+        return found, placement
 
     def inner_forward(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
@@ -170,17 +204,61 @@ class Network:
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
+    def open_pass(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """See that a pass can run. All ranks call it.
+
+        Returns:
+            The inputs to compute with, and how many samples every sample rank has.
+        """
+        cast = self._unchanged.check(inputs)
+        samples = self.samples_of_pass(inputs)
+        if cast:
+            self.recast()
+        if self.samples is None:
+            if self.model.training and current_backward() != -1:
+                raise ConvoyError(
+                    "activation checkpointing around a parallelized network would run it as another pass, with other "
+                    "random numbers: checkpoint the parts of the network, before convoy.parallelize"
+                )
+            if self.guard is not None:
+                self.guard.look(inputs)
+        share = self._share(samples)
+        return tuple(inputs if share == 1 else (undo_scale(x, share) for x in inputs)), samples
+
+    def _share(self, samples: tuple[int, ...]) -> float:
+        """By what the gradient of an output is multiplied: this rank's share, where its loss does not do so itself."""
+        alone = self.loss == "part" or len(samples) == 1
+        return 1.0 if alone else samples[self.sample_rank] / max(1, sum(samples))
+
+    def recast(self) -> None:
+        """Take note that parameters have another type or device than before. All ranks call it."""
+        if self.guard is not None:
+            self.guard.unfollow()
+        held = named_tensors(self.model)
+        self.shapes = {name: (shape, held[name].dtype) for name, (shape, _) in self.shapes.items()}
+        self._programs, self._owners = {}, {}
+        if self.reducer is not None:
+            self.reducer = self.reducer.anew()
+
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""
         if self.samples is None and self.model.training:
             self.context.enter(self._passes, 0, (sum(samples),), device)
             self._passes += 1
 
+    def end_pass(self) -> None:
+        """Bring running statistics up to date, where the caller does not do so at the end of an update."""
+        if self.samples is None and self.model.training:
+            self.context.statistics.fold(self.groups)
+
     def weigh(self, output: Tensor, samples: tuple[int, ...]) -> Tensor:
         """Scale an output's gradient by this rank's share of the samples, where its loss does not do so itself."""
-        if self.loss == "part" or len(samples) == 1 or not output.requires_grad:
-            return output
-        return scale_gradient(output, samples[self.sample_rank] / max(1, sum(samples)))
+        share = self._share(samples)
+        return scale_gradient(output, share) if share != 1 and output.requires_grad else output
+
+    def use(self, name: str, tensor: Tensor) -> Tensor:
+        """What is computed with in place of a parameter or input: itself, or where the guard looks an alias of it."""
+        return self.guard.use(name, tensor) if self.guard is not None and name in self.shapes else tensor
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of something that lies as a parameter or buffer does: itself, its gradient. All ranks call it.
@@ -190,7 +268,7 @@ class Network:
             tensor: this rank's part.
         """
         shape, layout = self.entry(name)
-        return collect(tensor, layout, shape, self.groups)
+        return collect(plain(tensor), layout, shape, self.groups)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of such a whole; it may share the whole's memory."""
@@ -204,6 +282,11 @@ class Network:
         return self.shapes[name][0], self.layouts[name]
 
     @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
     def sample_rank(self) -> int:
         """This rank's place on the sample axes."""
         return self.groups.mesh.index(self.groups.coordinates, self.sample_axes)
@@ -215,12 +298,12 @@ class Network:
 
     def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
         """How the network is placed for a batch of which every sample rank has `samples`."""
-        return self._placement(Signature(training, samples, kinds(examples)))
+        return self._placement(Signature(training, samples, kinds(examples), self.form))
 
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        return self._placement(Signature(training, self.example_samples(samples), inputs))
+        return self._placement(Signature(training, self.example_samples(samples), inputs, self.form))
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
         """The samples of every sample rank: those of the example, unless others are said.
@@ -241,7 +324,7 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        return exchange_samples(inputs, self.model.training, self.groups, self.sample_axes)
+        return exchange_samples(inputs, self._unchanged.types, self.model.training, self.groups, self.sample_axes)
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
@@ -249,6 +332,8 @@ class Network:
             self._owners = owners(self.model)
         held = self._owners
         tensors = [given[n] if n in given else held[n][0][held[n][1]] for n in program.sources]
+        if self.guard is not None and self.guard.follows:
+            tensors = [self.use(n, x) for n, x in zip(program.sources, tensors, strict=True)]
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
@@ -272,7 +357,8 @@ class Network:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
         with plain_forward(self.model), torch.inference_mode(False):
-            graph = capture(self.model, tuple(inputs), training=signature.training, shapes=self.shapes)
+            forward = None if signature.form is None else signature.form.caller(self.model.forward)
+            graph = capture(self.model, inputs, signature.training, shapes=self.shapes, forward=forward)
         return graph.prefixed(self.prefix) if self.prefix else graph
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
@@ -280,11 +366,15 @@ class Network:
         outputs = [ref.name for ref in leaves(graph.output, Ref)]
         return place(graph, self.plan, batch, outputs, self.layouts.get, as_given, self.whole_batch)
 
+    def __reduce__(self) -> Any:
+        raise ConvoyError("a parallelized network cannot be pickled: save it by convoy.save or convoy.state_dict")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Network":
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
-        twin.reducer = None
+        twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)
         twin._programs = {}
@@ -295,6 +385,8 @@ class Network:
 def network_of(net: nn.Module) -> Network:
     """What runs a parallelized network."""
     network = getattr(net, "_convoy", None)
+    if isinstance(net, DistributedDataParallel) and hasattr(net.module, "_convoy"):
+        raise ConvoyError(WRAPPED)
     if not isinstance(network, Network):
         raise ConvoyError("this network is not parallelized: pass what convoy.parallelize returned")
     return network

@@ -1,10 +1,12 @@
-"""The last thing that a rank's output goes through."""
+"""The last thing that a rank's output goes through, and the first that its inputs do."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -26,6 +28,50 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     over all N, however unevenly they are divided.
     """
     return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
+
+
+class _UndoScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.factor, None
+
+
+def undo_scale(x: Tensor, factor: float) -> Tensor:
+    """The tensor itself, with a gradient divided by `factor` if the output of a network on several ranks went into it.
+
+    One network's output may be another's input. The gradient that comes back there has been multiplied by the rank's
+    share of the samples at the second one's output, and would be again at that of the first.
+    """
+    if x.grad_fn is None or factor == 0 or not any(gradient_scale(node) is not None for node in graph_of([x.grad_fn])):
+        return x
+    return _UndoScale.apply(x, factor)  # type: ignore[no-any-return]
+
+
+def graph_of(roots: Sequence[Node]) -> list[Node]:
+    """The nodes of autograd's graph from `roots` to the outputs of networks on several ranks."""
+    seen = dict.fromkeys(roots)
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        if gradient_scale(node) is not None:
+            continue
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen[other] = None
+                queue.append(other)
+    return list(seen)
+
+
+def gradient_scale(node: Node) -> float | None:
+    """The factor, where a node of autograd's graph is that of `scale_gradient`; None for any other."""
+    is_scale = getattr(type(node), "_forward_cls", None) is _ScaleGradient
+    return node.factor if is_scale else None  # type: ignore[attr-defined]
 
 
 def writable(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from convoy.engine.agreement import agree
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.collectives import broadcast, gather_ints
 from convoy.engine.contents import named_tensors
@@ -16,8 +17,11 @@ from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.groups import Groups, join, num_ranks
+from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, network_of
+from convoy.engine.part_state import mark_state
+from convoy.engine.signature import Form, arguments
 from convoy.errors import ConvoyError
 from convoy.graph.errors import CaptureError
 from convoy.plans.check import check_devices
@@ -33,25 +37,34 @@ BatchNorm = Literal["sync", "microbatch", "local"]
 def parallelize(
     model: Model,
     plan: "str | Path | dict[str, Any] | Plan",
-    example: Tensor | tuple[Tensor, ...],
+    example: "Tensor | tuple[Any, ...] | dict[str, Any]",
     *,
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
     compile: bool = False,
+    checks: bool = True,
 ) -> Model:
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
 
     Training is then that of the plain network on the global batch: `loss.backward()` leaves the gradient of the mean
-    loss over the samples of all ranks, in whatever way the plan divides the work. Any optimiser that
-    treats numbers one by one works on `model.parameters()`. Terms of the loss that the network does not compute, like a
-    penalty on `model.parameters()`, would be added over the ranks: compute them in its forward pass, or use weight
-    decay. Under torchrun's variables the process group is joined, without them one device is used.
+    loss over the samples of all ranks, in whatever way the plan divides the work. Any optimizer that
+    treats numbers one by one works on `model.parameters()`; others are refused on divided parameters before their first
+    step. A penalty on the weights is computed by `convoy.penalty`. Under torchrun's variables the process group is
+    joined, without them one device is used.
+
+    Example:
+        net = convoy.parallelize(model, "sample=2", example=images[:32])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        mine = convoy.local_samples(net, len(images))
+        F.cross_entropy(net(images[mine]), labels[mine]).backward()
+        optimizer.step()
 
     Args:
         model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count.
         plan: how the layers are divided: `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
-        example: one rank's batch, [samples, channels, height, width]; only shapes and types matter.
+        example: one rank's batch, [samples, channels, height, width], as the network is called with it: a tensor, a
+            tuple of arguments, or a dict of keyword arguments; only the tensors' shapes and types matter.
         batch_norm: statistics over the global batch (`sync`: those of the plain layer), each microbatch, or each
             rank's samples (`local`: not what one device computes).
         loss: what a rank calls `backward` on. `mean`: the mean over its own samples, which the engine weighs by their
@@ -61,25 +74,44 @@ def parallelize(
             torch's initial seed there.
         compile: run what lies between the exchanges of training passes through `torch.compile`; the first pass of
             every batch size takes long.
+        checks: notice, by comparing checksums after the first updates and ever more rarely, at most 0.2 % of the time,
+            when ranks no longer have alike what they should, or when a loss uses weights outside of the network.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
             not for as many devices as there are.
     """
+    network = take_part(model, plan, example, batch_norm=batch_norm, loss=loss, seed=seed, compile=compile)
+    if network.plan.mesh.num_devices > 1:
+        network.guard = Guard(network, compares=checks)
+        mark_state(model)
+    return model
+
+
+def take_part(
+    model: nn.Module,
+    plan: "str | Path | dict[str, Any] | Plan",
+    example: "Tensor | tuple[Any, ...] | dict[str, Any]",
+    *,
+    batch_norm: BatchNorm = "sync",
+    loss: Loss = "mean",
+    seed: int | None = None,
+    compile: bool = False,
+) -> Network:
+    """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
+    join()  # first, so that mistakes are said once for all ranks
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
     _check_option("loss", loss, get_args(Loss))
-    examples = example if isinstance(example, tuple) else (example,)
-    _check_examples(examples)
+    examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
-    join()
     parsed = Plan.parse(plan, num_devices=num_ranks())
     check_devices(parsed.mesh, num_ranks())
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups, examples[0].device), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        network = _network(model, parsed, groups, context, examples, loss)
+        network = _network(model, parsed, groups, context, examples, form, loss)
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
@@ -88,40 +120,13 @@ def parallelize(
         )
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
-    return model
-
-
-def state_dict(net: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors under the names of the plain network, the same on every plan and every rank. All ranks call it."""
-    network = network_of(net)
-    tensors = net.state_dict()
-    return {name: network.whole(name, tensor) for name, tensor in tensors.items()}
-
-
-def load_state_dict(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load whole tensors under the names of the plain network, as `state_dict` or the plain network gives them.
-
-    Raises:
-        ConvoyError: names or shapes differ; nothing is loaded then.
-    """
-    network = network_of(net)
-    own = net.state_dict()
-    wrong = sorted(set(own) ^ set(state))
-    if wrong:
-        where = "the network" if wrong[0] in own else "the state"
-        raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
-    for name, tensor in state.items():
-        shape = network.entry(name)[0]
-        if tuple(tensor.shape) != shape:
-            raise ConvoyError(f"{name} is {list(tensor.shape)} in the state, but {list(shape)} in the network")
-    with torch.no_grad():
-        for name, tensor in state.items():
-            own[name].copy_(network.part(name, tensor))
+    return network
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
     """The whole gradient of the mean loss over the global batch, by serial name. All ranks call it."""
     network = network_of(net)
+    agree("convoy.gradients", network.groups, network.device)
     return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
 
 
@@ -149,15 +154,17 @@ def accumulate(net: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(net: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that the norm of them together is at most `max_norm`. All ranks call it.
 
-    As `torch.nn.utils.clip_grad_norm_` of the plain network, which on `net.parameters()` would see this rank's shards
-    alone.
+    As `torch.nn.utils.clip_grad_norm_` of the plain network. Torch's function on `net.parameters()` is right too, but
+    asks the other ranks once for every divided parameter, where this asks once for all.
 
     Returns:
         The norm before.
     """
     network = network_of(net)
+    agree("convoy.clip_grad_norm_", network.groups, network.device)
     divided = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in net.named_parameters()]
-    return clip_grad_norm(divided, network.groups, max_norm)
+    with torch._C.DisableTorchFunctionSubclass():  # they may be marked as parts, which would ask once for each
+        return clip_grad_norm(divided, network.groups, max_norm)
 
 
 def local_samples(net: nn.Module, num_samples: int) -> slice:
@@ -172,19 +179,34 @@ def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConvoyError(f"{name}={value!r} is unknown: it must be {', '.join(choices[:-1])} or {choices[-1]}")
 
 
-def _check_examples(examples: tuple[Tensor, ...]) -> None:
-    if not examples or not all(isinstance(x, Tensor) and x.dim() > 0 and len(x) for x in examples):
-        raise ConvoyError("example must be a tensor, or a tuple of tensors, with one rank's samples along dim 0")
+def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form | None]:
+    """The tensors of an example, and its other arguments, if there are any."""
+    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+    values = [*args, *(example.values() if isinstance(example, dict) else ())]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors or any(not x.dim() or not len(x) for x in tensors):
+        raise ConvoyError(
+            "example must be a tensor with one rank's samples along dim 0, or a tuple or dict of the network's "
+            "arguments with such tensors in it"
+        )
+    inputs, form = arguments(model, args, example if isinstance(example, dict) else {})
+    return inputs, None if form.is_plain else form
 
 
 def _network(
-    model: nn.Module, plan: Plan, groups: Groups, context: StepContext, examples: tuple[Tensor, ...], loss: Loss
+    model: nn.Module,
+    plan: Plan,
+    groups: Groups,
+    context: StepContext,
+    examples: tuple[Tensor, ...],
+    form: Form | None,
+    loss: Loss,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
     try:
         network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
-        network.look(examples, model.training)
+        network.look(examples, model.training, form)
     except CaptureError as error:
         network = Layerwise(
             model,
@@ -195,7 +217,7 @@ def _network(
             channels_last=channels_last,
             captured=f"layer by layer, as {error}",
         )
-        network.look(examples, model.training)
+        network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)
     network.place_parameters()

@@ -1,6 +1,7 @@
 """Whole tensors and the parts of them that ranks hold."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,3 +49,32 @@ def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups
         return tensor.detach().clone()
     with torch.no_grad():
         return redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(tensor.detach()).clone()
+
+
+def part_name(
+    layouts: Mapping[str, Layout],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    groups: Groups,
+    plan: object,
+) -> str:
+    """Which parts of a network's tensors this rank has, for people, and for `same_part` to compare.
+
+    Args:
+        layouts: of the tensors, by name.
+        shapes: of the whole ones, and their types.
+        groups: of the mesh.
+        plan: of the network.
+    """
+    own = [
+        (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, shapes[name][0][dim])))
+        for name, layout in sorted(layouts.items())
+        for dim, _ in layout.splits
+    ]
+    plan_text = " ".join(str(plan).split())
+    digest = zlib.crc32(repr(own).encode())
+    return f"part {digest:08x} (rank {groups.rank} of {groups.mesh.num_devices} under plan {plan_text})"
+
+
+def same_part(one: str, other: str) -> bool:
+    """Whether two of these names are of the same numbers of the same tensors."""
+    return one.partition(" (")[0] == other.partition(" (")[0]

@@ -33,8 +33,16 @@ class Unchanged:
         twin._is_copy = True
         return twin
 
-    def check(self, inputs: Sequence[Tensor]) -> None:
+    @property
+    def types(self) -> int:
+        """A checksum of the parameters' types and kinds of device, when they were last looked at."""
+        return self._contents.checksum if self._contents is not None else 0
+
+    def check(self, inputs: Sequence[Tensor]) -> bool:
         """Look at the network and at the inputs of a pass.
+
+        Returns:
+            Whether parameters have another type or device than in the pass before.
 
         Raises:
             ConvoyError: something has changed, or the inputs do not fit together.
@@ -45,8 +53,9 @@ class Unchanged:
         if self._contents is None:
             self._contents = Contents(self._model)
         self._contents.check()
+        cast = self._contents.cast()
         if self._alone:
-            return
+            return cast
         if any(p.requires_grad for p in self._frozen):
             raise ConvoyError(
                 "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
@@ -57,3 +66,4 @@ class Unchanged:
                 "this is a copy of a parallelized network, whose gradients nobody adds up: train the original, and "
                 "call the copy in eval mode or under torch.no_grad()"
             )
+        return cast

@@ -131,13 +131,19 @@ def linear_axis(
 
 
 def wide_axis(axes: Axes, values: np.ndarray) -> None:
-    """A y axis for values ≥ 0: from 0 and linear, or logarithmic where they span more than a factor of 20.
+    """A y axis for values ≥ 0 that lets a curve use its height.
 
-    Values of exactly 0 stay visible on the logarithmic axis: below the smallest positive value it is linear down to 0.
+    Logarithmic where they span more than a factor of 20; values of exactly 0 stay visible on it: below the smallest
+    positive value it is linear down to 0. Else linear: from 0, or, where that would leave a third of the panel empty
+    below the curves, from a little below the smallest value.
     """
     positive = values[np.isfinite(values) & (values > 0)]
     if len(positive) == 0 or positive.max() / positive.min() <= 20:
         linear_axis(axes, values)
+        low, high = min(positive, default=0.0), max(positive, default=0.0)
+        if high > low > high / 3 and not (values <= 0).any():
+            margin = 0.06 * max(high - low, 0.01 * high)
+            axes.set_ylim(low - margin, high + margin)
         return
     low, high = float(positive.min()), float(positive.max())
     ticks = _ticks(low, high)

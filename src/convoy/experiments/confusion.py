@@ -41,12 +41,22 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class HardClass:
-    """A class with its recall and the class that it is taken for most often."""
+class Class:
+    """A class in numbers.
+
+    Attributes:
+        images: of the class.
+        recall: share of them that was recognised; None where there are none.
+        precision: of the images taken for the class, the share that belongs to it; None where none was.
+        f1: harmonic mean of both; None where one of them is unknown.
+        mostly: the class that it is taken for most often; empty where it never is for another.
+    """
 
     name: str
-    recall: float
     images: int
+    recall: float | None
+    precision: float | None
+    f1: float | None
     mostly: str
 
 
@@ -98,24 +108,34 @@ def confused_pairs(evaluation: Evaluation, most: int) -> list[Pair]:
     ]
 
 
-def hardest_classes(evaluation: Evaluation, most: int) -> list[HardClass]:
-    """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
+def classes(evaluation: Evaluation) -> list[Class]:
+    """Every class in numbers, in the order of the data; none without a confusion matrix."""
     table = evaluation.confusion
     if table is None:
         return []
-    images, right = table.sum(1), np.diag(table)
-    recall = np.where(images > 0, right / np.maximum(images, 1), 2.0)
+    right, images, taken = np.diag(table), table.sum(1), table.sum(0)
     wrong = table - np.diag(right)
     return [
-        HardClass(
-            evaluation.classes[true],
-            float(recall[true]),
-            int(images[true]),
-            evaluation.classes[int(wrong[true].argmax())],
+        Class(
+            name=name,
+            images=int(images[place]),
+            recall=_share(right[place], images[place]),
+            precision=_share(right[place], taken[place]),
+            f1=_share(2 * right[place], images[place] + taken[place]) if images[place] and taken[place] else None,
+            mostly=evaluation.classes[int(wrong[place].argmax())] if wrong[place].any() else "",
         )
-        for true in np.argsort(recall, kind="stable")[:most]
-        if recall[true] < 1
+        for place, name in enumerate(evaluation.classes)
     ]
+
+
+def hardest_classes(evaluation: Evaluation, most: int) -> list[Class]:
+    """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
+    found = [one for one in classes(evaluation) if one.recall is not None and one.recall < 1]
+    return sorted(found, key=lambda one: one.recall or 0.0)[:most]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return float(part / whole) if whole else None
 
 
 def _shares(table: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""Numbers as a paper prints them: grouped digits, units after a narrow space, and no more digits than are known."""
+"""Numbers on pages and in plots: digits grouped by commas as on the terminal, units after a narrow space, and no more
+digits than are known."""
 
 import math
 
 SPACE = "\u202f"
-"""Narrow no-break space: between groups of digits, and between a number and its unit (SI brochure, 5.4)."""
+"""Narrow no-break space: between a number and its unit (SI brochure, 5.4)."""
 
 MINUS = "\u2212"
 UNKNOWN = "–"
@@ -11,15 +12,15 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def count(value: int) -> str:
-    """A whole number in groups of three: 61 706."""
-    return f"{value:,}".replace(",", SPACE).replace("-", MINUS)
+    """A whole number in groups of three: 61,706."""
+    return f"{value:,}".replace("-", MINUS)
 
 
 def decimal(value: float | None, places: int) -> str:
     """A number with a fixed number of decimal places; a number that is not finite is unknown."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return f"{value:,.{places}f}".replace(",", SPACE).replace("-", MINUS)
+    return f"{value:,.{places}f}".replace("-", MINUS)
 
 
 def significant(value: float | None, digits: int = 3) -> str:
@@ -35,7 +36,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def tick(value: float) -> str:
-    """A number at the tick of an axis, without needless zeros: 0.5, 20, 12 500, 200 k, 10⁻⁵, 3·10⁻⁶."""
+    """A number at the tick of an axis, without needless zeros: 0.5, 20, 12,500, 200 k, 10⁻⁵, 3·10⁻⁶."""
     if value == 0:
         return "0"
     exponent = math.floor(math.log10(abs(value)) + 1e-9)
@@ -64,7 +65,7 @@ def percent(share: float | None, places: int = 1) -> str:
 
 
 def percent_places(images: int | None) -> int:
-    """Decimal places of a percentage that `images` pictures can tell apart: one for 1 000, two from 10 000 on."""
+    """Decimal places of a percentage that `images` pictures can tell apart: one for 1,000, two from 10,000 on."""
     return 1 if images is None or images < 10_000 else 2
 
 

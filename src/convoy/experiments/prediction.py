@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from convoy.experiments.metrics import Number
-from convoy.planning.comparison_text import WORDS, difference, shown
+from convoy.planning.comparison_text import WORDS, apart, difference, shown
 
 _COLOURS = {
     "input": "input",
@@ -52,6 +52,13 @@ class Prediction(_Part):
     parts: dict[str, Both] = {}
     groups: list[Group] = []
     notes: list[str] = []
+    one_device_s: Number = Field(default=None, ge=0)
+
+    @property
+    def error(self) -> float | None:
+        """By which part of the measured update the predicted one is longer; None where one of them is not known."""
+        predicted, measured = self.update.predicted_s, self.update.measured_s
+        return None if predicted is None or not measured else predicted / measured - 1
 
 
 @dataclass(frozen=True)
@@ -81,16 +88,16 @@ class Compared:
     Attributes:
         sentence: of the whole update.
         both: whether there is a prediction.
-        update: its bars, with all parts.
+        whole: all parts together, with bars.
         parts: without bars.
         groups: with bars of what they compute and what they wait.
         legend: colour and word of every part that there is.
-        sum: what the measured parts add up to.
+        sum: what the measured parts add up to, and why that is not what an update takes.
     """
 
     sentence: str
     both: bool
-    update: Row
+    whole: Row
     parts: tuple[Row, ...]
     groups: tuple[Row, ...]
     legend: tuple[tuple[str, str], ...]
@@ -106,13 +113,16 @@ def compared(found: Prediction | None) -> Compared | None:
     if found is None or found.update.measured_s is None:
         return None
     parts = {name: both for name, both in found.parts.items() if name in WORDS and _longest(both) > 0}
-    totals = [sum(both.predicted_s or 0.0 for both in parts.values()), _measured(parts)]
-    longest = max(*totals, 1e-12)
+    whole = Both(
+        predicted_s=sum(both.predicted_s or 0.0 for both in parts.values()) or None,
+        measured_s=sum(both.measured_s or 0.0 for both in parts.values()),
+    )
+    longest = max(_longest(whole), 1e-12)
     longest_group = max([_longest(_total(one)) for one in found.groups] or [0.0]) or 1.0
     return Compared(
         sentence=_sentence(found),
         both=found.update.predicted_s is not None,
-        update=_row("An update", "", found.update, _tracks(list(parts.items()), longest)),
+        whole=_row("All parts", "", whole, _tracks(list(parts.items()), longest)),
         parts=tuple(_row(WORDS[name], _COLOURS[name], both) for name, both in parts.items()),
         groups=tuple(
             _row(one.name, "", _total(one), _tracks([("forward", one.computes), ("waiting", one.waits)], longest_group))
@@ -122,7 +132,7 @@ def compared(found: Prediction | None) -> Compared | None:
         rank=found.rank,
         watched=found.watched,
         learned=found.learned,
-        sum=shown(totals[1]),
+        sum=f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, found.update.measured_s)}",
         notes=tuple(found.notes),
     )
 
@@ -171,7 +181,3 @@ def _total(group: Group) -> Both:
 
 def _longest(both: Both) -> float:
     return max(both.predicted_s or 0.0, both.measured_s or 0.0)
-
-
-def _measured(parts: dict[str, Both]) -> float:
-    return sum(both.measured_s or 0.0 for both in parts.values())

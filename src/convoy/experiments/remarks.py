@@ -1,11 +1,23 @@
 """Sentences about a run that a reader of its numbers has to know: what is missing, cut short, skewed or skipped."""
 
+import re
+import shlex
+from pathlib import Path
+
 import numpy as np
 
 from convoy.experiments import formats
 from convoy.experiments.metrics import Line, column
 from convoy.experiments.plots import data_wait_shares
-from convoy.experiments.run_directory import Run
+from convoy.experiments.prediction import Prediction
+from convoy.experiments.run_directory import Run, RunSummary
+from convoy.experiments.tiles import last_result, num_test_images
+from convoy.planning.comparison_text import difference, shown
+
+_ALIKE, _DOUBTFUL = 0.03, 0.25
+"""Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison."""
+_ONE_LINE = re.compile(r"[a-z]+(=\d+)?(,[a-z]+=\d+)*")
+"""Plans that a command line can name: a strategy on each axis."""
 
 
 def remarks(run: Run) -> list[str]:
@@ -21,6 +33,85 @@ def remarks(run: Run) -> list[str]:
         _cut(run),
     ]
     return [sentence for sentence in found if sentence]
+
+
+def about(run: Run) -> list[str]:
+    """What the run did: its result, on which devices and by which plan, and whether several were faster than one."""
+    summary, devices = run.summary or RunSummary(), num_devices(run)
+    top1, images = last_result(run, "top1"), num_test_images(run)
+    model, epochs = summary.model or "The network", summary.epochs
+    length = "" if not epochs else f" after {formats.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+    time = "" if summary.time_s is None else f" in {formats.duration(summary.time_s)}"
+    plan = f", plan {formats.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
+    where = f" on {formats.plural(devices, 'device')}{plan}"
+    if top1 is None:
+        return [f"{model} has not been tested yet{length}{time}{where}."]
+    right = formats.percent(top1, formats.percent_places(images))
+    of = f" of {formats.plural(images, 'test image')}" if images else " of the test images"
+    said = [f"{model} recognises {right}{of}{length}{time}{where}."]
+    if devices > 1:
+        how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
+        said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
+    return said
+
+
+def bench_command(run: Run) -> str:
+    """The command that measures how fast the devices of a run are beside one; empty where one ran, or it is known."""
+    devices, plan = num_devices(run), _plan(run)
+    model, data = run.setting("model.name"), run.setting("data.path")
+    if devices < 2 or _is_settled(run) or not model or not data:
+        return ""
+    folder = Path(str(run.environment.get("run") or run.path.resolve().name))
+    plan = plan if plan and _ONE_LINE.fullmatch(plan) else str(folder / "plan.yaml")
+    words = ["convoy", "bench", str(model), "--data", str(data), "--recipe", str(folder / "config.yaml")]
+    return shlex.join([*words, "--devices", f"1,{devices}", "--plans", plan])
+
+
+def num_devices(run: Run) -> int:
+    """On which the run was last."""
+    known = run.summary.devices if run.summary is not None else None
+    noted = run.environment.get("devices")
+    return known or (noted if isinstance(noted, int) else 1)
+
+
+def _plan(run: Run) -> str:
+    return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
+
+
+def _pace(found: Prediction) -> float | None:
+    """How many times as fast as one device the devices were, as far as it was predicted what one takes."""
+    measured = found.update.measured_s
+    return found.one_device_s / measured if found.one_device_s and measured else None
+
+
+def _is_settled(run: Run) -> bool:
+    """Whether the prediction says how fast the devices are beside one, and its own plan was as fast as it said."""
+    found = run.prediction
+    return found is not None and _pace(found) is not None and not _is_doubtful(found)
+
+
+def _is_doubtful(found: Prediction) -> bool:
+    return found.error is not None and abs(found.error) > _DOUBTFUL
+
+
+def _speed_up(found: Prediction | None, devices: int) -> str:
+    pace = _pace(found) if found is not None else None
+    if found is None or pace is None:
+        return f"Whether {devices} devices were faster than one was not measured."
+    took = (
+        f"An update took {shown(found.update.measured_s)}, and {shown(found.one_device_s)} were predicted of one device"
+    )
+    if abs(pace - 1) < _ALIKE:
+        said = f"{took}: {devices} devices were as fast as one"
+    elif pace < 1:
+        said = (
+            f"{took}: {devices} devices were slower than one, which would need {formats.percent(pace, 0)} of the time"
+        )
+    else:
+        said = f"{took}: {devices} devices were {pace:.2f} times as fast as one"
+    if found.error is not None and _is_doubtful(found):
+        return f"{said}. That is in doubt: the prediction of the plan itself was off by {difference(found.error)}."
+    return f"{said}."
 
 
 def status(run: Run) -> tuple[str, str]:

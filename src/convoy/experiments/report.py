@@ -18,7 +18,7 @@ from convoy.experiments.metrics import column
 from convoy.experiments.pictures import Picture, data_uri, read_picture
 from convoy.experiments.plots import Panel, draw_panels
 from convoy.experiments.prediction import compared
-from convoy.experiments.remarks import remarks, status
+from convoy.experiments.remarks import about, bench_command, remarks, status
 from convoy.experiments.run_directory import Evaluation, Mistake, Run, read_run
 from convoy.experiments.svg import inline_svg
 from convoy.experiments.tiles import num_test_images, result_tiles
@@ -91,6 +91,8 @@ def _content(run: Run) -> dict[str, Any]:
         "status_kind": kind,
         "facts": _facts(run),
         "remarks": remarks(run),
+        "about": about(run),
+        "bench": bench_command(run),
         "notes": run.summary.notes if run.summary is not None else [],
         "tiles": result_tiles(run),
         "panels": [(panel, _drawn(panel)) for panel in draw_panels(run)],
@@ -102,6 +104,7 @@ def _content(run: Run) -> dict[str, Any]:
         "evaluation": evaluation,
         "matrix": confusion.matrix(evaluation) if evaluation else None,
         "pairs": confusion.confused_pairs(evaluation, 12 if many else 8) if evaluation else [],
+        "classes": confusion.classes(evaluation) if evaluation else [],
         "hardest": confusion.hardest_classes(evaluation, 12) if evaluation and many else [],
         "mistakes": list(_mistakes(run, evaluation)) if evaluation else [],
         "derived": run.summary.derived if run.summary is not None else [],

@@ -43,6 +43,8 @@ class RunSummary(_Part):
     error: str | None = None
     model: str | None = None
     data: str | None = None
+    devices: int | None = None
+    plan: str | None = None
     parameters: int | None = None
     flops: int | None = None
     num_train: int | None = None

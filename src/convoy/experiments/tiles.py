@@ -36,9 +36,9 @@ def num_test_images(run: Run) -> int | None:
     return run.summary.num_test if run.summary is not None else None
 
 
-def _last(run: Run, summary: RunSummary, name: str) -> float | None:
+def last_result(run: Run, name: str) -> float | None:
     """A result of the final evaluation: of its own file, else of the summary, else of the last test line."""
-    for source in (run.evaluation, summary, run.metrics.test[-1] if run.metrics.test else None):
+    for source in (run.evaluation, run.summary, run.metrics.test[-1] if run.metrics.test else None):
         found = getattr(source, name, None)
         if found is not None:
             return float(found)
@@ -46,7 +46,7 @@ def _last(run: Run, summary: RunSummary, name: str) -> float | None:
 
 
 def _accuracy(run: Run, summary: RunSummary) -> Tile:
-    top1, images = _last(run, summary, "top1"), num_test_images(run)
+    top1, images = last_result(run, "top1"), num_test_images(run)
     if top1 is None:
         return Tile("Test accuracy", formats.UNKNOWN, "not tested yet", main=True)
     places = formats.percent_places(images)
@@ -74,14 +74,14 @@ def _best(run: Run, summary: RunSummary) -> Tile | None:
 
 
 def _top5(run: Run, summary: RunSummary) -> Tile | None:
-    top5 = _last(run, summary, "top5")
+    top5 = last_result(run, "top5")
     if top5 is None or (run.evaluation is not None and 0 < len(run.evaluation.classes) < 20):
         return None
     return Tile("Top-5 accuracy", formats.percent(top5, formats.percent_places(num_test_images(run))), "test split")
 
 
 def _loss(run: Run, summary: RunSummary) -> Tile | None:
-    loss = _last(run, summary, "loss")
+    loss = last_result(run, "loss")
     return None if loss is None else Tile("Test loss", formats.significant(loss), "mean cross-entropy, nats")
 
 

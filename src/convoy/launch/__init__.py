@@ -1,6 +1,6 @@
 """Starts the processes of a run, one for each device, or finds this process's place among those that others started."""
 
-from convoy.launch.failure import Failure
+from convoy.failure import Failure
 from convoy.launch.local import start
 from convoy.launch.place import Place, find_place
 from convoy.launch.rank import as_rank, ended

@@ -44,6 +44,15 @@ def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | No
     return list(cores[place * per_device : (place + 1) * per_device])
 
 
+def in_turns(num_ranks: int, num_cores: int) -> str | None:
+    """A sentence where ranks outnumber the cores that they share; None where they do not."""
+    if num_ranks <= num_cores:
+        return None
+    if num_cores == 1:
+        return f"{num_ranks} devices share one core and compute in turns: that is no faster than one"
+    return f"{num_ranks} devices share {num_cores} cores and compute in turns: that is no faster than {num_cores}"
+
+
 def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
     """Pin this rank to its share of the cores of its machine; ranks that have cores of their own already keep them.
 

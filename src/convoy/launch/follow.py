@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from convoy.launch.failure import read_failures
+from convoy.failure import read_failures
 
 GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 from convoy import interfaces
-from convoy.launch.failure import Failure, cause, end_of, read_failures
+from convoy.failure import Failure, cause, end_of, read_failures
+from convoy.late import waiting_for
 from convoy.launch.place import FOLDER
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
@@ -65,7 +66,7 @@ def start(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
         folder = Path(name)
-        with _environment(folder), _forwarding(folder, num_devices), _ending(folder):
+        with _environment(folder), _forwarding(folder, num_devices), _ending(folder), _starting(folder, num_devices):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -140,6 +141,25 @@ def _ending(folder: Path) -> Iterator[None]:
                 for place in attempt.glob("pid-*"):
                     with contextlib.suppress(OSError, ValueError):
                         os.kill(int(place.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def _starting(folder: Path, num_devices: int) -> Iterator[None]:
+    """Tell a terminal that ranks are started, which takes seconds, until they are there and speak for themselves."""
+    done = threading.Event()
+
+    def watch() -> None:
+        with waiting_for(f"starting {num_devices} processes"):
+            while not done.wait(0.05) and len(list(folder.glob("attempt-0/pid-*"))) < num_devices:
+                pass
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

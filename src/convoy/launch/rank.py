@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from convoy.launch.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
+from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
 from convoy.launch.follow import GRACE_S, follow, leave, status_of
 from convoy.launch.place import Place
 
@@ -26,8 +26,8 @@ Hang = Callable[[str], None]
 def as_rank(place: Place) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
 
-    A rank that `convoy.launch.start` started leaves its failure for the starting process to print; others print it
-    themselves. Warnings of ranks other than 0 bear their number.
+    A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; others
+    print it themselves. Warnings of ranks other than 0 bear their number.
 
     Returns:
         What ends the rank where its main thread cannot.
@@ -122,8 +122,7 @@ def _fail(failure: Failure, folder: Path | None) -> None:
     try:
         if folder is not None:
             failure.write(folder)
-        else:
-            leave_word(failure)
+        elif not leave_word(failure, verbose):
             _print(failure.text(verbose))
     except OSError:  # no room for it
         _print(failure.text(verbose))

@@ -1,14 +1,32 @@
-"""Makes Convoy's rendezvous known to torch's launcher, which loads this with all packages' entry points."""
+"""What Convoy does in torchrun's agent, which loads this with all packages' entry points.
+
+It makes Convoy's rendezvous known, and says why ranks failed that left word (`convoy.failure.leave_word`): the cause,
+in a sentence, in the place of torchrun's pages. Other jobs end as they would without Convoy.
+"""
 
 import contextlib
-from collections.abc import Callable
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
+from convoy.failure import AGENTS, Failure, end_of, text_of, word_in
+
 BACKEND = "convoy"
+_PAGES = {
+    "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
+    "torch.distributed.elastic.multiprocessing.errors.error_handler": ("no error file defined",),
+}
+"""What torch logs about ranks that failed, by logger."""
 
 
 def entry_point() -> Callable[[Any], Any]:
     """What makes a host's part in a rendezvous, as torchrun asks for it."""
+    say_failures()
     return _make
 
 
@@ -24,3 +42,64 @@ def _make(params: Any) -> Any:
     from convoy.launch.rendezvous import make  # which needs what torch is importing while it asks for entry points
 
     return make(params)
+
+
+def say_failures() -> None:
+    """Say what Convoy's ranks have left, in the place of torchrun's pages."""
+    before = sys.excepthook
+    if getattr(before, "of_agent", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        text = None
+        if kind.__name__ == "ChildFailedError":
+            with contextlib.suppress(Exception):  # another torch than is known here: its own pages are better than none
+                text = _text(error)
+        if text is None:
+            before(kind, error, trace)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    hook.of_agent = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+    os.environ[AGENTS] = f"{os.environ.get(AGENTS, '')} {os.getpid()}".strip()
+    for name in _PAGES:
+        logging.getLogger(name).addFilter(_is_wanted)
+
+
+def _text(error: BaseException) -> str | None:
+    """What ranks left that ended with torch's ChildFailedError; None where they are not Convoy's."""
+    failures: dict[int, Any] = error.failures  # type: ignore[attr-defined]
+    words = {rank: word_in(failed.error_file) for rank, failed in failures.items()}
+    silent = [
+        Failure(rank, "killed", f"it {end_of(failed.exitcode)}", "", time.time())
+        for rank, failed in failures.items()
+        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # which is how the agent ends the others
+    ]
+    return text_of([word for word in words.values() if word is not None], silent)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Whether a line of torch's is to be printed: it is not where Convoy's ranks have left word."""
+    if not str(record.msg).startswith(_PAGES[record.name]):
+        return True
+    words = [word for path in _error_files(record) if (word := word_in(path)) is not None]
+    if not words:
+        return True
+    if str(record.msg).startswith("failed") and words[0].attempt < words[0].max_attempts:
+        number = f"restart {words[0].attempt + 1} of {words[0].max_attempts}"
+        print(f"{text_of(words)}; all ranks start again ({number})", file=sys.stderr, flush=True)
+    return False
+
+
+def _error_files(record: logging.LogRecord) -> Iterator[str]:
+    """The files in which the ranks leave word, of the object of torch's that logs."""
+    if isinstance(record.args, tuple):
+        yield from (arg for arg in record.args if isinstance(arg, str) and arg.endswith("error.json"))
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        files = getattr(frame.f_locals.get("self"), "error_files", None)
+        if isinstance(files, dict):
+            yield from files.values()
+            return

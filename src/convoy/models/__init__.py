@@ -1,11 +1,16 @@
 """The networks: what they are, where else they come from, how large they are, and weights for them."""
 
-from convoy.models.counting import Counts, count
-from convoy.models.create import accepts, create, describe
-from convoy.models.googlenet import GoogLeNetOutputs
-from convoy.models.heads import classifier_names, image_channels
-from convoy.models.registry import ModelInfo, list_models
-from convoy.models.weights import load_weights
+from typing import TYPE_CHECKING
+
+from convoy.late import lazily
+
+if TYPE_CHECKING:
+    from convoy.models.by_name import accepts, create, describe
+    from convoy.models.counting import Counts, count
+    from convoy.models.googlenet import GoogLeNetOutputs
+    from convoy.models.heads import classifier_names, image_channels
+    from convoy.models.registry import ModelInfo, list_models
+    from convoy.models.weights import load_weights
 
 __all__ = [
     "Counts",
@@ -20,3 +25,20 @@ __all__ = [
     "list_models",
     "load_weights",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Counts": "counting",
+        "GoogLeNetOutputs": "googlenet",
+        "ModelInfo": "registry",
+        "accepts": "by_name",
+        "classifier_names": "heads",
+        "count": "counting",
+        "create": "by_name",
+        "describe": "by_name",
+        "image_channels": "heads",
+        "list_models": "registry",
+        "load_weights": "weights",
+    },
+)

@@ -4,22 +4,22 @@ A new network is a file beside this one and a line in the table. The names are t
 `NAME-cifar` is the same network with a first layer and a head for 32x32 images.
 """
 
+import importlib
+import importlib.machinery
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
-from convoy.models.alexnet import AlexNet
-from convoy.models.alexnet_2012 import AlexNet2012
-from convoy.models.cifar_quick import CifarQuick
-from convoy.models.googlenet import GoogLeNet
-from convoy.models.lenet import LeNet
-from convoy.models.resnet import DEPTHS, ResNet
-from convoy.models.squeezenet import SqueezeNet
-from convoy.models.vgg import STAGES, VGG
+from convoy.models.names import did_you_mean
+from convoy.printable import brief
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,21 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Registered:
-    """A line of the table: the network's class, and what its name already says (`fixed` arguments)."""
+    """A line of the table: the network's class, and what its name already says (`fixed` arguments).
+
+    The class is written `module.Class`, below this package: it is imported when it is asked for, and torch with it.
+    """
 
     info: ModelInfo
-    factory: Callable[..., nn.Module]
+    source: str
     fixed: Mapping[str, Any]
+
+    @property
+    def factory(self) -> "Callable[..., nn.Module]":
+        """The network's class."""
+        module, _, name = self.source.partition(".")
+        found: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
+        return found
 
     @property
     def options(self) -> dict[str, Any]:
@@ -55,7 +65,7 @@ class Registered:
         """Whether `option` may be given to `build`."""
         return option in self.options
 
-    def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
+    def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> "nn.Module":
         """The network; None stands for its own number of classes or channels.
 
         Raises ConvoyError for an option that it does not have or of which it refuses the value.
@@ -90,29 +100,33 @@ class Registered:
 DIGITS, SMALL, PHOTOGRAPHS = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 
 
-def _both_sizes(name: str, title: str, factory: Callable[..., nn.Module], **fixed: Any) -> Iterator[Registered]:
-    yield Registered(ModelInfo(name, title, PHOTOGRAPHS, 1000), factory, fixed | {"small_images": False})
+def _both_sizes(name: str, title: str, source: str, **fixed: Any) -> Iterator[Registered]:
+    yield Registered(ModelInfo(name, title, PHOTOGRAPHS, 1000), source, fixed | {"small_images": False})
     small = ModelInfo(f"{name}-cifar", f"{title}, for 32x32 images", SMALL, 10)
-    yield Registered(small, factory, fixed | {"small_images": True})
+    yield Registered(small, source, fixed | {"small_images": True})
 
 
 def _table() -> Iterator[Registered]:
-    yield Registered(ModelInfo("lenet", "LeNet-5 with ReLU (LeCun et al., 1998)", DIGITS, 10), LeNet, {})
-    yield Registered(ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), CifarQuick, {})
+    yield Registered(ModelInfo("lenet", "LeNet-5 with ReLU (LeCun et al., 1998)", DIGITS, 10), "lenet.LeNet", {})
+    yield Registered(
+        ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), "cifar_quick.CifarQuick", {}
+    )
     two_columns = "AlexNet, two columns (Krizhevsky et al., 2012)"
-    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), AlexNet2012, {})
-    yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", AlexNet)
-    for depth in STAGES:
+    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet_2012.AlexNet2012", {})
+    yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", "alexnet.AlexNet")
+    for depth in (11, 13, 16, 19):
         title = f"VGG-{depth} (Simonyan and Zisserman, 2014)"
-        yield from _both_sizes(f"vgg{depth}", title, VGG, depth=depth, batch_norm=False)
+        yield from _both_sizes(f"vgg{depth}", title, "vgg.VGG", depth=depth, batch_norm=False)
         title = f"VGG-{depth} with batch norm (Simonyan and Zisserman, 2014)"
-        yield from _both_sizes(f"vgg{depth}_bn", title, VGG, depth=depth, batch_norm=True)
-    yield from _both_sizes("googlenet", "GoogLeNet with batch norm (Szegedy et al., 2014)", GoogLeNet)
-    for depth in DEPTHS:
-        yield from _both_sizes(f"resnet{depth}", f"ResNet-{depth} (He et al., 2015)", ResNet, depth=depth)
+        yield from _both_sizes(f"vgg{depth}_bn", title, "vgg.VGG", depth=depth, batch_norm=True)
+    yield from _both_sizes("googlenet", "GoogLeNet with batch norm (Szegedy et al., 2014)", "googlenet.GoogLeNet")
+    for depth in (18, 34, 50, 101, 152):
+        yield from _both_sizes(f"resnet{depth}", f"ResNet-{depth} (He et al., 2015)", "resnet.ResNet", depth=depth)
     for version in ("1.0", "1.1"):
         title = f"SqueezeNet {version} (Iandola et al., 2016)"
-        yield from _both_sizes(f"squeezenet{version.replace('.', '_')}", title, SqueezeNet, version=version)
+        yield from _both_sizes(
+            f"squeezenet{version.replace('.', '_')}", title, "squeezenet.SqueezeNet", version=version
+        )
 
 
 REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}
@@ -121,3 +135,40 @@ REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}
 def list_models() -> list[ModelInfo]:
     """The networks of the registry, in the order of their papers."""
     return [entry.info for entry in REGISTRY.values()]
+
+
+def check_name(name: str, here: bool = True) -> None:
+    """Refuse a network's name that is none of the four kinds, as far as the name alone says it.
+
+    Args:
+        name: as for `create`.
+        here: whether it is to be built on this machine, which then needs the library that it is of.
+
+    Raises:
+        ConvoyError: the registry lacks it, it is incomplete, or the library that it is of is not installed.
+    """
+    if name in REGISTRY:
+        return
+    origin, colon, rest = name.partition(":")
+    shown = repr(brief(name))
+    if not colon:
+        near = did_you_mean(name, REGISTRY, otherwise="`convoy models` lists them")
+        raise ConvoyError(f"unknown model {shown}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
+    if not origin or not rest:
+        raise ConvoyError(f"model {shown} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
+    if origin in ("timm", "torchvision"):
+        if here and not _is_installed(origin):
+            raise ConvoyError(f"models of {origin} need its extra: pip install 'convoy-nn[{origin}]'")
+    elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
+        raise ConvoyError(f"model {shown} names no module: write package.module:factory, with dots and without .py")
+    elif here and not _is_installed(top := origin.partition(".")[0]):
+        raise ConvoyError(
+            f"{brief(name)}: there is no module {brief(top)!r} in {Path.cwd()} or among the installed packages"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module could be imported, in the current folder too."""
+    if module in sys.modules or importlib.util.find_spec(module) is not None:
+        return True
+    return importlib.machinery.PathFinder.find_spec(module, [str(Path.cwd())]) is not None

@@ -12,22 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.models.heads import auxiliary_names, classifier_names
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
 PREFIXES = ("module.", "_orig_mod.", "model.")
 # Under which key training checkpoints keep the weights.
 ENTRIES = ("state_dict", "model")
+# How what torch.save writes begins: zip archives, and the pickles of versions before 1.6.
+_ARCHIVE_OR_PICKLE = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+# What makes a folder a run directory, and where that keeps its weights.
+RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | Path) -> list[str]:
-    """Read weights into `model` from a `.safetensors` file, or a `.pth` or `.pt` file with a state dict.
+    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory.
 
     A file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file
     or the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is.
     Raises ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
+    if (path / RUN).is_file():
+        if not (path / OF_RUN).is_file():
+            raise ConvoyError(
+                f"the run {path} has no {OF_RUN} yet: finish it with convoy train {path} --resume, or name another"
+            )
+        path = path / OF_RUN
     own = model.state_dict()
     found = _without_prefixes(_read(path), own)
     notes = []
@@ -64,7 +75,9 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        raise ConvoyError(f"weights {path} are a folder: name the .safetensors, .pth or .pt file in it")
+        raise ConvoyError(
+            f"weights {path} are a folder and no run directory: name the .safetensors, .pth or .pt file in it"
+        )
     if not path.exists():
         raise ConvoyError(f"weights file {path} does not exist: check the path")
     try:
@@ -73,8 +86,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConvoyError(
-            f"{path} cannot be read as weights ({_why(error)}): give a whole .safetensors file, or a .pth or .pt file "
-            f"with a state dict"
+            f"{path} cannot be read as weights ({_why(path, error)}): give a whole .safetensors file, or a .pth or .pt "
+            f"file with a state dict"
         ) from error
     for entry in ENTRIES:
         if isinstance(content, dict) and isinstance(content.get(entry), dict):
@@ -86,14 +99,26 @@ def _read(path: Path) -> dict[str, Tensor]:
     return {str(key): value for key, value in content.items()}
 
 
-def _why(error: Exception) -> str:
+def _why(path: Path, error: Exception) -> str:
     text = str(error)
+    if isinstance(error, OSError):
+        return error.strerror or text
+    with path.open("rb") as file:
+        begin = file.read(9)
+    if not begin:
+        return "it is empty"
+    if path.suffix == ".safetensors":
+        other = begin[:2] in _ARCHIVE_OR_PICKLE
+        return "it is no safetensors file" + (
+            " but what torch.save writes: let its name end in .pth" if other else ", or it is damaged"
+        )
+    if begin[:2] not in _ARCHIVE_OR_PICKLE:
+        what = " but a safetensors file: let its name end in .safetensors" if begin[3:] == b"\0\0\0\0\0{" else ""
+        return f"it is not what torch.save writes{what}"
     forbidden = re.search(r"GLOBAL (\S+)", text)
     if forbidden:
         return f"it holds Python code or objects, {forbidden[1]}, which are not loaded"
-    if "Weights only load failed" in text:
-        return "it is not a file of tensors, or it is damaged"
-    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return "it is damaged, or holds other things than tensors"
 
 
 def _without_prefixes(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ class Comparison:
         groups: in the order of the network; empty where its layers were not watched.
         learned: pieces whose times the profile store has taken over.
         notes: sentences on what there is not.
+        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Comparison:
     parts: Mapping[str, Both]
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
+    one_device_s: float | None = None
 
     @property
     def error(self) -> float | None:

@@ -16,6 +16,7 @@ WORDS = {
     "optimiser": "optimiser",
 }
 """The parts of an update for people."""
+_ALIKE = 0.02
 
 
 def comparison_text(found: Comparison) -> str:
@@ -39,6 +40,13 @@ def difference(error: float) -> str:
     return f"{100 * error:+.1f} %" if abs(error) < 0.0995 else f"{100 * error:+.0f} %"
 
 
+def apart(parts_s: float, update_s: float | None) -> str:
+    """Why the parts of an update add up to another time than an update takes; empty where they do not."""
+    if update_s is None or abs(parts_s / update_s - 1) < _ALIKE:
+        return ""
+    return ", as watching takes time too" if parts_s > update_s else ", as no two updates are alike"
+
+
 def shown(number: float | None) -> str:
     """Seconds, empty where there are none."""
     return "" if number is None else seconds(number)
@@ -55,7 +63,8 @@ def _lines(found: Comparison) -> Iterator[str]:
         yield from table(("time", *names), rows, names)
         total = sum(both.measured_s or 0.0 for both in found.parts.values())
         others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
-        yield f"measured: each part the median of {others}; they add up to {seconds(total)}"
+        why = apart(total, found.update.measured_s)
+        yield f"measured: each part the median of {others}; they add up to {seconds(total)}{why}"
         if found.groups:
             yield ""
             waits = ("waits: predicted", "measured") if has_both else ("waits",)

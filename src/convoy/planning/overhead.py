@@ -12,7 +12,7 @@ from torch import nn
 from convoy.cost.costs import Costs
 from convoy.cost.step import predict
 from convoy.cost.times import Table, Times
-from convoy.engine.parallelize import local_samples, parallelize
+from convoy.engine.parallelize import local_samples, take_part
 from convoy.planning.ranks import Ranks
 from convoy.planning.rehearse import rehearse
 from convoy.planning.workload import Workload, momentum, workload_of
@@ -51,14 +51,14 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
 
 
 def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.device) -> float:
-    net = parallelize(model, plan, example=images[:2])
-    mine = images[local_samples(net, len(images))]
-    optimizer = momentum(list(net.parameters()))
+    take_part(model, plan, example=images[:2])
+    mine = images[local_samples(model, len(images))]
+    optimizer = momentum(list(model.parameters()))
     seconds = []
     for _ in range(_UPDATES):
         start = time.perf_counter()
         optimizer.zero_grad()
-        net(mine).sum().backward()
+        model(mine).sum().backward()
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)

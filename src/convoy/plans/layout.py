@@ -27,6 +27,20 @@ def balanced(total: int, parts: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
+def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to the weights that add up to `total`, by largest remainders; none is zero."""
+    assert total >= len(weights) and min(weights) > 0
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    while sum(counts) < total:  # those that lost most by rounding first
+        rank = min(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+        counts[rank] += 1
+    while sum(counts) > total:  # where a small one was given its first
+        rank = max((i for i in range(len(weights)) if counts[i] > 1), key=lambda i: (counts[i] - exact[i], i))
+        counts[rank] -= 1
+    return tuple(counts)
+
+
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
     """Consecutive ranges of the given sizes."""
     found, start = [], 0

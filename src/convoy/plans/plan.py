@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.plans.document import dump_yaml, parse_document, parse_yaml, read_file
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES, Layers, check_axes, check_layers, show
@@ -64,7 +65,7 @@ class Plan:
         if "\n" in plan.strip() or plan.lstrip().startswith("{"):
             return Plan(*parse_yaml(plan))
         if _is_path(plan):
-            return Plan(*read_file(Path(plan.strip()).expanduser()))
+            return Plan(*read_file(expanded(plan.strip())))
         return Plan(*parse_text(plan))
 
     def strategy(self, layer: str, op: str) -> tuple[str, ...]:

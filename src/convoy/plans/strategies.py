@@ -8,6 +8,7 @@ from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
+from convoy.printable import brief
 
 Layers = tuple[tuple[str, Mapping[str, str]], ...]
 """Patterns over module names, each with a strategy for the mesh axes that it names."""
@@ -44,7 +45,7 @@ def show(value: Any) -> str:
     """A value in a sentence, shortened."""
     text = "empty" if value is None or value == "" else str(value).lower() if isinstance(value, bool) else str(value)
     text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return brief(text)
 
 
 def check_axes(names: Sequence[Any], sizes: Sequence[Any], at: Place) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
+from convoy.plans.fixes import Fix, fix_of, parse_fixes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.rules import Batch
-from convoy.search.fixes import Fix, fix_of, parse_fixes
 from convoy.search.legal import allowed
 from convoy.search.patterns import compact
 from convoy.search.prices import Prices, is_choosing

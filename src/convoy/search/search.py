@@ -7,6 +7,7 @@ from functools import partial
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
+from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement, place, sample_axes
@@ -14,7 +15,6 @@ from convoy.plans.plan import Plan
 from convoy.plans.rules import Batch
 from convoy.search.collection import paused_collection
 from convoy.search.costs import Costs
-from convoy.search.fixes import Fix
 from convoy.search.layers import Layers
 from convoy.search.memory import Fitting, fitting, nothing_fits
 from convoy.search.pruning import INTERESTING

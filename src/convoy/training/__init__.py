@@ -1,12 +1,17 @@
 """Trains a network: recipe, optimiser, loop, checkpoints and the folder of a run."""
 
-from convoy.training.environment import choose_device
-from convoy.training.progress import ConsoleReporter, Reporter
-from convoy.training.ranks.devices import Devices
-from convoy.training.recipe import Recipe, load_recipe, recipe_names
-from convoy.training.session import Session
-from convoy.training.storage.run_directory import RunDirectory
-from convoy.training.train import Outcome, train
+from typing import TYPE_CHECKING
+
+from convoy.late import lazily
+
+if TYPE_CHECKING:
+    from convoy.training.environment import choose_device
+    from convoy.training.progress import ConsoleReporter, Reporter
+    from convoy.training.ranks.devices import Devices
+    from convoy.training.recipe import Recipe, load_recipe, recipe_names
+    from convoy.training.run import Outcome, train
+    from convoy.training.session import Session
+    from convoy.training.storage.run_directory import RunDirectory
 
 __all__ = [
     "ConsoleReporter",
@@ -21,3 +26,20 @@ __all__ = [
     "recipe_names",
     "train",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "ConsoleReporter": "progress",
+        "Devices": "ranks.devices",
+        "Outcome": "run",
+        "Recipe": "recipe",
+        "Reporter": "progress",
+        "RunDirectory": "storage.run_directory",
+        "Session": "session",
+        "choose_device": "environment",
+        "load_recipe": "recipe",
+        "recipe_names": "recipe",
+        "train": "run",
+    },
+)

@@ -3,8 +3,7 @@
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.plans.plan import Plan
 from convoy.training.derived import num_microbatches
-from convoy.training.parallel_config import check_shares
-from convoy.training.planning.from_recipe import plan_of
+from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.ranks.division import divide
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import check_same

@@ -11,6 +11,9 @@ from convoy.training.optimization.optimizers import REFERENCE_BATCH, learning_ra
 from convoy.training.optimization.schedules import Schedule, StepConfig, create_schedule
 from convoy.training.recipe import Recipe
 
+LOG_UPDATES, LOG_LINES = 20, 50
+"""With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
+often that it has 50. More often than that is not needed: what lines cost is bounded for every run."""
 _GOYAL = "Goyal et al., 2017"
 
 
@@ -52,6 +55,15 @@ class Quantities:
     checkpoint_every: int | None
     log_every: int
     threads: int
+
+    def logged(self, done: int) -> bool:
+        """Whether a line of metrics comes after so many updates.
+
+        The first update has one, so that the curves begin at their beginning. The last line is never of fewer updates
+        than half of what the others are of, whose mean would stand out: the one before it is left out instead.
+        """
+        left = self.total_updates - done
+        return left == 0 or done == 1 or (done % self.log_every == 0 and 2 * left >= self.log_every)
 
 
 def num_microbatches(recipe: Recipe) -> int:
@@ -100,7 +112,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         schedule=schedule,
         evaluate_every=updates(recipe.evaluate_every),
         checkpoint_every=None if save_every == "auto" else updates(save_every),
-        log_every=updates(recipe.log_every),
+        log_every=_log_every(total) if recipe.log_every == "auto" else updates(recipe.log_every),
         threads=num_threads(recipe),
     )
 
@@ -153,6 +165,10 @@ def derive(
         _threads(recipe, q.threads),
         *([Derived("data workers", *workers, "one core each")] if workers is not None else []),
     ]
+
+
+def _log_every(total: int) -> int:
+    return max(1, min(LOG_UPDATES, total // LOG_LINES))
 
 
 def _total(recipe: Recipe, updates_per_epoch: int) -> str:

@@ -2,8 +2,8 @@
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from convoy.data import Batch
 from convoy.engine.position import here
 from convoy.files import write_atomically
+from convoy.script.data import evaluating
 from convoy.training.optimization.loss import heads
 from convoy.training.ranks.devices import Devices
 
@@ -54,6 +55,15 @@ class Evaluation:
     mistakes: list[Mistake]
     bad: list[tuple[int, str]]
     seconds: float
+
+    def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
+        right, true, taken = self.confusion.diagonal().tolist(), self.confusion.sum(1), self.confusion.sum(0)
+        return [
+            {"class": name, "samples": samples, "precision": hits / found if found else None}
+            | {"recall": hits / samples if samples else None}
+            for name, hits, samples, found in zip(classes, right, true.tolist(), taken.tolist(), strict=True)
+        ]
 
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures of the mistakes and return what goes into `evaluation.json`."""
@@ -211,15 +221,3 @@ def to_image(pixels: Tensor) -> Image.Image:
     """A picture from uint8 [channels, height, width], one or three channels."""
     array = pixels.permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; every layer's own mode comes back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

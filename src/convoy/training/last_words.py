@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from convoy.errors import ConvoyError
-from convoy.launch.failure import failure_of
+from convoy.failure import failure_of
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.summary import note_failure
 

@@ -67,10 +67,13 @@ class Log:
         if slow is not None:
             self._tell(slow)
         self._shown = time.perf_counter()
+        if done == 1:  # which takes longer than all that follow: its speed says nothing
+            self._reporter.advance(done)
+            return
         wait = window.data_wait_s / max(seconds, 1e-9)
         self._reporter.advance(
             done,
-            f"epoch {self._epoch(done):.2f}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
+            f"{self._place(done, '.2f')}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
             f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
         )
 
@@ -87,12 +90,24 @@ class Log:
             images=result.num_images,
             images_per_s=result.num_images / max(result.seconds, 1e-9),
         )
-        quantities = self._session.quantities
-        epochs = quantities.total_updates / quantities.updates_per_epoch
+        total = self._session.quantities.total_updates
+        end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(
-            f"epoch {_number(self._epoch(done))} of {_number(epochs)}: test top-1 {result.top1:.2%}, "
+            f"{self._place(done)} of {end}: test top-1 {result.top1:.2%}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
+
+    @property
+    def _counts_updates(self) -> bool:
+        """Whether the length of the run was given in updates."""
+        return self._session.recipe.epochs.unit == "ba"
+
+    def _place(self, done: int, form: str = "") -> str:
+        """Where the run is, in the unit of its length; epochs with three digits, or in another form."""
+        if self._counts_updates:
+            return f"update {done:,}"
+        epoch = self._epoch(done)
+        return f"epoch {format(epoch, form) if form else _number(epoch)}"
 
     def _epoch(self, done: int) -> float:
         return done / self._session.quantities.updates_per_epoch

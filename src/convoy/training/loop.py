@@ -8,13 +8,13 @@ from typing import NoReturn
 
 import torch
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.engine.position import here
-from convoy.files import write_json
+from convoy.files import write_json, write_text
 from convoy.planning.comparison import Comparison
-from convoy.training.checkpoints.saver import TIMEOUT_S
-from convoy.training.checkpoints.store import CheckpointStore
-from convoy.training.checkpoints.tally import Tally
+from convoy.training.checkpoints.saver import TIMEOUT_S, Tally
 from convoy.training.evaluate import Evaluation, StoppedError
+from convoy.training.extend import extended, state_at_end
 from convoy.training.failures.agreement import Stop
 from convoy.training.failures.finite import NotFiniteError
 from convoy.training.failures.interrupt import HANDED_ON, SIGNALS, Interrupt
@@ -24,7 +24,7 @@ from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
 from convoy.training.ranks.division import text
 from convoy.training.ranks.speed import SpeedTest
-from convoy.training.resume import identity
+from convoy.training.resume import identity, moved_data
 from convoy.training.saving import create_saver, load_latest
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
@@ -32,6 +32,8 @@ from convoy.training.storage.metrics import MetricsWriter
 from convoy.training.storage.run_directory import RunDirectory
 from convoy.training.summary import Progress
 from convoy.training.window import Window
+
+_DECIDED_ANEW = "checkpoint every "
 
 
 class Loop:
@@ -41,6 +43,7 @@ class Loop:
 
     Attributes:
         done: weight updates done.
+        finished: there was nothing left to do when the run was gone on with: it stays as it is.
         progress: what is kept over a stop.
         evaluation: the latest evaluation.
         handed_on: another process hands signals on to this rank.
@@ -65,15 +68,17 @@ class Loop:
         self.progress = Progress()
         self.window = Window()
         self.done = 0
+        self.finished = False
         self.evaluation: Evaluation | None = None
         self.comparison: Comparison | None = None
         auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
         self._left_out = LeftOut(self._tell)
+        self._extends = False
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint that is whole; without any, begin at the beginning.
+        """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run.
 
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
@@ -87,9 +92,44 @@ class Loop:
             self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
             self.done = self.saver.newest = checkpoint.step
             self.saver.tally = Tally(**self.progress.checkpoints)
-        if self.session.devices.rank == 0:
+        elif self.session.recipe.extends is not None:
+            self.extend()
+            self.take_metrics()
+        self.finished = self.session.devices.first(self._is_finished)
+        if self.session.devices.rank == 0 and not self.finished:
             again = self.progress.to_evaluate or self.done == self.session.quantities.total_updates
             self.run.forget_metrics_after(self.done, and_evaluation=again)
+
+    def extend(self) -> None:
+        """Begin with the state of the run that the recipe extends; nothing is written. All ranks call it.
+
+        Raises:
+            ConvoyError: it cannot be used.
+        """
+        here.to("reading")
+        checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.devices)
+        values = self.session.state.unpack(checkpoint)
+        self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
+        self.progress.checkpoints = {}
+        self.progress.to_evaluate = False
+        self.done = checkpoint.step
+        self._extends = True
+        for sentence in sentences:
+            self._tell(sentence)
+
+    def take_metrics(self) -> None:
+        """Let the curves begin with those of the run that is extended."""
+        before = extended(self.session.recipe).metrics
+        if self.session.devices.rank == 0 and before.exists():
+            write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
+            self.run.forget_metrics_after(self.done)
+
+    def _is_finished(self) -> bool:
+        """Whether nothing is left to do, and all that the run was for is there."""
+        run, recipe = self.run, self.session.recipe
+        whole = run.weights.is_file() and run.evaluation.is_file()
+        ended = self.done == self.session.quantities.total_updates and run.summary().get("status") == "finished"
+        return whole and ended and moved_data(recipe, run) is None
 
     def run_to_end(self) -> str | None:
         """Do the remaining updates and evaluate.
@@ -111,6 +151,8 @@ class Loop:
             self.window.started = time.perf_counter()
             self._stop = Stop(self.session.devices, interrupt)
             try:
+                if self._extends:  # from now on the other run is not needed
+                    self._save()
                 self._do_updates(total)
             finally:
                 self.reporter.end()
@@ -201,7 +243,7 @@ class Loop:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
         quantities = self.session.quantities
         total = quantities.total_updates
-        if self.done % quantities.log_every == 0 or self.done == total:
+        if quantities.logged(self.done):
             self._end_window()
         else:
             self._log.show(self.done)
@@ -225,8 +267,11 @@ class Loop:
         self.reporter.say(session.notes[-1])
 
     def _tell(self, sentence: str) -> None:
-        """Say something that stays with the run."""
-        self.session.notes.append(sentence)
+        """Say something that stays with the run; of how often checkpoints come, what was decided last."""
+        notes = self.session.notes
+        if sentence.startswith(_DECIDED_ANEW):
+            notes[:] = [note for note in notes if not note.startswith(_DECIDED_ANEW)]
+        notes.append(sentence)
         self.reporter.say(sentence)
 
     def _collect(self) -> None:

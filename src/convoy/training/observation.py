@@ -235,6 +235,7 @@ def _compared(
         parts=parts_beside(before, own.whole),
         groups=groups_beside(placement, before, own.whole) if placement is not None else (),
         notes=tuple(notes),
+        one_device_s=session.one_device_s,
     )
 
 

@@ -131,3 +131,33 @@ def num_devices(section: ParallelConfig) -> int:
     if section.plan is not None and section.plan.strip() != "auto":
         return Plan.parse(section.plan).mesh.num_devices
     return len(section.shares) if isinstance(section.shares, tuple) else 1
+
+
+def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, list[str]]:
+    """The plan for the devices that there are, and notes on it; None where the planner is to find one.
+
+    Raises:
+        ConvoyError: it is no plan, or one for another number of devices.
+    """
+    notes = []
+    plan: Plan | None
+    simple = "serial" if num_devices == 1 else f"sample={num_devices}"
+    if section.plan is None:
+        plan = Plan.parse(simple)
+    elif section.plan.strip() == "auto":
+        plan = Plan.parse(simple) if num_devices == 1 else None
+    else:
+        plan = Plan.parse(section.plan, num_devices)
+    planned = plan.mesh.num_devices if plan is not None else num_devices
+    if planned != num_devices:
+        raise ConvoyError(
+            f"the plan {plan} is for {planned} device{'s' if planned > 1 else ''}, but {num_devices} "
+            f"run{'s' if num_devices == 1 else ''}: change --devices or the sizes in --plan"
+        )
+    if section.approximate is not None:
+        notes.append(
+            f"approximate: {section.approximate}, so the result differs from that of one device"
+            if num_devices > 1
+            else f"no approximation on one device, although the recipe says: {section.approximate}"
+        )
+    return plan, notes

@@ -5,13 +5,16 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
+from convoy.data_path import MNIST_MINI, existing
 from convoy.errors import ConvoyError
+from convoy.files import expanded
+from convoy.models.registry import check_name
+from convoy.printable import brief
 from convoy.training.checkpoints.config import CheckpointConfig
 from convoy.training.config.documents import dump, parse, read_mapping
 from convoy.training.config.duration import Duration
@@ -35,7 +38,7 @@ class ModelConfig(Section):
         min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME or package.module:factory"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
-    weights: str | None = Field(None, min_length=1, description="file with weights to begin with")
+    weights: str | None = Field(None, min_length=1, description="file, or run, with weights to begin with")
     zero_init_residual: bool = Field(
         False, description="let every residual block begin as the identity (Goyal et al., 2017, section 5.1)"
     )
@@ -66,6 +69,9 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="length of training, e.g. 90ep or 5000ba")
+    extends: str | None = Field(
+        None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
+    )
     batch: int = Field(128, ge=1, description="global batch: samples of one weight update, on all devices together")
     microbatches: int | None = Field(None, ge=1, description="microbatches of a global batch")
     microbatch: int | None = Field(
@@ -93,7 +99,10 @@ class Recipe(Section):
     parallel: ParallelConfig = ParallelConfig()
     evaluate_every: PositiveDuration = Duration(1, "ep")
     checkpoint: CheckpointConfig = CheckpointConfig()
-    log_every: PositiveDuration = Duration(20, "ba")
+    log_every: PositiveDuration | Literal["auto"] = Field(
+        "auto",
+        description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+    )
 
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> Self:
@@ -186,7 +195,7 @@ def recipe_text(name: str) -> str:
     if name not in names:
         close = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
-        raise ConvoyError(f"there is no recipe {name}: {hint}")
+        raise ConvoyError(f"there is no recipe {brief(name)}: {hint}")
     return (_built_in() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -225,6 +234,19 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     return recipe
 
 
+def check_names(recipe: Recipe) -> None:
+    """Refuse what a recipe names and what is not there, as far as that is seen without torch.
+
+    Raises:
+        ConvoyError: there is no such network, file of weights, or data set.
+    """
+    check_name(recipe.model.name)
+    if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
+        raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
+    if recipe.data.path != MNIST_MINI:
+        existing(recipe.data.path)
+
+
 def validate(document: dict[str, Any]) -> Recipe:
     """A recipe from a document of plain values.
 
@@ -238,7 +260,7 @@ def validate(document: dict[str, Any]) -> Recipe:
 
 
 def _read(name_or_path: str) -> dict[str, Any]:
-    path = Path(name_or_path)
+    path = expanded(name_or_path)
     is_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists()
     if is_path and name_or_path not in recipe_names():
         return read_mapping(path, "recipe")

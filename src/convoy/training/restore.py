@@ -1,102 +1,268 @@
-"""Brings back what a run delivered: its recipe, its data and its trained network."""
+"""Brings back what a run delivered: its recipe, its trained network, and how pictures are prepared for it."""
 
-import json
+import contextlib
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
-from convoy.data import DataConfig, DataSet, evaluation_batches, open_data
+from convoy.data import BadImage, DataConfig, DataSet, Normalise, evaluation_batches, open_data
+from convoy.data.batch import evaluation_pixels, in_channels
+from convoy.data.config import AugmentConfig
+from convoy.data.decode import finish_picture, open_picture
+from convoy.data.folder import SUFFIXES, picture_bytes
+from convoy.data.geometry import Geometry
+from convoy.data.labels import relabel
 from convoy.errors import ConvoyError
-from convoy.training.build import build_model
+from convoy.printable import printable
+from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.numerics import autocast_of, set_numerics
+from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.step import InputPipeline
 from convoy.training.storage.run_directory import RunDirectory
 
 EVALUATION_BATCH = 256
 
-
-@dataclass(frozen=True)
-class Trained:
-    """A run's recipe, data set and trained network, on the CPU."""
-
-    recipe: Recipe
-    data: DataSet
-    model: nn.Module
-
-    def evaluate(self, device: torch.device) -> Evaluation:
-        """Evaluate on every sample of the test split."""
-        memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        self.model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-        batches = evaluation_batches(self.data, self.recipe.data, batch=EVALUATION_BATCH)
-        pipeline = InputPipeline(self.data, device, memory_format)
-        num_classes = len(self.data.classes)
-        return evaluate(self.model, batches, pipeline, num_classes, lambda: autocast_of(self.recipe, device))
+Picture = Image.Image | str | os.PathLike[str] | NDArray[np.uint8]
 
 
-def network_input(data: DataSet) -> dict[str, Any]:
-    """What a network is given: kept with the run, so that other data is prepared for it in the same way."""
-    return {
-        "classes": data.classes,
-        "channels": data.channels,
-        "image_size": data.image_size,
-        "resize": data.resize,
-        "mean": list(data.mean),
-        "std": list(data.std),
-    }
+class Transform:
+    """Prepares a picture for a trained network as the evaluation of its run did.
 
-
-def _recorded_input(run: RunDirectory) -> dict[str, Any]:
-    path = run.path / "environment.json"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["input"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConvoyError(f"{path} does not say how pictures were prepared: evaluate without --data") from error
-    return found
-
-
-def _other_data(run: RunDirectory, data_path: str) -> DataConfig:
-    settings = {"path": data_path, "format": "auto", "validation_fraction": "null", "split_seed": "null"}
-    settings |= {key: value for key, value in _recorded_input(run).items() if key != "classes"}
-    return load_recipe(str(run.config), [f"data.{key}={value}" for key, value in settings.items()]).data
-
-
-def restore(path: Path, data_path: str | None = None) -> Trained:
-    """Load a finished run.
+    The picture is turned upright, its short side resized, its centre cut out, its colours brought to the network's
+    channels, and every channel normalised.
 
     Args:
-        path: its run directory.
-        data_path: evaluate on other data than it was trained on; the classes must be as many.
+        given: what the network is given.
+        augment: of the recipe, which says how pictures are resized.
+    """
+
+    def __init__(self, given: NetworkInput, augment: AugmentConfig) -> None:
+        self._channels = given.channels
+        self._in_memory = given.in_memory
+        self._geometry = Geometry(given.image_size, given.resize, augment)
+        self._normalise = Normalise(given.mean, given.std)
+
+    def __call__(self, picture: Picture) -> Tensor:
+        """Float32 [channels, image_size, image_size], on the CPU.
+
+        Args:
+            picture: a PIL image, the path of a file, or a uint8 array [height, width] or [height, width, 1 or 3].
+
+        Raises:
+            ConvoyError: it cannot be read, or is none of these.
+        """
+        try:
+            pixels = self.pixels(picture)
+        except BadImage as bad:
+            raise ConvoyError(f"{bad}: mend the picture, or leave it out") from None
+        normalised: Tensor = self._normalise(torch.from_numpy(pixels.copy())[None])[0]
+        return normalised
+
+    def pixels(self, picture: Picture, name: str | None = None) -> NDArray[np.uint8]:
+        """The same before it is normalised: uint8 [channels, image_size, image_size]. Raises BadImage."""
+        if isinstance(picture, str | os.PathLike):
+            path = os.fspath(picture)
+            name = path if name is None else name
+            image = open_picture(picture_bytes(path, name), name)
+        else:
+            name = "the picture" if name is None else name
+            image = picture if isinstance(picture, Image.Image) else _image_of(picture)
+        if self._in_memory:
+            image = Image.fromarray(np.asarray(in_channels(finish_picture(image, name), self._channels)))
+        return evaluation_pixels(image, name, self._geometry, self._channels)
+
+
+def _image_of(array: object) -> Image.Image:
+    if not isinstance(array, np.ndarray):
+        raise ConvoyError(
+            f"a {type(array).__name__} is no picture: give a PIL image, the path of a file, or a uint8 array "
+            "[height, width, channels]"
+        )
+    grey = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1)
+    if array.dtype != np.uint8 or not (grey or (array.ndim == 3 and array.shape[2] == 3)) or array.size == 0:
+        raise ConvoyError(
+            f"an array of {array.dtype} {list(array.shape)} is no picture: give uint8 [height, width] or "
+            "[height, width, 1 or 3]"
+        )
+    return Image.fromarray(array.reshape(array.shape[:2]) if grey else array)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a finished run has delivered.
+
+    Attributes:
+        path: the run directory.
+        recipe: how it was trained; its network begins with no weights of others.
+        network: with the final weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU.
+        transform: prepares a picture for the network.
+        classes: names, by the network's outputs.
+        given: what the network is given.
+    """
+
+    path: Path
+    recipe: Recipe
+    network: nn.Module
+    transform: Transform
+    classes: list[str]
+    given: NetworkInput
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """Of pictures and weights, as in training."""
+        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+
+    def to(self, device: torch.device) -> None:
+        """Move the network to a device, in its memory format."""
+        self.network.to(device=device, memory_format=self.memory_format)  # type: ignore[call-overload]
+
+
+def load_run(path: str | os.PathLike[str]) -> TrainedRun:
+    """Load the network that a run has trained, and what it takes to use it. The data need not be there.
+
+    ```python
+    import torch
+    import convoy
+
+    run = convoy.load_run("runs/first")
+    images = torch.stack([run.transform("cat.jpg"), run.transform("dog.jpg")])  # or PIL images, or uint8 arrays
+    with torch.inference_mode():
+        probabilities = run.network(images).softmax(1)  # [pictures, classes]
+    for row in probabilities:
+        print(run.classes[row.argmax()], f"{row.max():.1%}")
+    ```
+
+    Args:
+        path: the run directory.
+
+    Returns:
+        The network in evaluation mode on the CPU, with float32 input [samples, channels, image_size, image_size] and
+        logits [samples, classes]; the transform that makes such a sample of a picture; the names of the classes.
 
     Raises:
         ConvoyError: this is no run, it has no weights yet, or they do not fit.
     """
-    run = RunDirectory(path)
-    if not run.is_run():
-        raise ConvoyError(f"{path} is no run directory (it has no config.yaml): give the --out folder of convoy train")
-    if not run.weights.is_file():
-        raise ConvoyError(f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume")
+    run = RunDirectory(Path(path))
+    run.check_trained()
     recipe = load_recipe(str(run.config))
-    without_weights = recipe.model.model_copy(update={"weights": None})
-    recipe = recipe.model_copy(update={"model": without_weights})
-    if data_path is not None:
-        recipe = recipe.model_copy(update={"data": _other_data(run, data_path)})
-    set_numerics(recipe)
-    data = open_data(recipe.data)
-    if data_path is not None and data.classes != _recorded_input(run)["classes"]:
-        raise ConvoyError(f"{data_path} has other classes than {path} was trained on: give data with the same classes")
-    model, _ = build_model(recipe, data)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
+    kept = "input" in run.begun_by()  # not by the first versions
+    given = NetworkInput.of_run(run) if kept else NetworkInput.of(open_data(recipe.data))
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):  # whoever calls this may have seeded the generators
+        network, _ = build_model(recipe, given)
     try:
-        model.load_state_dict(load_file(run.weights))
+        network.load_state_dict(load_file(run.weights))
     except (SafetensorError, OSError) as error:
         raise ConvoyError(f"{run.weights} is damaged ({error}): train again, or put back a whole copy") from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
-        raise ConvoyError(f"{run.weights} does not fit {recipe.model.name} on this data: {reason}") from error
-    return Trained(recipe, data, model)
+        raise ConvoyError(f"{run.weights} does not fit {recipe.model.name}: {reason}") from error
+    return TrainedRun(
+        run.path, recipe, network.eval(), Transform(given, recipe.data.augment), list(given.classes), given
+    )
+
+
+def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:
+    """The data to evaluate a run on: its own, or other, prepared for its network in the same way.
+
+    Args:
+        run: that is to be evaluated.
+        path: of other data, whose classes are found among the run's by their names; a folder of pictures without class
+            folders is of the class that it is named after.
+
+    Returns:
+        The data, labelled by the run's classes, and sentences on how they were opened.
+
+    Raises:
+        ConvoyError: there are no such data, or they have classes that the run does not know.
+    """
+    if path is None:
+        data = open_data(run.recipe.data)
+        if data.classes != run.classes:
+            raise ConvoyError(
+                f"the data at {run.recipe.data.path} are no longer those that {run.path} was trained on (other "
+                "classes): name the data by --data"
+            )
+        return data, []
+    advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
+    if Path(path).suffix.lower() in SUFFIXES and Path(path).is_file():
+        raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
+    data = open_data(_settings(run, path, {}), to_evaluate=True)
+    unknown = [name for name in data.classes if name not in run.classes]
+    if unknown:
+        raise ConvoyError(
+            f"{printable(path)} has {_listed('class', unknown)}, which {run.path} was not trained on (it knows "
+            f"{_listed('class', run.classes, quoted=False)}): give its classes the same names; {advice}"
+        )
+    notes: list[str] = []
+    if data.test is data.train:
+        known = RunDirectory(run.path).summary()
+        own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
+        if own:  # the run's own data, moved: what it was trained on counts nowhere
+            split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
+            data = open_data(_settings(run, path, split))
+            notes += data.notes
+        else:
+            notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
+    relabel((data.train, data.test), data.classes, run.classes)
+    return data, notes
+
+
+def _listed(what: str, names: list[str], most: int = 5, quoted: bool = True) -> str:
+    shown = [repr(name) if quoted else name for name in map(printable, names[:most])]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    if not quoted:
+        return ", ".join(shown) + more
+    return f"the {what}{'es' if len(names) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
+    """The run's section for other data."""
+    given = run.given
+    settings = {
+        "path": path,
+        "format": "auto",
+        "validation_fraction": None,
+        "split_seed": None,
+        "image_size": given.image_size,
+        "resize": given.resize,
+        "channels": given.channels,
+        "mean": given.mean,
+        "std": given.std,
+    }
+    return run.recipe.data.model_copy(update={**settings, **split})
+
+
+def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, devices: Devices | None = None) -> Evaluation:
+    """Evaluate a run on every sample of the test split, in turns where there are several ranks. All of them call it.
+
+    Args:
+        run: whose network it is.
+        data: labelled by the run's classes.
+        device: of this rank.
+        devices: the ranks; None for one device.
+    """
+    devices = devices or Devices()
+    set_numerics(run.recipe)
+    run.to(device)
+    pipeline = InputPipeline(data, device, run.memory_format)
+    batches = evaluation_batches(
+        data, run.recipe.data, batch=EVALUATION_BATCH, part=devices.sample_rank, num_parts=devices.num_sample_ranks
+    )
+    with contextlib.closing(batches):
+        return evaluate(
+            run.network, batches, pipeline, len(run.classes), lambda: autocast_of(run.recipe, device), devices
+        )

@@ -8,10 +8,11 @@ from typing import Any
 
 from convoy.data import DataSet
 from convoy.errors import ConvoyError
+from convoy.training.build import NetworkInput
+from convoy.training.config.duration import Duration
 from convoy.training.config.overrides import show
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.restore import network_input
 from convoy.training.storage.run_directory import RunDirectory
 
 FREE = (
@@ -34,9 +35,17 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
         ConvoyError: names the first key that differs.
     """
     for key, now, before in differences(recipe, begun):
+        ways = "or begin a new run in another --out"
+        if key == "epochs":
+            more = recipe.epochs.value - begun.epochs.value if recipe.epochs.unit == begun.epochs.unit else 0
+            by = Duration(round(more, 9), begun.epochs.unit) if more > 0 else recipe.epochs
+            ways = (
+                f"or, when it is finished, make it longer in a new run (convoy train {run.path} --extend {by}), or "
+                f"begin a new run with its weights (--weights {run.path})"
+            )
         raise ConvoyError(
             f"{run.path} was begun with {key}={show(before)} and cannot go on with {key}={show(now)}: "
-            "leave that option away, or begin a new run in another --out"
+            f"leave that option away, {ways}"
         )
 
 
@@ -48,7 +57,8 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     """
     begun = run.begun_by().get("input")
     known = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
-    now = {**network_input(data), "num_train": len(data.train), "num_test": len(data.test)}
+    now = {**NetworkInput.of(data).as_dict(), "num_train": len(data.train), "num_test": len(data.test)}
+    del now["in_memory"]  # how they are kept, not what they are
     names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
     for key, value in now.items():
         if key in known and known[key] != value:
@@ -79,7 +89,8 @@ def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe.model_dump(mode="json")))
-    fixed = {key: value for key, value in leaves.items() if not _is_free(key)}
+    new = {"extends"} if recipe.extends is None else set()  # runs of before keep theirs
+    fixed = {key: value for key, value in leaves.items() if not _is_free(key) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

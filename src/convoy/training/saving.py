@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from convoy.training.checkpoints.checkpoint import Checkpoint
-from convoy.training.checkpoints.interval import Young
+from convoy.checkpoint.files import Checkpoint
+from convoy.checkpoint.store import CheckpointStore
 from convoy.training.checkpoints.saver import Saver
-from convoy.training.checkpoints.store import CheckpointStore
-from convoy.training.checkpoints.when import Automatic, Every, When
+from convoy.training.checkpoints.when import Automatic, Every, When, Young
 from convoy.training.ranks.devices import Devices
 from convoy.training.session import Session
 

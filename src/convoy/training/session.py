@@ -41,6 +41,7 @@ class Session:
         notes: sentences about what was decided, for the log and the report.
         profiles: learns what was measured; None keeps nothing.
         scored: what was predicted of the plan; None where nothing was.
+        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """
 
     recipe: Recipe
@@ -62,6 +63,7 @@ class Session:
     notes: list[str]
     profiles: ProfileStore | None = None
     scored: Scored | None = None
+    one_device_s: float | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""

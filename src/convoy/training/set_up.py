@@ -22,8 +22,9 @@ from convoy.training.numerics import set_numerics
 from convoy.training.optimization.ema import AveragedWeights
 from convoy.training.optimization.optimizers import create_optimizer
 from convoy.training.optimization.precision import Scaler, check_precision
+from convoy.training.parallel_config import plan_of
 from convoy.training.planning.auto_plan import Choice, Chosen, Shares
-from convoy.training.planning.from_recipe import describe, method_of, plan_of
+from convoy.training.planning.from_recipe import describe, method_of
 from convoy.training.ranks.devices import Devices
 from convoy.training.ranks.division import Division, divide
 from convoy.training.ranks.parallel import OneDevice, TrainedNetwork
@@ -64,7 +65,10 @@ def set_up(
     plan, notes = plan_of(recipe.parallel, devices.num)
     check_precision(recipe.precision, device)
     if data is None:
-        data = open_data(recipe.data, progress if devices.rank == 0 else None)
+        first = progress if devices.rank == 0 else None
+        if first is not None:
+            first("opening the data", 0, 1)
+        data = open_data(recipe.data, first)
     quantities = resolve(recipe, len(data.train))
     model, found_notes = build_model(recipe, data)
     notes += found_notes
@@ -75,14 +79,15 @@ def set_up(
     found = try_out(model, recipe, data, quantities.sizes, device)
     notes += _without_heads(recipe, found, said)
     ready = _Ready(recipe, data, quantities, model, found, device, devices, ProfileStore() if keep else None)
-    scored, shares = None, None
+    chosen, shares = None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
-        plan, scored, shares = chosen.plan, chosen.scored, chosen.shares
+        plan, shares = chosen.plan, chosen.shares
         notes += chosen.notes
     notes += note_on_hosts(plan, devices.ranks.on_host)
     session = _assemble(ready, plan, notes, shares)
-    session.scored = scored
+    if chosen is not None:
+        session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError
+from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
+from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.training.optimization.ema import AveragedWeights
 from convoy.training.ranks.parallel import TrainedNetwork
 
@@ -45,7 +46,7 @@ class RunState:
     def whole_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers of the delivered network. All ranks call it."""
         with self.delivered() as model:
-            return {name: self.network.whole(name, tensor).cpu() for name, tensor in model.state_dict().items()}
+            return {name: self.network.whole(name, tensor).cpu() for name, tensor in Parts(model).tensors().items()}
 
     def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
         """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
@@ -58,7 +59,8 @@ class RunState:
         Returns:
             The tensors, whole, by name and one after the other, some of them the live ones; and all else.
         """
-        entries = self._optimizer_entries()
+        named = NamedOptimizer(self.model, self.optimizer)
+        entries = named.entries()
         scalars: dict[str, dict[str, Any]] = {}
         for name, entry in entries.items():
             for key, value in entry.items():
@@ -74,20 +76,18 @@ class RunState:
             "scaler": self.scaler.state_dict(),
             "ema": None if self.averaged is None else self.averaged.num_updates,
         }
-        return self._tensors(entries), values
+        return self._tensors(named, entries), values
 
-    def _tensors(self, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.model.state_dict().items():
+    def _tensors(self, named: NamedOptimizer, entries: Entries) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in Parts(self.model).tensors().items():
             yield f"model.{name}", self.network.whole(name, tensor)
         if self.averaged is not None:
             for name, tensor in self.averaged.averages.items():
                 yield f"ema.{name}", self.network.whole(name, tensor)
-        parameters = dict(self.model.named_parameters())
         for name, entry in entries.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    like_weight = value.shape == parameters[name].shape and value.dim() > 0
-                    versions = self.network.versions(name, value) if like_weight else [value]
+                    versions = self.network.versions(name, value) if named.like_parameter(name, value) else [value]
                     for i, version in enumerate(versions):
                         yield f"{_optimizer(i)}.{key}.{name}", version
 
@@ -101,40 +101,28 @@ class RunState:
             DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
-        state_dict = self._parts("model.", self.model.state_dict(), checkpoint)
-        averages = None if self.averaged is None else self._parts("ema.", self.averaged.averages, checkpoint)
-        state: dict[int, dict[str, Any]] = {}
-        for index, (name, parameter) in enumerate(self._named_parameters()):
-            entry: dict[str, Any] = {
-                key.split(".")[1]: self._part_like(name, parameter, self._own_version(key, tensors))
-                for key in tensors
-                if _is_state_of(key, name)
+        parts = Parts(self.model)
+        weights = self._fitting("model.", parts.tensors(), checkpoint)
+        averages = None if self.averaged is None else self._fitting("ema.", self.averaged.averages, checkpoint)
+        named = NamedOptimizer(self.model, self.optimizer)
+        entries = {
+            name: {
+                **{key.split(".")[1]: self._own_version(key, tensors) for key in tensors if _is_state_of(key, name)},
+                **values["optimizer"]["scalars"].get(name, {}),
             }
-            entry |= values["optimizer"]["scalars"].get(name, {})
-            if entry:
-                state[index] = entry
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, saved in zip(groups, values["optimizer"]["groups"], strict=True):
-            group.update(saved)
-        self.model.load_state_dict(state_dict)
+            for name in named.parameters
+        }
+        named.load(entries, values["optimizer"]["groups"])
+        parts.load(weights)
         if self.averaged is not None and averages is not None:
-            self.averaged.load(averages, values["ema"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            own = {name: self.network.part(name, average) for name, average in averages.items()}
+            self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         return dict(values["loop"])
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters in the optimiser's order, with the model's names."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _optimizer_entries(self) -> dict[str, dict[str, Any]]:
-        state = self.optimizer.state_dict()["state"]
-        return {name: state.get(index, {}) for index, (name, _) in enumerate(self._named_parameters())}
-
-    def _parts(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """This rank's parts of the checkpoint's tensors, which must be shaped as `own`."""
+    def _fitting(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """The checkpoint's whole tensors under a prefix, of which this rank's parts must be shaped as `own`."""
         saved = _below(prefix, checkpoint.tensors)
         parts = {name: self.network.part(name, saved[name]) for name in own.keys() & saved.keys()}
         shapes = {name: tensor.shape for name, tensor in (saved | parts).items()}
@@ -144,21 +132,12 @@ class RunState:
             raise DamagedCheckpointError(
                 f"checkpoint step-{checkpoint.step:08d} is of another model: {prefix}{odd} does not fit"
             )
-        return parts
+        return saved
 
     def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's version of an optimiser's state; the first one where there are fewer than ranks."""
         own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
         return tensors.get(own, tensors[key])
-
-    def _part_like(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
-        """This rank's part of a parameter's state, with the parameter's memory format; what has no part as it is."""
-        if value.dim() == 0:
-            return value
-        part = self.network.part(name, value)
-        if part.shape != parameter.shape:
-            return value
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
 
 
 def _optimizer(version: int) -> str:

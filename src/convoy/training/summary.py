@@ -24,7 +24,7 @@ class Progress:
         to_evaluate: an evaluation was stopped, and is to be done again.
         left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
-        checkpoints: what they have cost (`convoy.training.checkpoints.tally.Tally`).
+        checkpoints: what they have cost (`convoy.training.checkpoints.saver.Tally`).
     """
 
     time_s: float = 0.0

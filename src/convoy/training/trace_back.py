@@ -1,6 +1,6 @@
 """Finds the update in which the loss of a run that failed stopped being finite, by doing the last ones again."""
 
-from convoy.training.checkpoints.store import CheckpointStore
+from convoy.checkpoint.store import CheckpointStore
 from convoy.training.failures.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.saving import load_latest
 from convoy.training.session import Session

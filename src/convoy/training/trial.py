@@ -9,7 +9,8 @@ from convoy.data import DataSet
 from convoy.engine import Probe, prepare, probe
 from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
-from convoy.training.evaluate import evaluating
+from convoy.failure import place_of
+from convoy.script.data import evaluating
 from convoy.training.optimization.loss import heads
 from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe
@@ -59,10 +60,11 @@ def probed(
     except ConvoyError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
+        reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
+        where = f"; {type(error).__name__} at {place}" if place is not None else ""
         raise ConvoyError(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
-            f" ({reason}): change {change}"
+            f" ({reason}{where}): change {change}"
         ) from error
 
 

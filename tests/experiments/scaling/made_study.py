@@ -64,12 +64,14 @@ def write_study(
     rounds: int = 5,
     waiting: Sequence[str] = (),
     failed: Sequence[str] = (),
+    epochs: float | None = 90.0,
+    spread: float = 0.02,
     **changes: Any,
 ) -> Path:
-    """The folder of a study in which nothing but bench.json is."""
+    """The folder of a study in which nothing but bench.json is; times differ by `spread`, a part of them."""
     folder.mkdir(parents=True, exist_ok=True)
     store = Store.open(folder, study(**changes), MACHINE)
-    store.document["table"] = {"epochs": 90.0, "dataset_size": 1_281_167}
+    store.document["table"] = {"epochs": epochs, "dataset_size": 1_281_167}
     store.begin("convoy bench lenet", "2026-11-21T20:00:00+00:00")
     rows = configurations(devices, plans, peers)
     store.add(rows)
@@ -84,7 +86,7 @@ def write_study(
             if row.key in failed:
                 store.row(row)["failed"] = "a layer cannot be divided: use fewer devices"
             elif row.key not in waiting:
-                own = seconds_of(row) * (1 + 0.02 * noise.standard_normal())
+                own = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
                 store.put_visit(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
     store.spent(100.0, 20.0)
     store.save()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.training.checkpoints.store import CheckpointStore
+from convoy.checkpoint.store import CheckpointStore
 from tiny import write_mnist
 
 INSIDE = 'mount -t tmpfs -o size=$0k convoy-test "$1" && run=$1 && kept=$2 && shift 2 && { "$@"; status=$?; }'

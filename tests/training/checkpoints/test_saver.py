@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from convoy.checkpoint import writing
+from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError, MachineError
 from convoy.planning import Ranks
 from convoy.training.checkpoints import saver as saving
-from convoy.training.checkpoints import snapshot as snapshots
-from convoy.training.checkpoints import writing
 from convoy.training.checkpoints.saver import Saver
-from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.checkpoints.when import Every
 from convoy.training.ranks.devices import Devices
 from ranks import run_ranks
@@ -93,9 +92,9 @@ def test_every_rank_writes_a_share_and_all_can_be_read_by_one(tmp_path: Path, wo
 
 
 def _lonely(folder: Path) -> tuple[int | None, int, int]:
-    stamp = saving._stamp
+    stamp = saving.stamp
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_stamp", lambda path: stamp(path) if Ranks.here().rank != 1 else None)
+        patch.setattr(saving, "stamp", lambda path: stamp(path) if Ranks.here().rank != 1 else None)
         return _save(folder, [1])
 
 
@@ -116,7 +115,7 @@ def _changed_after(folder: Path, copied: bool) -> None:
 
         patch.setattr(writing.Draft, "add", late)
         if not copied:
-            patch.setattr(snapshots.torch, "empty", lambda *_, **__: _Keeps())
+            patch.setattr(writing.torch, "empty", lambda *_, **__: _Keeps())
         with run.saver.open(run.seen):
             run.saver.save(1, "run", live.items(), VALUES, None)
             for tensor in live.values():

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Ended, as_before, train_here
 
-training = importlib.import_module("convoy.training.train")
+training = importlib.import_module("convoy.training.run")
 
 SETTINGS = {"model.name": "unfinite:Unfinite", "reproducible": "true", "epochs": "16ba", "on_nan": "skip"}
 """Updates 7 and 15 are not finite."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.engine.groups import join, leave, meeting_store
 from convoy.engine.position import Position
-from convoy.training.checkpoints.store import CheckpointStore
 from convoy.training.failures import watchdog as module
 from convoy.training.failures.watchdog import Seen, Watchdog, explain
 from convoy.training.ranks.devices import Devices
@@ -142,7 +142,7 @@ def held_up(data: Path, out: Path, where: str) -> str:
         sleep()
         save(*args)
 
-    running = sys.modules["convoy.training.train"]
+    running = sys.modules["convoy.training.run"]
     save = running.save_weights
     with as_before() as patch, Watchdog(devices, meeting_store(), say, 3.0, patient=True) as watchdog:
         if devices.rank == 0 and where == "reading":

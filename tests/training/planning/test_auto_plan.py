@@ -71,6 +71,7 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     ):
         found = session(data, cache, "auto")
     plan, notes = str(found.plan), found.notes
+    assert found.one_device_s is not None and found.one_device_s > 0
     own, plain = weights(found), weights(session(data, cache, "sample=2"))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
     return plan, notes, distance
@@ -122,6 +123,7 @@ def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
 
 def reproducible(data: Path, cache: Path) -> tuple[str, list[str]]:
     found = session(data, cache, "auto", "reproducible=true")
+    assert found.one_device_s is None  # nothing was measured
     return str(found.plan), found.notes
 
 

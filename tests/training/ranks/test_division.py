@@ -2,7 +2,8 @@ import pytest
 
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.training.ranks.division import divide, proportional
+from convoy.plans.layout import proportional
+from convoy.training.ranks.division import divide
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Told by autograd: before a gradient is added to `.grad`, after it, and when the whole backward pass is done.
 
 The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
-DistributedDataParallel rests on too. It is used here and nowhere else.
+DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,17 @@ _engine = torch.autograd.Variable._execution_engine
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that is running now is done; its errors become those of `backward()`."""
-    _engine.queue_callback(callback)
+
+    def called() -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+            callback()
+
+    _engine.queue_callback(called)
+
+
+def current_backward() -> int:
+    """A number for the backward pass that is running in this thread, another one for every pass; -1 for none."""
+    return torch._C._current_graph_task_id()
 
 
 class BackwardWatch:
@@ -43,7 +53,8 @@ class BackwardWatch:
     def _before_hook(self, i: int) -> Callable[[Sequence[Tensor]], None]:
         def hook(gradients: Sequence[Tensor]) -> None:
             self._announced[i] = True
-            self._before(i)
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+                self._before(i)
 
         return hook
 
@@ -55,6 +66,7 @@ class BackwardWatch:
                     "registered for reduction: move and cast the model before it is made parallel"
                 )
             self._announced[i] = False
-            self._after(i)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._after(i)
 
         return hook

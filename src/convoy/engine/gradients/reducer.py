@@ -19,6 +19,7 @@ from convoy.engine.gradients.pieces import ReduceScatter, own_piece, pieces_of, 
 from convoy.engine.gradients.queue import MessageQueue
 from convoy.engine.groups import Groups
 from convoy.engine.position import here
+from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
 
 
@@ -51,6 +52,7 @@ class GradientReducer:
     ) -> None:
         assert not (compress and scatter), "pieces are not compressed"
         shared = [(p, axes) for p, axes in parameters if p.requires_grad and groups.of(axes) is not None]
+        self._made_with = shared, groups, sizes, compress
         self.parameters = [parameter for parameter, _ in shared]
         self.scatter = scatter
         self._groups = groups
@@ -112,6 +114,19 @@ class GradientReducer:
             for i, p in enumerate(self.parameters)
             if p.grad is not None and self.scattered(i)
         }
+
+    def anew(self) -> "GradientReducer":
+        """Another one in place of this, for parameters that have been cast or moved. All ranks call it."""
+        if self.scatter:
+            raise ConvoyError("the optimizer's state is divided over ranks: cast or move the network before that")
+        if any(not parameter.requires_grad for parameter in self.parameters):
+            raise ConvoyError(
+                "a parameter was frozen after convoy.parallelize, and the network cast or moved: set requires_grad, "
+                "cast, then freeze"
+            )
+        self.remove()
+        parameters, groups, sizes, compress = self._made_with
+        return GradientReducer(parameters, groups, sizes=sizes, compress=compress)
 
     def remove(self) -> None:
         """Leave the parameters alone from now on."""

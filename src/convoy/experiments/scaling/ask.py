@@ -8,8 +8,11 @@ from pathlib import Path
 from convoy.errors import ConvoyError
 from convoy.experiments.scaling.study.configuration import check_plans, configurations
 from convoy.experiments.scaling.study.peers import check_installed, check_peers
-from convoy.files import unwritable
+from convoy.files import expanded, unwritable
 from convoy.launch.emulated import Cluster
+from convoy.training.recipe import Recipe, check_names, load_recipe
+
+DEFAULT_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Ask:
     rounds: int = 5
     updates: int | None = None
     warm_up: int = 2
-    epochs: float = 90.0
+    epochs: float | None = None
     dataset_size: int | None = None
     cores_per_device: int | None = None
     emulate: str | None = None
@@ -64,6 +67,19 @@ class Ask:
         reason = unwritable(self.folder)
         if reason is not None:
             raise ConvoyError(f"--out {self.folder} cannot be written ({reason}): choose another place")
+        check_names(self.recipe_of())
+
+    def recipe_of(self) -> Recipe:
+        """How the network is trained; its batch is that of a device where it grows with the devices.
+
+        Raises:
+            ConvoyError: there is no such recipe, or a key cannot be so.
+        """
+        given = [f"model.name={self.model}"] if self.model else []
+        given.append(f"data.path={self.data or 'mnist-mini'}")
+        batch = self.batch or self.batch_per_device or (DEFAULT_BATCH if self.recipe is None else None)
+        given += [f"batch={batch}"] if batch is not None else []
+        return load_recipe(self.recipe or "default", [*given, *self.settings])
 
     def _contradictions(self) -> Iterator[str]:
         if self.batch is not None and self.batch_per_device is not None:
@@ -78,6 +94,8 @@ class Ask:
                 "--train-epochs compares one experiment on any number of devices, but --batch-per-device makes it "
                 "another on each: give --batch"
             )
+        if self.dataset_size is not None and self.epochs is None:
+            yield "--dataset-size is for the days that --epochs would take: give --epochs, too"
         if self.cores_per_device is not None and self.emulate is not None:
             yield "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
 
@@ -164,7 +182,7 @@ class Ask:
         """
         if self.emulate is None:
             return None, ""
-        return Cluster.read(self.emulate), Path(self.emulate).read_text(encoding="utf-8")
+        return Cluster.read(self.emulate), expanded(self.emulate).read_text(encoding="utf-8")
 
 
 def _positive(parts: Sequence[str]) -> bool:

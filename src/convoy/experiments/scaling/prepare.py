@@ -15,9 +15,7 @@ from convoy.experiments.scaling.study.peers import check_recipe
 from convoy.experiments.scaling.study.study import Study
 from convoy.launch.cores import own_cores
 from convoy.launch.emulated import Cluster
-from convoy.training import Recipe, choose_device, load_recipe
-
-DEFAULT_BATCH = 256
+from convoy.training import Recipe, choose_device
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def prepare(ask: Ask) -> Prepared:
     Raises:
         ConvoyError: there is no such recipe or network, or the machine has too few devices.
     """
-    recipe = _recipe(ask)
+    recipe = ask.recipe_of()
     if ask.peers_of():
         check_recipe(recipe)
     device = choose_device(ask.device)
@@ -73,15 +71,6 @@ def prepare(ask: Ask) -> Prepared:
     )
     _check_batches(study, rows)
     return Prepared(study, rows, machine_of(device), cluster)
-
-
-def _recipe(ask: Ask) -> Recipe:
-    """How the network is trained; its batch is that of a device where it grows with the devices."""
-    given = [f"model.name={ask.model}"] if ask.model else []
-    given.append(f"data.path={ask.data or 'mnist-mini'}")
-    batch = ask.batch or ask.batch_per_device or (DEFAULT_BATCH if ask.recipe is None else None)
-    given += [f"batch={batch}"] if batch is not None else []
-    return load_recipe(ask.recipe or "default", [*given, *ask.settings])
 
 
 def _share(ask: Ask, numbers: list[int], emulated: int, on_cpu: bool) -> int:

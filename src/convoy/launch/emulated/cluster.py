@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.launch.emulated.device import MOST, Device, alike, check_rate, check_speed
 from convoy.launch.emulated.document import parse, read_yaml
 
@@ -73,7 +74,7 @@ class Cluster:
         Raises:
             ConvoyError: it cannot be read or is no cluster; the sentence has the file.
         """
-        document = read_yaml(Path(path))
+        document = read_yaml(expanded(path))
         try:
             return Cluster(*parse(document))
         except ConvoyError as error:

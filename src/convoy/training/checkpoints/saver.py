@@ -3,22 +3,19 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from convoy.checkpoint.store import CheckpointStore, Draft
+from convoy.checkpoint.writing import State, Writing, snapshot, stamp
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.checkpoints.draft import Draft
-from convoy.training.checkpoints.report import Report, first_failure, still
-from convoy.training.checkpoints.snapshot import snapshot
-from convoy.training.checkpoints.store import CheckpointStore
-from convoy.training.checkpoints.tally import Tally
 from convoy.training.checkpoints.when import Pace, When
-from convoy.training.checkpoints.writing import Writing
 from convoy.training.config.timespan import in_words
 from convoy.training.ranks.devices import Devices
 
@@ -34,6 +31,66 @@ TIMEOUT_S = 300.0
 """Seconds that the run waits for a checkpoint, unless it is told otherwise."""
 END_S = 5.0
 """What a checkpoint on its way is given when the run ends by a mistake."""
+
+
+@dataclass
+class Tally:
+    """What the checkpoints of a run have cost it, on rank 0.
+
+    Attributes:
+        written: checkpoints.
+        failed: those that could not be written.
+        waited_s: seconds in which the run waited: while its state was copied, and for one that was not yet on disk.
+        longest_wait_s: the longest of them at once.
+    """
+
+    written: int = 0
+    failed: int = 0
+    waited_s: float = 0.0
+    longest_wait_s: float = 0.0
+
+    def at_once(self, seconds: float) -> None:
+        """The run waited so long without a break."""
+        self.longest_wait_s = max(self.longest_wait_s, seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the summary, and for `Tally(**values)`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.written:,} checkpoint{'' if self.written == 1 else 's'} written; the run waited "
+            f"{in_words(self.waited_s)} for them in all, {in_words(self.longest_wait_s)} at most"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank knows of the checkpoint on its way.
+
+    Attributes:
+        failure: why this rank could not write.
+        waited_s: the run, for this checkpoint.
+        processor_s: that the thread had.
+        seconds: until it was written.
+        update_s: the time of an update.
+        kept_s: that the run has now waited for it in one go.
+    """
+
+    state: State
+    failure: str | None
+    waited_s: float
+    processor_s: float
+    seconds: float
+    update_s: float
+    kept_s: float
+
+    @staticmethod
+    def of(writing: Writing, waited_s: float, update_s: float, kept_s: float) -> "Report":
+        """This rank's, now."""
+        state = writing.state
+        failure = None if state == "running" else _reason(writing.failure)
+        return Report(state, failure, waited_s, writing.processor_s, writing.seconds, update_s, kept_s)
 
 
 class Saver:
@@ -94,7 +151,7 @@ class Saver:
         """
         if self._devices.rank == 0:
             self._store.sweep()
-        here = _stamp(seen)
+        here = stamp(seen)
         stamps = self._devices.gather((here, uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
@@ -185,7 +242,7 @@ class Saver:
                 self._too_late(writing, reports)
             if not said and kept_s > LONG_S:
                 said = True
-                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {still(reports)}")
+                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
         self.tally.at_once(time.perf_counter() - came)
 
     def _waited(self, since: float) -> None:
@@ -230,7 +287,7 @@ class Saver:
             raise writing.failure
         sentence = (
             f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} "
-            f"({first_failure(reports)}): {self._older()}"
+            f"({_first_failure(reports)}): {self._older()}"
         )
         if or_raise or not self._goes_on:
             raise ConvoyError(
@@ -247,7 +304,7 @@ class Saver:
         writing.give_up()
         raise MachineError(
             f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
-            f"(--timeout), {still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
             "answers, then go on with --resume"
         )
 
@@ -265,10 +322,21 @@ class Saver:
             writing.draft.discard()
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What tells a file from one of the same name on another machine."""
-    try:
-        found = path.stat()
-    except OSError:
+def _still(reports: Sequence[Report]) -> str:
+    """Who has not ended."""
+    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
+    return f"still written by {slow}"
+
+
+def _first_failure(reports: Sequence[Report]) -> str:
+    """Why it could not be written, and by whom, where several write."""
+    rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
+    return f"rank {rank}: {reason}" if len(reports) > 1 else reason
+
+
+def _reason(error: Exception | None) -> str | None:
+    if error is None:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

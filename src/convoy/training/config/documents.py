@@ -26,6 +26,10 @@ _TYPES = [
 ]
 
 
+DEEPEST = 20
+"""Sections and lists within each other."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own form
 
@@ -92,7 +96,7 @@ def parse(text: str, source: str) -> Any:
         ConvoyError: it is no YAML; the sentence has the source and the line.
     """
     try:
-        return yaml.load(text, _Loader)
+        found = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
@@ -100,6 +104,14 @@ def parse(text: str, source: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConvoyError(f"{source}: this is no YAML ({reason})") from error
+    if _is_deeper(found, DEEPEST):
+        raise ConvoyError(f"{source}: more than {DEEPEST} sections or lists within each other, which no key has")
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 def dump(document: dict[str, Any]) -> str:

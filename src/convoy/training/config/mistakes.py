@@ -42,7 +42,9 @@ def sentence(error: ValidationError, model: type[BaseModel], document: dict[str,
         model: the class that the document was checked against.
         document: the document.
     """
-    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    # A default that follows from other keys is no mistake of its own where those are wrong.
+    found = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
+    details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
     paths = [_path(detail["loc"], model, document) for detail in details]
     first = _explain(details[0], paths[0], model, document)
     others = sorted({dotted(path) for path in paths if path} - {dotted(paths[0])})

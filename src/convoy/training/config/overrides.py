@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.training.config.documents import parse
+from convoy.printable import brief
+from convoy.training.config.documents import DEEPEST, parse
 
 _ALTERNATIVES = [("optimizer.lr", "optimizer.base_lr"), ("microbatch", "microbatches")]
 _KEPT = {"optimizer": (), "schedule": ("warmup", "warmup_from")}
@@ -29,12 +30,12 @@ def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dic
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
-        if not equals or not all(key.split(".")):
-            raise ConvoyError(f"{text!r} is not of the form key=value: write for example optimizer.lr=0.4")
+        if not equals or not all(key.split(".")) or key.count(".") > DEEPEST:
+            raise ConvoyError(f"{brief(text)!r} is not of the form key=value: write for example optimizer.lr=0.4")
         raw = is_text(key) and value not in ("", "null") and value[:1] not in ("'", '"')
-        read = value if raw else parse(value, f"the value of {key}")
+        read = value if raw else parse(value, f"the value of {brief(key)}")
         if key in overrides and overrides[key] != read:
-            raise ConvoyError(f"{key} is set twice, to {show(overrides[key])} and to {show(read)}: set it once")
+            raise ConvoyError(f"{brief(key)} is set twice, to {show(overrides[key])} and to {show(read)}: set it once")
         overrides[key] = read
     return overrides
 
@@ -74,11 +75,10 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(show, value))}]"
+        return brief(f"[{', '.join(map(show, value))}]")
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return brief(f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}")
+    return brief(str(value))
 
 
 def _put(document: Any, keys: Sequence[str], value: Any) -> None:
@@ -88,7 +88,7 @@ def _put(document: Any, keys: Sequence[str], value: Any) -> None:
         document = document[key]
         if not isinstance(document, dict):
             path = ".".join(keys[:depth])
-            raise ConvoyError(f"{'.'.join(keys)} cannot be set: {path} is {show(document)}, not a section")
+            raise ConvoyError(f"{brief('.'.join(keys))} cannot be set: {path} is {show(document)}, not a section")
     document[keys[-1]] = value
 
 
@@ -102,4 +102,4 @@ def _remove(document: Any, keys: Sequence[str]) -> None:
 
 def dotted(keys: Iterable[str | int]) -> str:
     """`optimizer.betas.0` from its parts."""
-    return ".".join(map(str, keys))
+    return brief(".".join(map(str, keys)))

@@ -1,7 +1,7 @@
 """Walks over the classes of a document's sections: which keys there are, and what each accepts."""
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -26,16 +26,18 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """A key for people: where it stands, its default, what it accepts and means.
+    """A key for people.
 
     Attributes:
+        key: dotted, with the kind of its section where that has several.
+        type: of the values that it accepts, or these themselves where there are few.
         default: as YAML writes it; empty where a value is needed.
     """
 
     key: str
+    type: str
     default: str
-    accepts: str
-    meaning: str
+    description: str
 
 
 def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[Key]:
@@ -50,9 +52,28 @@ def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> l
             default = (
                 "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
             )
-            options = [show(choice) for choice in choices(field.annotation)]
-            keys.append(Key(f"{prefix}{name}{kind}", default, " | ".join(options), field.description or ""))
+            accepts = " | ".join(dict.fromkeys(_types(field.annotation)))
+            keys.append(Key(f"{prefix}{name}{kind}", accepts, default, field.description or ""))
     return keys
+
+
+def _types(annotation: Any) -> Iterator[str]:
+    """What an annotation accepts, in words: types, and the values of Literals."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        yield from map(show, parts)
+    elif origin is Annotated:
+        yield from _types(parts[0])
+    elif _is_union(annotation):
+        for part in parts:
+            yield from _types(part)
+    elif origin in (tuple, list):
+        inner = " | ".join(dict.fromkeys(word for part in parts if part is not ... for word in _types(part)))
+        yield f"list of {inner}"
+    else:
+        plain = {types.NoneType: "null", str: "text", dict: "mapping"}
+        kind = origin or annotation
+        yield plain.get(kind, kind.__name__.lower())
 
 
 def is_text(annotation: Any) -> bool:

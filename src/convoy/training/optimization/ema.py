@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from convoy.training.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class EmaConfig(Section):
@@ -28,17 +30,18 @@ class AveragedWeights:
         num_updates: updates so far.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: "nn.Module", decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
         self.num_updates = 0
         self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self, model: "nn.Module") -> None:
         """Take the weights of now into the average."""
+        import torch  # which a mistake in a recipe is not to wait for
+
         averages = list(self.averages.values())
-        weights: list[Tensor] = list(model.parameters())
+        weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
         if self.num_updates == 0:
             torch._foreach_copy_(averages, weights)
         else:
@@ -46,7 +49,7 @@ class AveragedWeights:
         self.num_updates += 1
 
     @contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
+    def in_place(self, model: "nn.Module") -> Iterator[None]:
         """While entered, the model has the averages for its weights."""
         self._swap(model)
         try:
@@ -54,13 +57,13 @@ class AveragedWeights:
         finally:
             self._swap(model)
 
-    def load(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
+    def load(self, averages: "Mapping[str, Tensor]", num_updates: int) -> None:
         """Go on from averages of before."""
         for name, average in self.averages.items():
             average.copy_(averages[name])
         self.num_updates = num_updates
 
-    def _swap(self, model: nn.Module) -> None:
+    def _swap(self, model: "nn.Module") -> None:
         for name, parameter in model.named_parameters():
             parameter.data, self.averages[name] = self.averages[name], parameter.data
 

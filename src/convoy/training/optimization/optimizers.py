@@ -1,14 +1,16 @@
 """The optimiser of a recipe: its options, which parameters decay, and the learning rate for the size of the batch."""
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
-from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.training.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 REFERENCE_BATCH = 256
 
@@ -137,7 +139,7 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
     """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not.
 
     A bias or the scale or shift of a normalisation layer is a parameter with at most one dimension.
@@ -157,7 +159,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     return [group for group in groups if group["params"]]
 
 
-def create_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
     """The optimiser for a model's parameters.
 
     LARS and LAMB overwrite the gradients during a step.
@@ -165,6 +167,8 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> to
     Raises:
         ConvoyError: nothing can be trained.
     """
+    import torch  # which a mistake in a recipe is not to wait for
+
     groups = parameter_groups(model, config)
     match config:
         case SgdConfig():
@@ -187,7 +191,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> to
             return _lamb(groups, config, lr)
 
 
-def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> torch.optim.Optimizer:
+def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> "Optimizer":
     from pytorch_optimizer import Lamb
 
     for group in groups:
@@ -205,8 +209,10 @@ def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> torch.
     return _as_optimizer(optimizer)
 
 
-def _as_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    assert isinstance(optimizer, torch.optim.Optimizer)
+def _as_optimizer(optimizer: Any) -> "Optimizer":
+    from torch.optim import Optimizer
+
+    assert isinstance(optimizer, Optimizer)
     return optimizer
 
 

@@ -58,6 +58,11 @@ class Chosen:
         return self.planned.shares(self.plan) if self.planned is not None else None
 
     @property
+    def one_device_s(self) -> float | None:
+        """Seconds of an update on one device, as predicted."""
+        return self.planned.serial.seconds if self.planned is not None else None
+
+    @property
     def scored(self) -> Scored | None:
         """What was predicted of this plan."""
         candidates = self.planned.candidates if self.planned is not None else ()

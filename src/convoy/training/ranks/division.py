@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from convoy.engine.microbatches import microbatch_sizes
 from convoy.errors import ConvoyError
+from convoy.plans.layout import proportional
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,6 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
             "numbers"
         )
     return Division(sizes, proportional(len(sizes), shares))
-
-
-def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to the weights that add up to `total`, by largest remainders; none is zero."""
-    assert total >= len(weights) and min(weights) > 0
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [max(1, int(share)) for share in exact]
-    while sum(counts) < total:  # those that lost most by rounding first
-        rank = min(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
-        counts[rank] += 1
-    while sum(counts) > total:  # where a small one was given its first
-        rank = max((i for i in range(len(weights)) if counts[i] > 1), key=lambda i: (counts[i] - exact[i], i))
-        counts[rank] -= 1
-    return tuple(counts)
 
 
 def soonest(total: int, times: Sequence[float]) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.gradients.whole_norms import WholeNorms
-from convoy.engine.network import network_of
-from convoy.engine.parallelize import BatchNorm, parallelize
+from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.plans.mesh import Axes
 from convoy.plans.plan import Plan
 from convoy.training.ranks.division import Division, Pass
@@ -69,8 +68,8 @@ class UnderPlan:
         Raises:
             ConvoyError: a layer cannot be divided as the plan says.
         """
-        self.model = parallelize(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
-        self.engine = network_of(self.model)
+        self.model = model
+        self.engine = take_part(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
         self.sample_axes: Axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
         self.version = self.engine.sample_rank if self.local_mean else 0

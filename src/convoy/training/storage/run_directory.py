@@ -61,6 +61,11 @@ class RunDirectory:
         return self.path / "weights.safetensors"
 
     @property
+    def evaluation(self) -> Path:
+        """The final evaluation."""
+        return self.path / "evaluation.json"
+
+    @property
     def summary_file(self) -> Path:
         """How the run stands."""
         return self.path / "summary.json"
@@ -87,6 +92,30 @@ class RunDirectory:
         found = self.begun_by()
         before = found.get("restarts")
         write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
+    def check_run(self) -> None:
+        """Refuse a folder that holds no run.
+
+        Raises:
+            ConvoyError: it holds none.
+        """
+        if not self.is_run():
+            raise ConvoyError(
+                f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
+            )
+
+    def check_trained(self) -> None:
+        """Refuse a folder without a trained network.
+
+        Raises:
+            ConvoyError: it is no run, or one without weights yet.
+        """
+        self.check_run()
+        path = self.path
+        if not self.weights.is_file():
+            raise ConvoyError(
+                f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume"
+            )
 
     def check_free(self, mine: bool = False) -> None:
         """Refuse to begin a run where something is already.

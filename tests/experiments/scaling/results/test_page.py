@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from convoy.experiments.scaling.results.files import write_files
+from convoy.experiments.scaling.results.table import lines
 from experiments.scaling.made_study import write_study, write_trainings
 from experiments.test_browser import BROWSER, look
 
@@ -27,6 +28,13 @@ def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool
     assert (found["plots"], found["buttons"]) == (5, 2)
     assert 11 <= found["text"] <= 17
     assert found["dark"] == dark
+
+
+@needs_browser
+def test_the_tables_fit_a_page_of_1200_pixels(tmp_path: Path) -> None:
+    folder = write_trainings(write_study(tmp_path, plans=PLANS))
+    found, _ = look(write_files(folder).report, tmp_path / "profile", width=1200)
+    assert found["sideways"] == 0
 
 
 @needs_browser
@@ -80,6 +88,29 @@ def test_the_same_study_gives_the_same_page(tmp_path: Path) -> None:
     folder = write_study(tmp_path)
     first = write_files(folder).report.read_bytes()
     assert write_files(folder).report.read_bytes() == first
+
+
+def test_days_are_said_only_when_asked_for(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, epochs=None)
+    written = write_files(folder)
+    assert all(row.days is None for row in written.results.rows)
+    assert "Days" not in written.report.read_text(encoding="utf-8")
+    assert "days" not in (folder / "table.tex").read_text() and "days" not in lines(written.results)[0]
+    asked = write_files(write_study(tmp_path / "asked", epochs=5.0))
+    assert "Days of training" in asked.report.read_text(encoding="utf-8")
+    assert "days" in (tmp_path / "asked" / "table.tex").read_text() and "days" in lines(asked.results)[0]
+
+
+def test_a_busy_machine_is_doubted_before_its_numbers(tmp_path: Path) -> None:
+    calm = write_files(write_study(tmp_path / "calm"))
+    assert "Prediction error" not in calm.report.read_text(encoding="utf-8")
+    assert any("predictions of an update were off by" in said for said in calm.remarks)
+    assert not any("busy" in said for said in calm.remarks)
+    busy = write_files(write_study(tmp_path / "busy", spread=0.4))
+    assert busy.remarks[0].startswith("The machine was busy with other work, or too few rounds were measured")
+    assert any("as far as times so different can tell" in said for said in busy.remarks)
+    html = busy.report.read_text(encoding="utf-8")
+    assert html.index("The machine was busy") < html.index("Best speed-up")
 
 
 def test_nothing_measured_yet(tmp_path: Path) -> None:

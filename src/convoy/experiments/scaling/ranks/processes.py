@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from convoy import interfaces
 from convoy.errors import ConvoyError
+from convoy.failure import end_of
 from convoy.launch.cores import PINNED, own_cores
-from convoy.launch.failure import end_of
 from convoy.launch.follow import end_with_parent
 
 Say = Callable[[str, int, int], None]

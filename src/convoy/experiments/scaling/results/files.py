@@ -22,7 +22,7 @@ from convoy.experiments.scaling.results.convergence_table import (
 from convoy.experiments.scaling.results.curves import Convergence, convergence
 from convoy.experiments.scaling.results.page import Drawn, page
 from convoy.experiments.scaling.results.plots import panels
-from convoy.experiments.scaling.results.remarks import missing, remarks
+from convoy.experiments.scaling.results.remarks import doubts, missing, remarks
 from convoy.experiments.scaling.results.results import Results, results
 from convoy.experiments.scaling.results.table import csv_text, latex_text
 from convoy.experiments.scaling.storage.store import NAME, read
@@ -55,7 +55,7 @@ def write_files(folder: Path) -> Written:
     drawn = [*(panels(found) if timed else ()), *(convergence_panels(trained) if trained is not None else ())]
     pictures = [_drawn(panel) for panel in drawn]
     tables = {"table.csv": csv_text(found), "table.tex": latex_text(found, document)} if timed else {}
-    said = [*remarks(document, found), *missing(found)] if timed else missing(found)
+    said = [*doubts(found), *remarks(document, found), *missing(found)] if timed else missing(found)
     if trained is not None:
         tables |= {
             "convergence.csv": convergence_csv(trained),

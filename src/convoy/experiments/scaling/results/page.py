@@ -1,7 +1,6 @@
 """The report of a study: one HTML page that holds everything, opens from disk and asks nothing of a network."""
 
 import gzip
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from convoy.experiments.scaling.results.convergence_table import (
     points,
 )
 from convoy.experiments.scaling.results.curves import Convergence
-from convoy.experiments.scaling.results.remarks import missing, remarks
+from convoy.experiments.scaling.results.remarks import doubts, missing, remarks
 from convoy.experiments.scaling.results.results import Results, Row
 from convoy.experiments.scaling.results.table import plus_minus, signed
 from convoy.experiments.scaling.study.configuration import CONVOY, short
@@ -87,14 +86,14 @@ def _content(
         "reference": _reference(found),
         "panels": [(one.panel, _inline(one.panel), _links(one.files)) for one in pictures],
         "rows": [_cells(row, found) for row in found.rows],
-        "epochs": formats.value(table["epochs"]),
+        "epochs": None if table["epochs"] is None else formats.value(table["epochs"]),
         "dataset_size": table["dataset_size"],
         "timed": bool(found.rows) or trained is None,
         "remarks": remarks(document, found) if found.rows or trained is None else [],
         "trained": convergence_lines(trained) if trained else None,
         "trained_numbers": CONVERGENCE_NUMBERS,
         "trained_remarks": convergence_remarks(trained) if trained else [],
-        "missing": [*missing(found), *(convergence_missing(trained) if trained else ())],
+        "missing": [*doubts(found), *missing(found), *(convergence_missing(trained) if trained else ())],
         "notes": list(found.notes),
         "chosen": _chosen(found),
         "commands": list(dict.fromkeys(session["command"] for session in document["sessions"])),
@@ -132,26 +131,24 @@ def _reference(found: Results) -> str:
 
 
 def _tiles(found: Results) -> list[Tile]:
-    """The best row, what it means, and how good the predictions were."""
+    """The best row, and what it means."""
     if not found.rows:
         return []
-    own = [row for row in found.rows if row.kind == CONVOY]
-    best = max(own or found.rows, key=lambda row: row.speedup)
+    own = [row for row in found.rows if row.kind == CONVOY] or found.rows
+    best = max([row for row in own if row.devices > 1] or own, key=lambda row: row.speedup)
     where = f"{formats.shorten(short(best.label), 40)} on {formats.plural(best.devices, 'device')}"
     one = found.reference
     if best.efficiency is None and one is not None:
         where += f", over {formats.shorten(short(one.label), 40)} on {one.devices}"
-    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", where, main=True)]
+    spread = "" if best.speedup_spread is None else f"± {best.speedup_spread:.2f}, "
+    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", f"{spread}{where}", main=True)]
     if best.efficiency is not None:
         ideal = f"of {formats.significant(best.ideal)} times one device"
         tiles.append(Tile("Efficiency", formats.percent(best.efficiency, 0), ideal))
-    days = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
-    tiles.append(Tile("Days of training", formats.significant(best.days), days))
-    errors = [abs(row.error) for row in found.rows if row.error is not None]
-    if errors:
-        worst = formats.percent(max(errors), 0)
-        note = f"mean of {formats.plural(len(errors), 'prediction')}, the worst {worst}"
-        tiles.append(Tile("Prediction error", formats.percent(statistics.mean(errors)), note))
+    tiles.append(Tile("Images per second", formats.significant(best.images_per_s), where))
+    if best.days is not None:
+        alone = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
+        tiles.append(Tile("Days of training", formats.significant(best.days), alone))
     return tiles
 
 
@@ -185,7 +182,7 @@ def _cells(row: Row, found: Results) -> dict[str, Any]:
         "speedup": f"{row.speedup:.2f}",
         "speedup_spread": "" if row.speedup_spread is None else f"{row.speedup_spread:.2f}",
         "efficiency": formats.percent(row.efficiency, 0),
-        "days": formats.significant(row.days),
+        "days": None if row.days is None else formats.significant(row.days),
         "exposed": _or_none(row.parts[COMMUNICATION]),
         "wait": _or_none(row.parts[INPUT]),
         "optimizer": _or_none(row.parts[OPTIMIZER]),

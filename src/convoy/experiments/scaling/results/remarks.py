@@ -1,5 +1,6 @@
 """What has to be said of a table: on what, how sure, what the measuring cost, and what is missing."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from convoy.experiments.scaling.results.results import Results, Row
 from convoy.experiments.scaling.results.table import plan_label
 from convoy.experiments.scaling.study.coarseness import too_coarse
 from convoy.experiments.scaling.study.configuration import CONVOY, parts_of
+
+_RESTLESS = 0.25
+"""Part of its time by which a configuration, measured again, may differ before nothing follows from a study."""
 
 
 def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
@@ -19,12 +23,27 @@ def remarks(document: Mapping[str, Any], found: Results) -> list[str]:
         _cost(found),
         _same(found),
         *_unequal(document, found),
+        _predictions(found),
         _not_predicted(found),
         _over(found),
         _one_device(found),
         _above_ideal(found, document["study"]["weak"]),
     ]
     return [sentence for sentence in said if sentence]
+
+
+def doubts(found: Results) -> list[str]:
+    """What to say where the same configuration took very different times, which is the machine's doing."""
+    spreads = [row.spread / row.seconds for row in found.rows if row.spread is not None]
+    if not spreads or statistics.median(spreads) < _RESTLESS:
+        return []
+    typical = statistics.median(spreads)
+    by = f"by {formats.percent(typical, 0)}" if typical < 1 else "by more than its own time"
+    return [
+        "The machine was busy with other work, or too few rounds were measured: the same configuration, measured "
+        f"again, may differ {by}. Neither speed-ups nor predictions can be judged by this study: measure again when "
+        "nothing else runs, or with more --rounds."
+    ]
 
 
 def missing(found: Results) -> list[str]:
@@ -123,6 +142,18 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
     batch, num = document["study"]["batch"], sum(next((row.microbatches for row in rows), ()))
     coarse = too_coarse(batch, num, speeds) if num and any(row.uneven for row in rows) else ""
     return [*said, *([coarse] if coarse else [])]
+
+
+def _predictions(found: Results) -> str:
+    """How good the predictions were."""
+    errors = [abs(row.error) for row in found.rows if row.error is not None]
+    if not errors:
+        return ""
+    mean, worst = formats.percent(statistics.mean(errors)), formats.percent(max(errors), 0)
+    number = formats.plural(len(errors), "prediction")
+    said = f"The planner's {number} of an update were off by {mean} in the mean, by {worst} at most"
+    doubt = ", as far as times so different can tell" if doubts(found) else ""
+    return f"{said}{doubt}; they were made before anything was measured, as if nothing else ran here."
 
 
 def _not_predicted(found: Results) -> str:

@@ -37,7 +37,7 @@ class Row:
         efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
         ideal: the number of devices by that of the reference; of unequal ones, the sum of their speeds by the
             first one's, as they were measured one by one or else as the emulated cluster's file says.
-        days: that the training would take.
+        days: that the training would take; None where nobody asked.
         parts: seconds of an update that go to what, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
         predicted: seconds of an update; None where nothing is.
@@ -60,7 +60,7 @@ class Row:
     speedup_spread: float | None
     efficiency: float | None
     ideal: float
-    days: float
+    days: float | None
     parts: Mapping[str, float]
     memory: int
     predicted: float | None
@@ -121,12 +121,12 @@ class Results:
     notes: tuple[str, ...]
 
 
-def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Results:
+def results(document: Mapping[str, Any], epochs: float | None, dataset_size: int) -> Results:
     """The rows of a document.
 
     Args:
         document: as `Store` keeps it.
-        epochs: for the days that training would take.
+        epochs: for the days that training would take; None leaves them out.
         dataset_size: images of an epoch.
     """
     configurations: list[dict[str, Any]] = document["configurations"]
@@ -136,7 +136,7 @@ def results(document: Mapping[str, Any], epochs: float, dataset_size: int) -> Re
     alone = _alone(measured, rates)
     rows = []
     for row in measured:
-        rows.append(_row(document, row, rates, reference, alone, epochs * dataset_size))
+        rows.append(_row(document, row, rates, reference, alone, epochs and epochs * dataset_size))
     sessions = document["sessions"]
     wall = sum(session["wall_s"] - session.get("training_s", 0.0) for session in sessions)
     timed = sum(_timed(one) for row in measured for one in row["visits"])
@@ -197,7 +197,7 @@ def _row(
     rates: Mapping[str, Mapping[int, float]],
     reference: Mapping[str, Any] | None,
     alone: Sequence[float],
-    images: float,
+    images: float | None,
 ) -> Row:
     devices, batch, visits = int(row["devices"]), _batch(document, row), row["visits"]
     each = [_visit_seconds(visit) for visit in visits]
@@ -227,7 +227,7 @@ def _row(
         speedup_spread=repeatability(ratios) if row["key"] != reference["key"] else None,
         efficiency=speedup / ideal if reference["devices"] == 1 else None,
         ideal=ideal,
-        days=images / batch * seconds / DAY_S,
+        days=images / batch * seconds / DAY_S if images is not None else None,
         parts=_parts(row["kind"], visits, seconds),
         memory=max(rank["memory"] for visit in visits for rank in visit["ranks"]),
         predicted=predicted["seconds"] if predicted else None,

@@ -79,7 +79,7 @@ def _line(row: Row) -> dict[str, str]:
         "images/s": formats.significant(row.images_per_s),
         "speed-up": _ratio(row.speedup, row.speedup_spread),
         "efficiency": formats.percent(row.efficiency, 0),
-        "days": formats.significant(row.days),
+        **({} if row.days is None else {"days": formats.significant(row.days)}),
         "exposed": time_of(row.parts[COMMUNICATION]),
         "data wait": time_of(row.parts[INPUT]),
         "memory": size(row.memory),
@@ -144,16 +144,15 @@ def latex_text(found: Results, document: Mapping[str, Any]) -> str:
     """The table as LaTeX, for the package booktabs."""
     study = document["study"]
     batch = f"{study['batch']} {'a device' if study['weak'] else 'in all'}"
-    head = "configuration & devices & step & images/s & speed-up & efficiency & days & predicted \\\\"
-    body = []
-    for line in lines(found):
-        cells = [line[key] for key in ("configuration", "devices", "step", "images/s", "speed-up", "efficiency")]
-        cells += [line["days"], line["predicted"]]
-        body.append(" & ".join(escaped(cell) for cell in cells) + r" \\")
+    columns = ["configuration", "devices", "step", "images/s", "speed-up", "efficiency", "days", "predicted"]
+    if any(row.days is None for row in found.rows):
+        columns.remove("days")
+    head = " & ".join(columns) + r" \\"
+    body = [" & ".join(escaped(line[key]) for key in columns) + r" \\" for line in lines(found)]
     return "\n".join(
         [
             f"% {printable(study['model'])}, batch {batch}; made by convoy bench; needs \\usepackage{{booktabs}}",
-            r"\begin{tabular}{lrrrrrrr}",
+            rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
             r"\toprule",
             head,
             r"\midrule",

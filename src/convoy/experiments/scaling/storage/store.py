@@ -31,7 +31,7 @@ class Store:
         format, schema
         study            what all rows share (`Study.to_dict`)
         machine          on which they were measured
-        table            epochs and dataset_size, for the days that training would take; rounds
+        table            epochs, for the days that they would take, or null; dataset_size of them; rounds
         sessions         command, started, wall_s, planning_s and training_s of every call of the command; the last
                          two are parts of the whole time
         forecasts        by number of devices: auto, auto_shares, bound (plans by shares), predictions by plan, notes

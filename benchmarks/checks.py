@@ -1,0 +1,90 @@
+"""What the checks of `convoy.parallelize` take in a loop of one's own: share of the time, and updates with and without.
+
+    python benchmarks/checks.py
+    python benchmarks/checks.py --seconds 60 --networks alexnet
+
+Two ranks of one core each train the same network twice in turn, with `checks` and without; the time in the comparisons
+is counted by itself, as their aim, 0.2 % of the time, is below what two runs differ by.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from measuring import machine, ranks
+
+import convoy
+from convoy import models
+from convoy.engine.groups import join
+from convoy.engine.network import network_of
+
+CASES = {
+    "lenet": ("sample=2", 64, (1, 28)),
+    "resnet18": ("sample=2", 32, (3, 64)),
+    "alexnet": ("owt=2", 32, (3, 224)),
+}
+"""Plan, global batch, channels and size of the images."""
+
+
+def measure(name: str, seconds: float) -> tuple[int, int, float, float, float]:
+    """Updates, comparisons, their share of the time, and medians of an update with and without. All ranks call it."""
+    join()
+    plan, batch, (channels, size) = CASES[name]
+    sides = []
+    for checks in (True, False):
+        torch.manual_seed(0)
+        model = models.create(name, num_classes=10, in_channels=channels)
+        images = torch.randn(batch, channels, size, size)
+        net = convoy.parallelize(model, plan, images[: batch // 2], checks=checks)
+        mine = convoy.local_samples(net, batch)
+        sides.append((net, torch.optim.SGD(net.parameters(), lr=1e-3), images[mine], torch.arange(batch)[mine] % 10))
+    guard = network_of(sides[0][0]).guard
+    assert guard is not None
+    spent, look = [], guard.look
+
+    def timed(inputs: Sequence[torch.Tensor]) -> None:
+        began = time.perf_counter()
+        look(inputs)
+        spent.append(time.perf_counter() - began)
+
+    guard.look = timed  # type: ignore[method-assign]
+    times: tuple[list[float], list[float]] = ([], [])
+    while sum(times[0]) < seconds:
+        for side, (net, optimizer, images, labels) in enumerate(sides):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+            times[side].append(time.perf_counter() - began)
+        going = torch.tensor([float(sum(times[0]) < seconds)])
+        torch.distributed.broadcast(going, 0)
+        if not going:
+            break
+    compared = [t for t in spent if t > 10 * statistics.median(spent)]
+    with_checks, without = (statistics.median(each) for each in times)
+    return len(times[0]), len(compared), sum(spent) / sum(times[0]), with_checks, without
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the side with checks")
+    parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    ranks.prepare()
+    print(machine.sentence(machine.describe()))
+    print("| network | plan | updates | comparisons | share of the time | an update with | without | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in options.networks:
+        updates, compared, share, on, off = ranks.run_ranks(measure, 2, name, options.seconds)[0]
+        plan = CASES[name][0]
+        print(
+            f"| {name} | {plan} | {updates} | {compared} | {100 * share:.2f} % | {1e3 * on:.2f} ms | "
+            f"{1e3 * off:.2f} ms | {on / off:.3f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

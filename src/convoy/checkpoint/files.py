@@ -1,0 +1,201 @@
+"""What a checkpoint is, and its files: tensors as safetensors, all else as JSON, a checksum for every one of them.
+
+Tensors are written and hashed in one pass, and read by the library of safetensors without running any code. Its own
+`save_file` is not used: some versions of it copy all tensors, and its errors say nothing of the disk. The format is a
+length of 8 bytes, a JSON header of names, types, shapes and places, and the bytes.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from convoy.engine.position import here
+from convoy.errors import ConvoyError
+from convoy.files import to_json, write_text
+
+FORMAT = "convoy-checkpoint-1"
+RECORD = "checkpoint.json"
+STATE = "state"
+_PIECE = 1 << 22
+"""Bytes that are hashed and written at once: few enough to stay in the processor's cache in between."""
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+class DamagedCheckpointError(ConvoyError):
+    """A checkpoint that is truncated, altered or not Convoy's; the message names it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run after `step` weight updates.
+
+    Attributes:
+        step: weight updates done.
+        identity: of the run: checkpoints of others are not taken.
+        tensors: everything that is a tensor, whole and by its serial name.
+        values: everything else, as JSON can hold it.
+    """
+
+    step: int
+    identity: str
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors on the CPU into a new file, and sync it to disk.
+
+    Returns:
+        The file's SHA-256.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for piece in _pieces(tensors):
+            digest.update(piece)
+            while piece:
+                piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def read_shard(path: Path) -> dict[str, Tensor]:
+    """The tensors of such a file.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is no file of tensors: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file. Who watches over the run sees that it is being read."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            here.to("reading")
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_record(
+    folder: Path, step: int, identity: str, values: Mapping[str, Any], checksums: Mapping[str, str]
+) -> None:
+    """Write it into the folder of a checkpoint whose other files are complete.
+
+    Args:
+        folder: of the checkpoint.
+        step: weight updates done.
+        identity: of the run.
+        values: as JSON can hold them.
+        checksums: SHA-256 of each file under `state/`, by name.
+    """
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "identity": identity,
+        "values": json.loads(to_json(values)),
+        "sha256": dict(checksums),
+    }
+    write_text(folder / RECORD, as_text(record | {"record_sha256": _digest(record)}))
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """The one form in which a record is written: every byte of the file counts."""
+    return to_json(record, indent=2) + "\n"
+
+
+def checked_record(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """Read the record, and check every file of the checkpoint against it.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, truncated, altered, or was put in.
+    """
+    record = _read(folder, step)
+    checksums: dict[str, str] = record["sha256"]
+    for name, checksum in checksums.items():
+        file = folder / STATE / name
+        if not file.is_file():
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} is missing")
+        if _sha256(folder, file) != checksum:
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} does not match its checksum")
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    extra = there - {RECORD, STATE} - {f"{STATE}/{name}" for name in checksums}
+    if extra:
+        raise DamagedCheckpointError(f"checkpoint {folder} holds the foreign file {min(extra)}")
+    return record
+
+
+def _read(folder: Path, step: int | None) -> dict[str, Any]:
+    path = folder / RECORD
+    try:
+        text = path.read_text(encoding="utf-8")
+        record: dict[str, Any] = json.loads(text)
+        known, as_written = record["format"] == FORMAT, text == as_text(record)
+        digest = record.pop("record_sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {folder} is damaged or not Convoy's: {path.name} cannot be read"
+        ) from error
+    if not known:
+        raise DamagedCheckpointError(f"checkpoint {folder} has the foreign format {record['format']!r}")
+    if not as_written or digest != _digest(record) or step not in (None, record["step"]):
+        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
+    return record
+
+
+def _sha256(folder: Path, file: Path) -> str:
+    try:
+        return sha256(file)
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {folder} is damaged: {STATE}/{file.name} cannot be read ({error.strerror})"
+        ) from error
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The whole file, piece by piece; the widest types come first, so that all tensors are aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, tensor in ordered:
+        end = place + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), _PIECE):
+            yield content[start : start + _PIECE]

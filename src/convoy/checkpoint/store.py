@@ -1,0 +1,219 @@
+"""Writing and reading a checkpoint, and the checkpoints of one run directory: the newest whole one, the last ones.
+
+A checkpoint is a folder, in a run directory `step-00000123`, that holds the tensors as safetensors, in as many files as
+ranks wrote it, and `checkpoint.json` with everything else and the SHA-256 of every file. It is written under another
+name, synced and then renamed, so it is there whole or not at all.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from convoy.checkpoint.files import (
+    STATE,
+    Checkpoint,
+    DamagedCheckpointError,
+    checked_record,
+    read_shard,
+    write_record,
+    write_shard,
+)
+from convoy.files import sync
+
+_NAME = re.compile(r"step-(\d{8,})")
+_READY = "ready"
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of <fcntl.h> and <linux/fs.h>
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The temporary folder of a checkpoint; every writer adds its shard, one of them puts it in its place.
+
+    Attributes:
+        folder: no other draft ever had this name.
+        step: weight updates done.
+        num_shards: files of tensors that it will have.
+    """
+
+    folder: Path
+    step: int
+    num_shards: int
+
+    def add(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write shard `number`, counted from 0, and say that it is there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        name = f"shard-{number + 1:05d}-of-{self.num_shards:05d}.safetensors"
+        (self.folder / STATE).mkdir(parents=True, exist_ok=True)
+        (self.folder / _READY).mkdir(exist_ok=True)
+        checksum = write_shard(self.folder / STATE / name, tensors)
+        ready = self._ready(number)
+        unfinished = ready.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"name": name, "sha256": checksum}), encoding="utf-8")
+        unfinished.replace(ready)  # from now on another writer may move or remove the folder
+
+    def complete(self) -> bool:
+        """Whether all shards are there."""
+        return all(self._ready(number).exists() for number in range(self.num_shards))
+
+    def put(self, place: Path, identity: str, values: Mapping[str, Any]) -> None:
+        """Make it a checkpoint, whole or not at all: write the record, sync, and rename.
+
+        Args:
+            place: what it is to be called.
+            identity: of the run.
+            values: all that is no tensor.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        found = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
+        shutil.rmtree(self.folder / _READY)
+        sync(self.folder / STATE)
+        write_record(self.folder, self.step, identity, values, {each["name"]: each["sha256"] for each in found})
+        if place.exists():
+            exchange(self.folder, place)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            self.folder.rename(place)
+        sync(place.parent)
+
+    def discard(self) -> None:
+        """Remove what there is of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ready(self, number: int) -> Path:
+        return self.folder / _READY / f"{number}.json"
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two folders of one file system change names, at once where the system can do that (Linux, locally).
+
+    Elsewhere `other` goes by another name for the moment between two calls.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    paths = os.fsencode(one), os.fsencode(other)
+    if rename is not None and rename(_HERE, paths[0], _HERE, paths[1], _EXCHANGE) == 0:
+        return
+    aside = one.with_name(f"{one.name}.old")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
+
+
+def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
+    """Read the checkpoint in a folder, by however many ranks it was written.
+
+    Args:
+        place: its folder.
+        step: that it must be of.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, truncated or altered, or this is no checkpoint of Convoy.
+    """
+    record = checked_record(place, step)
+    tensors: dict[str, Tensor] = {}
+    for name in record["sha256"]:
+        if name.endswith(".safetensors"):
+            tensors |= read_shard(place / STATE / name)
+    return Checkpoint(record["step"], record["identity"], tensors, record["values"])
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory: the last `keep` of them and the best."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in rising order; damaged ones included."""
+        if not self.folder.is_dir():
+            return []
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def place(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / f"step-{step:08d}"
+
+    def draft(self, step: int, num_shards: int, token: str) -> Draft:
+        """A new checkpoint to be written; `token` is the same on all who write it, and never used again."""
+        return Draft(self.folder / f".step-{step:08d}.{token}.tmp", step, num_shards)
+
+    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
+        """Write a checkpoint from this process alone, then remove old ones.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: it cannot be written; the others are as they were.
+        """
+        draft = self.draft(checkpoint.step, 1, uuid.uuid4().hex)
+        try:
+            draft.add(0, {name: tensor.detach().cpu() for name, tensor in checkpoint.tensors.items()})
+            draft.put(self.place(checkpoint.step), checkpoint.identity, checkpoint.values)
+        except BaseException:
+            draft.discard()
+            raise
+        self.prune(checkpoint.step, best_step)
+        return self.place(checkpoint.step)
+
+    def load(self, step: int) -> Checkpoint:
+        """Read one checkpoint, by however many ranks it was written.
+
+        Raises:
+            DamagedCheckpointError: a file is missing, truncated or altered, or this is no checkpoint of Convoy.
+        """
+        return read_checkpoint(self.place(step), step)
+
+    def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:
+        """Read the newest checkpoint that is whole and of the run with this identity.
+
+        Returns:
+            The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, and every one of them is damaged.
+        """
+        refused: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                checkpoint = self.load(step)
+                if checkpoint.identity != identity:
+                    raise DamagedCheckpointError(f"checkpoint {self.place(step)} is foreign: it is of another run")
+                return checkpoint, refused
+            except DamagedCheckpointError as error:
+                refused.append(str(error))
+        if refused:
+            raise DamagedCheckpointError(
+                f"no checkpoint in {self.folder} can be used ({'; '.join(refused)}): start anew in another folder"
+            )
+        return None, []
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written; nobody may be writing."""
+        for unfinished in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def prune(self, newest: int, best_step: int | None) -> None:
+        """Keep the last ones up to `newest`; later ones are damaged leftovers of before a resumption."""
+        steps = [step for step in self.steps() if step <= newest]
+        for step in steps[: -self.keep]:
+            if step != best_step:
+                shutil.rmtree(self.place(step), ignore_errors=True)

@@ -1,0 +1,75 @@
+"""Work of which every device does a share, with the whole network on each: ranks are started, or found, and joined."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from convoy import launch
+from convoy.cli.line import is_verbose
+from convoy.errors import ConvoyError
+from convoy.launch import cores
+from convoy.planning import Ranks
+from convoy.plans.plan import Plan
+from convoy.training import Devices, choose_device
+
+_PATIENCE_S = 7 * 24 * 3600.0
+"""Ranks wait for each other as long as somebody may take to type the name of a file; who dies ends the others."""
+
+
+def on_devices(
+    arguments: Sequence[str],
+    asked: int | None,
+    device: str | None,
+    work: Callable[[Devices, torch.device], int],
+) -> int:
+    """Do some work on one device, or as one of several ranks, or start these.
+
+    Args:
+        arguments: of the command line, which the ranks are started with.
+        asked: how many devices the command line asks for.
+        device: the one that it names.
+        work: is given the ranks, of which each computes its own samples, and the device of this one; returns the exit
+            status.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConvoyError: something in it cannot be.
+    """
+    place = launch.find_place()
+    if place is not None:
+        place.check(asked)
+        with launch.as_rank(place):
+            devices, own = Devices.join(_PATIENCE_S)
+            if devices.num > 1:
+                cores.take_share(devices.gather, devices.rank, None)
+                devices.ranks = Ranks.here()
+                devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+            status = work(devices, device_of(device, own, devices.num))
+            devices.barrier()
+            Devices.leave()
+            return launch.ended(place, status)
+    number = 1 if asked is None else asked
+    if number < 1:
+        raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
+    if number > 1:
+        return launch.start(arguments, number, is_verbose(arguments))
+    return work(Devices(), choose_device(device))
+
+
+def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
+    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
+
+    Raises:
+        ConvoyError: it is another rank's GPU.
+    """
+    if name is None or (name == "cuda" and own.type == "cuda"):
+        return own
+    device = choose_device(name)
+    if device.type == "cuda" and device != own and num_devices > 1:
+        raise ConvoyError(
+            f"--device {name} is one GPU for all ranks, but this rank has {own}: use --device cuda, and choose among "
+            "the machine's GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    return device

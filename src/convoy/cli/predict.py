@@ -1,0 +1,194 @@
+"""`convoy predict`: what is on pictures, by a trained network."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import click
+
+from convoy.cli import options, tables
+from convoy.errors import ConvoyError
+from convoy.files import expanded
+from convoy.late import waiting_for
+from convoy.printable import printable
+from convoy.terminal import Console
+from convoy.training.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from convoy.training import Devices
+    from convoy.training.predict import Answer
+
+HEADER = ("file", "rank", "class", "probability")
+STANDARD_INPUT = "-"
+
+
+@click.command(
+    "predict",
+    epilog="""\b
+Examples:
+  convoy predict runs/first digit.png
+  convoy predict runs/first photos/ --top 1 > classes.csv
+  find photos -name '*.jpg' | convoy predict runs/first - --json
+  convoy predict runs/first photos/ --devices 4 --skip-bad
+""",
+)
+@options.run_argument
+@click.argument("pictures", metavar="PICTURE|FOLDER|-…", nargs=-1, required=True)
+@click.option("--top", metavar="N", type=click.IntRange(min=1), default=5, help="Likeliest classes. [default: 5]")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each picture instead of CSV.")
+@click.option(
+    "--batch", metavar="N", type=click.IntRange(min=1), default=32, help="Pictures computed at once. [default: 32]"
+)
+@click.option("--skip-bad", is_flag=True, help="Exit with status 0 although pictures cannot be read.")
+@click.option("--devices", metavar="N", type=int, help="Classify on so many devices. [default: 1]")
+@options.device
+@options.verbose
+@click.pass_obj
+def command(
+    arguments: Sequence[str],
+    /,
+    run: Path,
+    pictures: tuple[str, ...],
+    top: int,
+    as_json: bool,
+    batch: int,
+    skip_bad: bool,
+    devices: int | None,
+    device: str | None,
+) -> int:
+    """Classify pictures by the network that the finished run RUN has trained.
+
+    A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
+    files from standard input, one a line. Pictures are prepared as in the run's evaluation.
+
+    The output is CSV with the columns file, rank (1 is the likeliest class), class and probability, or JSON. It is the
+    same on any number of devices, and written batch by batch: with --batch 1 every name is answered at once. In CSV a
+    name that a spreadsheet would take for a formula has a ' before it; JSON has names as they are.
+
+    Pictures that cannot be read are named on standard error; the exit status is then 2, unless --skip-bad is given.
+    """
+    pictures = tuple(map(str, map(expanded, pictures)))
+    for given in pictures:
+        if given != STANDARD_INPUT and not Path(given).exists():
+            raise ConvoyError(f"there is no picture or folder {printable(given)}: check the path")
+    RunDirectory(run).check_trained()
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
+        from convoy.training.predict import Classifier, classify
+        from convoy.training.restore import load_run
+
+    def work(ranks: "Devices", here: "torch.device") -> int:
+        first = ranks.rank == 0
+        trained = load_run(run)
+        classifier = Classifier(trained, here, top)
+        with _Writer(trained.classes, as_json, quiet=not first) as writer:
+            names = _names(pictures) if first else None
+            for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
+                writer.write(answers)
+        return 1 if writer.closed else 2 if writer.num_bad and not skip_bad else 0
+
+    return on_devices(arguments, devices, device, work)
+
+
+def _names(given: Sequence[str]) -> Iterator[str]:
+    """The files, in order.
+
+    Raises:
+        ConvoyError: a folder holds no picture.
+    """
+    from convoy.data.folder import pictures
+
+    for text in given:
+        if text == STANDARD_INPUT:
+            for line in sys.stdin.buffer:
+                if name := os.fsdecode(line.rstrip(b"\r\n")):
+                    yield name
+        elif Path(text).is_dir():
+            found = pictures(Path(text))
+            if not found:
+                raise ConvoyError(f"the folder {printable(text)} holds no pictures: name another, or picture files")
+            yield from found
+        else:
+            yield text
+
+
+class _Writer:
+    """Writes answers as they come, and how many there are to a terminal that nothing else is written to.
+
+    Attributes:
+        closed: nobody reads any more.
+        num_bad: pictures that could not be read.
+    """
+
+    def __init__(self, classes: Sequence[str], as_json: bool, quiet: bool) -> None:
+        self.closed = False
+        self.num_bad = 0
+        self._done = 0
+        self._classes = classes
+        self._as_json = as_json
+        self._quiet = quiet
+        console = Console(stderr=True, highlight=False)
+        shown = console.is_terminal and not sys.stdout.isatty() and not quiet
+        self._status = console.status("reading") if shown else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def write(self, answers: Sequence["Answer"]) -> None:
+        """Write the answers of some pictures."""
+        lines = [] if self._done or self._as_json else [tables.as_csv(HEADER)]
+        for answer in answers:
+            if answer.bad is not None:
+                self.num_bad += 1
+                if not self._quiet:
+                    click.echo(f"{printable(answer.name)} {answer.bad}", err=True)
+            else:
+                lines.append(self._json(answer) if self._as_json else self._csv(answer))
+        self._done += len(answers)
+        self._put("".join(lines))
+        if self._status is not None:
+            self._status.update(f"{self._done:,} pictures" + (f", {self.num_bad:,} bad" if self.num_bad else ""))
+
+    def _csv(self, answer: "Answer") -> str:
+        return "".join(
+            tables.as_csv((answer.name, place, self._classes[number], f"{probability:.6f}"))
+            for place, (number, probability) in enumerate(answer.best, 1)
+        )
+
+    def _json(self, answer: "Answer") -> str:
+        found = [
+            {"class": self._classes[number], "probability": round(probability, 6)}
+            for number, probability in answer.best
+        ]
+        return json.dumps({"file": answer.name, "predictions": found}) + "\n"
+
+    def _put(self, text: str) -> None:
+        if self._quiet or self.closed:
+            return
+        if sys.stdout.isatty():
+            text = printable(text, keep="\n")
+        try:
+            sys.stdout.buffer.write(os.fsencode(text))
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            self.closed = True
+            # Python would try again at its end, and say that it could not.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+        if kind is None and not self._done:
+            self.write([])
+        if self.num_bad and kind is None and not self._quiet:
+            click.echo(f"{self.num_bad:,} of {self._done:,} pictures cannot be read", err=True)

@@ -1,0 +1,211 @@
+"""Gradients of divided parameters that answer for the whole tensor, so that torch's own clipping is right.
+
+Each rank holds a part of such a gradient. What treats numbers one by one works on the part; a norm or a sum is taken
+over the parts of all ranks; anything else would look at one part as if it were the whole, and is refused. So
+`torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and a loop of one's own over `p.grad.norm()` give on every rank
+what they give on one device. All ranks must ask for the same.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.collectives import all_gather, all_reduce
+from convoy.engine.gradients.backward import at_end_of_backward, current_backward
+from convoy.engine.groups import Groups
+from convoy.errors import ConvoyError
+from convoy.graph.tree import leaves, replace
+from convoy.plans.mesh import Axes
+
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0),
+    "count_nonzero": lambda rows: rows.sum(0),
+    "any": lambda rows: rows.any(0),
+    "all": lambda rows: rows.all(0),
+    "max": lambda rows: rows.amax(0),
+    "amax": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "amin": lambda rows: rows.amin(0),
+}
+"""Reductions over all elements: from those of the ranks, [ranks], to that of the whole."""
+_REFUSED = {
+    "numpy",
+    "__array__",
+    "tolist",
+    "__dlpack__",
+    "equal",
+    "allclose",
+    "flip",
+    "roll",
+    "sort",
+    "argsort",
+    "cumsum",
+}
+_REFUSED |= {"cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique", "histc"}
+"""What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone."""
+
+
+class DividedGradient(Tensor):
+    """This rank's part of a gradient; see the module.
+
+    Attributes:
+        axes: mesh axes that divide it.
+        groups: of this rank.
+        whole_numel: elements of the whole.
+    """
+
+    axes: Axes
+    groups: Groups
+    whole_numel: int
+
+    @staticmethod
+    def of(part: Tensor, axes: Axes, groups: Groups, whole_numel: int) -> "DividedGradient":
+        """The same memory, answering for the whole."""
+        found: DividedGradient = part.as_subclass(DividedGradient)
+        found.axes, found.groups, found.whole_numel = axes, groups, whole_numel
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer by all parts where `func` looks at all elements."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return _answer(func, getattr(func, "__name__", ""), args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConvoyError("a gradient of a divided parameter is this rank's part: save what convoy.gradients gives")
+
+
+class DividedGradients:
+    """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update.
+
+    Args:
+        parameters: each with the axes that divide it and the elements of the whole.
+        groups: of this rank.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes, int]], groups: Groups) -> None:
+        self._groups = groups
+        self._divided = [each for each in parameters if groups.of(each[1]) is not None]
+        self._queued = -1
+        for parameter, _, _ in self._divided:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._seen)
+
+    def mark(self) -> None:
+        """Let the gradients that there are answer for the whole."""
+        self._queued = -1
+        for parameter, axes, numel in self._divided:
+            if parameter.grad is not None and type(parameter.grad) is Tensor:
+                parameter.grad = DividedGradient.of(parameter.grad, axes, self._groups, numel)
+
+    def clear(self) -> None:
+        """Let them be plain tensors, for an optimizer that was seen to treat numbers one by one."""
+        for parameter, _, _ in self._divided:
+            if isinstance(parameter.grad, DividedGradient):
+                parameter.grad = parameter.grad.as_subclass(Tensor)
+
+    def _seen(self, parameter: Tensor) -> None:
+        backward = current_backward()  # an earlier one may have broken off
+        if self._queued != backward:
+            self._queued = backward
+            at_end_of_backward(lambda: at_end_of_backward(self.mark))  # after the ranks' gradients are added
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The part itself."""
+    return tensor.as_subclass(Tensor) if isinstance(tensor, DividedGradient) else tensor
+
+
+def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    parts = leaves((args, kwargs), DividedGradient)
+    if name == "_foreach_norm":
+        norms = func(*args, **kwargs)
+        order = _order(func, name, args, kwargs)
+        return tuple(
+            _norm(n, x, order) if isinstance(x, DividedGradient) else n for n, x in zip(norms, args[0], strict=True)
+        )
+    if name in _NORMS:
+        return _norm(func(*args, **kwargs), parts[0], _order(func, name, args, kwargs))
+    if name in _REDUCTIONS or name == "mean":
+        _check_all_elements(name, args, kwargs)
+        own = func(*args, **kwargs)
+        if name == "mean":
+            own = own * (parts[0].numel() / parts[0].whole_numel)
+        return _REDUCTIONS["sum" if name == "mean" else name](_gathered(own, parts[0]))
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        func(*args, **kwargs)
+        world = parts[0].groups.of(tuple(parts[0].groups.mesh.axes))
+        all_reduce(args[1], world)
+        return None
+    if name == "__deepcopy__":
+        return _like(args[0].as_subclass(Tensor).clone(), parts)
+    if name in _REFUSED:
+        raise _refused(name)
+    found = func(*args, **kwargs)
+    return replace(found, Tensor, lambda x: _own(x, parts, name, func))
+
+
+def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:
+    """A result that has a number for each number of the part."""
+    if isinstance(x, DividedGradient):
+        return x
+    if all(x.shape != part.shape for part in parts):
+        raise _refused(name if name != "__get__" else getattr(func, "__self__", func).__name__)
+    return _like(x, parts)
+
+
+def _like(x: Tensor, parts: Sequence[DividedGradient]) -> Tensor:
+    of = next((part for part in parts if part.shape == x.shape), parts[0])
+    return DividedGradient.of(x, of.axes, of.groups, of.whole_numel)
+
+
+def _refused(name: str) -> ConvoyError:
+    return ConvoyError(
+        f"{name} of the gradient of a divided parameter would see this rank's part as if it were the whole: take the "
+        "whole gradients, convoy.gradients(net), or clip with torch.nn.utils.clip_grad_norm_"
+    )
+
+
+def _check_all_elements(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    others = [
+        value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, torch.dtype)
+    ]
+    if others:
+        raise _refused(name)
+
+
+def _order(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The order of a vector norm over all elements; all others are refused."""
+    given = [*args[1:], *(value for key, value in kwargs.items() if key != "dtype")]
+    given = [value for value in given if value is not None and value is not False]
+    if any(key == "dim" and value is not None for key, value in kwargs.items()) or len(given) > 1:
+        raise _refused(name)
+    if not given or given[0] == "fro":
+        return 2.0
+    if name == "linalg_norm" or isinstance(given[0], str):  # of a matrix
+        raise _refused(name)
+    return float(given[0])
+
+
+def _norm(own: Tensor, part: DividedGradient, order: float) -> Tensor:
+    """The norm of the whole from that of the part."""
+    norms = _gathered(own, part).double()
+    if math.isinf(order):
+        whole = norms.amax(0) if order > 0 else norms.amin(0)
+    else:
+        whole = norms.sum(0) if order == 0 else norms.pow(order).sum(0).pow(1 / order)
+    return whole.to(own.dtype)
+
+
+def _gathered(own: Tensor, part: DividedGradient) -> Tensor:
+    """The numbers of all parts, [ranks]."""
+    own = plain(own)
+    sent = own.reshape(1).to(torch.uint8) if own.dtype == torch.bool else own.reshape(1).contiguous()
+    return all_gather(sent, part.groups.of(part.axes))[:, 0].to(own.dtype)

@@ -1,0 +1,360 @@
+"""Notices, in a training loop of one's own, what would make ranks compute something else than one device, in silence.
+
+- Weights, buffers and learning rates that ranks have alike are compared by checksum, and so are the samples of ranks
+  that work on the same ones.
+- The gradient that reaches a parameter must be the one that the network's own program gives it: a use of the parameter
+  outside of the network (a penalty on the weights) would be added over the ranks.
+- An optimizer that looks at whole tensors is refused on divided ones, and gradients of these answer for all parts.
+
+The comparisons are made in the passes after the first updates, then ever more rarely: each costs a sum over the
+weights and one small message, and they are so far apart that they take at most `SHARE` of the time.
+"""
+
+import math
+import struct
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from convoy.engine import optimizers
+from convoy.engine.collectives import all_gather, broadcast, gather_ints
+from convoy.engine.contents import named_tensors
+from convoy.engine.gradients.backward import at_end_of_backward, current_backward
+from convoy.engine.gradients.buckets import flat, is_dense
+from convoy.engine.gradients.divided import DividedGradient, DividedGradients, plain
+from convoy.engine.network import WRAPPED, Network
+from convoy.engine.shards import part_name
+from convoy.errors import ConvoyError
+
+_NONE = -1
+"""The number of no backward pass."""
+SHARE = 0.002
+"""Of the time, that comparisons take at most."""
+_PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Guard:
+    """Watches over one network; all ranks make it.
+
+    Args:
+        network: with its parameters placed.
+        compares: whether ranks are compared, and uses of parameters followed; gradients and optimizers always are.
+
+    Attributes:
+        follows: whether the uses of parameters in this pass are followed.
+    """
+
+    def __init__(self, network: Network, compares: bool = True) -> None:
+        self._network = network
+        self._compares = compares
+        self._passes = 0
+        self._next, self._gap = 1, 1
+        self._looked_at, self._cost_s = time.perf_counter(), 0.0
+        self._warned = False
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._updates = 0
+        self.follows = False
+        self._between_updates, self._to_follow = True, False
+        self._uses: dict[str, list[Tensor]] = {}
+        self._handles: list[Any] = []
+        self._backward = self._ending = _NONE
+        layouts, axes = network.layouts, network.groups.mesh.axes
+        wide = {axis for axis in axes if network.groups.mesh.sizes[axis] > 1}
+        parameters = dict(network.model.named_parameters())
+        self._divided = {p: name for name, p in parameters.items() if layouts[name].split_axes & wide}
+        self._gradients = DividedGradients(
+            [
+                (p, tuple(sorted(layouts[name].split_axes)), math.prod(network.shapes[name][0]))
+                for p, name in self._divided.items()
+            ],
+            network.groups,
+        )
+        _guards.add(self)
+        _watch_optimizers()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a network is not trained."""
+        return
+
+    def look(self, inputs: Sequence[Tensor]) -> None:
+        """Before a pass with these inputs. All ranks call it before the same passes.
+
+        Raises:
+            ConvoyError: ranks differ where they should be alike.
+        """
+        if not (self._network.model.training and torch.is_grad_enabled()):
+            return
+        self._passes += 1
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise ConvoyError(WRAPPED)
+        if self._between_updates:  # a loss may need several passes: all of an update's, or none, are followed
+            self.unfollow()
+        if self._compares and self._passes >= self._next:
+            if inputs[0].is_cuda:
+                torch.cuda.synchronize(inputs[0].device)  # what is queued still is no cost of the comparison
+            began = time.perf_counter()
+            wanted = self._compare(inputs, began)
+            self._gap = max(self._gap, min(2 * self._gap, wanted))
+            self._next = self._passes + self._gap
+            self._to_follow = self._network.shows_uses
+            self._looked_at = time.perf_counter()
+            self._cost_s = self._looked_at - began
+        if self._to_follow and self._between_updates:
+            self._follow()
+        self._between_updates = False
+
+    # What ranks should have alike.
+
+    @torch.no_grad()
+    def _compare(self, inputs: Sequence[Tensor], now: float) -> int:
+        """Compare; how many passes may follow until the next time."""
+        groups = self._network.groups
+        mesh, device = groups.mesh, inputs[0].device
+        tensors = dict(self._alike())
+        pass_s = (now - self._looked_at) / self._gap
+        wanted = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
+        sums = [_checksum(tensor) for tensor in tensors.values()]
+        sums += [torch.stack([_checksum(x) for x in inputs]).sum()]
+        own = [*torch.stack(sums).tolist(), self._updates, *_hyperparameters(self._optimizers), wanted]
+        rows = gather_ints(own, groups.of(tuple(mesh.axes)), device)
+        *weights, samples, updates, rates, rate, gaps = zip(*rows, strict=True)
+        if len(set(updates)) > 1:
+            other = next(rank for rank, value in enumerate(updates) if value != updates[0])
+            raise ConvoyError(
+                f"rank 0 has made {updates[0]} updates since it made its network parallel, and rank {other} "
+                f"{updates[other]}: let all ranks call optimizer.step() after the same passes"
+            )
+        if len(set(rates)) > 1:
+            other = next(rank for rank, value in enumerate(rates) if value != rates[0])
+            raise ConvoyError(
+                f"the optimizers of ranks 0 and {other} have different options (learning rate {_double(rate[0]):g} and "
+                f"{_double(rate[other]):g}): let all ranks make the same optimizer, and step its scheduler alike"
+            )
+        self._check_samples(samples, inputs)
+        for name, values in zip(tensors, weights, strict=True):
+            if self._differ(name, values):
+                self._check_size(name, tensors[name])
+        return int(max(gaps))
+
+    def _alike(self) -> Iterator[tuple[str, Tensor]]:
+        """What ranks on some axis have alike, by name."""
+        network = self._network
+        local = network.context.batch_norm == "local"
+        parameters = dict(network.model.named_parameters())
+        for name, tensor in named_tensors(network.model).items():
+            if not (local and name not in parameters) and tensor.numel():
+                yield name, tensor.detach()
+
+    def _same(self, name: str) -> Callable[[int], tuple[int, ...]]:
+        """A rank's place on the axes that divide a tensor: those with one place hold the same part."""
+        mesh = self._network.groups.mesh
+        axes = tuple(sorted(self._network.layouts[name].split_axes))
+        return lambda rank: tuple(mesh.coordinates(rank)[axis] for axis in axes)
+
+    def _differ(self, name: str, values: Sequence[int]) -> bool:
+        place, known = self._same(name), dict[tuple[int, ...], int]()
+        return any(known.setdefault(place(rank), value) != value for rank, value in enumerate(values))
+
+    def _size(self, tensor: Tensor, split_axes: Iterable[int]) -> tuple[float, int]:
+        """By how much of its largest number a tensor differs from the first replica, at most, and on which rank; 0 for
+        what is rounding: on devices of unlike make the last bits of replicas may differ."""
+        groups, divided = self._network.groups, set(split_axes)
+        group = groups.of(tuple(axis for axis in groups.mesh.axes if axis not in divided))
+        first = broadcast(tensor.clone(memory_format=torch.contiguous_format), group).double()
+        off = (tensor.double() - first).abs().max() / first.abs().max().clamp(min=1e-300)
+        world = groups.of(tuple(groups.mesh.axes))
+        sizes = all_gather(off.nan_to_num(math.inf).reshape(1), world)[:, 0].tolist()
+        worst = max(range(len(sizes)), key=sizes.__getitem__)
+        allowed = min(100 * torch.finfo(tensor.dtype).eps, 1e-2) if tensor.is_floating_point() else 0.0
+        return (sizes[worst] if sizes[worst] > allowed else 0.0), worst
+
+    def _check_size(self, name: str, tensor: Tensor) -> None:
+        """Refuse a difference that is more than rounding."""
+        size, worst = self._size(tensor, self._network.layouts[name].split_axes)
+        if size == 0:
+            return
+        place = self._same(name)
+        other = next(rank for rank in range(worst + 1) if place(rank) == place(worst))
+        kind = "weight" if name in dict(self._network.model.named_parameters()) else "buffer"
+        raise ConvoyError(
+            f"the {kind} {name} should be the same on ranks {other} and {worst}, and differs by {size:.1e} of "
+            "its largest number: something that only one of them does has changed it, as a gradient or weight changed "
+            "by hand, an update left out, random numbers of its own, or a state loaded on one rank; let all ranks do "
+            "the same, or pass checks=False to convoy.parallelize if that is meant"
+        )
+
+    def _check_samples(self, sums: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        mesh, axes = self._network.groups.mesh, self._network.sample_axes
+        places = [mesh.index(mesh.coordinates(rank), axes) for rank in range(len(sums))]
+        first = {place: places.index(place) for place in places}
+        if any(sums[rank] != sums[first[place]] for rank, place in enumerate(places)):
+            size, worst = max((self._size(x, axes) for x in inputs if x.numel()), default=(0.0, 0))
+            if size > 0:
+                raise ConvoyError(
+                    f"ranks {first[places[worst]]} and {worst} work on the same samples under this plan, and were "
+                    "given different ones: shuffle with the same seed and pass images[convoy.local_samples(net, n)], "
+                    "or use convoy.BatchSampler"
+                )
+        if len(first) > 1 and len({sums[rank] for rank in first.values()}) == 1 and not self._warned:
+            self._warned = True
+            if self._network.groups.rank > 0:  # all of them know
+                return
+            warnings.warn(
+                f"all {len(first)} sample ranks were given the same samples: each is to have its own part of the "
+                "global batch, images[convoy.local_samples(net, n)], or convoy.BatchSampler",
+                stacklevel=2,
+            )
+
+    # Uses of parameters outside of the network.
+
+    def use(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor for a use that the ranks know of, whose gradient `_check_use` will miss nothing of."""
+        if not (self.follows and tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        alias = tensor.view_as(tensor)
+        alias.register_hook(lambda gradient: self._note(name, gradient))
+        return alias
+
+    def unfollow(self) -> None:
+        """Follow the uses of parameters no longer."""
+        for _, handle in self._handles:
+            handle.remove()
+        self._handles, self._uses, self.follows = [], {}, False
+
+    def _follow(self) -> None:
+        """Follow the uses of parameters until the end of the next backward pass."""
+        for name, parameter in self._network.model.named_parameters():
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node  # to be kept, as the parameter does not keep it
+                self._handles.append((node, node.register_prehook(self._arrives(name))))
+        self.follows = bool(self._handles)
+        self._to_follow = False
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        if self.follows:
+            self._enter_backward()
+            self._uses.setdefault(name, []).append(gradient)
+
+    def _arrives(self, name: str) -> Callable[[Sequence[Tensor]], None]:
+        def hook(gradients: Sequence[Tensor]) -> None:
+            self._enter_backward()
+            if self._ending != self._backward:
+                self._ending = self._backward
+                at_end_of_backward(self.unfollow)
+            self._check_use(name, gradients[0])
+
+        return hook
+
+    def _enter_backward(self) -> None:
+        """Forget what an earlier backward pass has left, which broke off or was that of `torch.autograd.grad`."""
+        now = current_backward()
+        if now != self._backward:
+            self._backward, self._uses = now, {}
+
+    @torch.no_grad()
+    def _check_use(self, name: str, gradient: Tensor) -> None:
+        known = self._uses.pop(name, [])  # no longer held: it becomes `.grad` without a copy
+        if len(known) == 1 and known[0].data_ptr() == gradient.data_ptr():
+            return
+        if known:
+            total = sum(known[1:], known[0].clone())
+            scale = sum(x.abs().max() for x in known)
+            off = (gradient - total).abs().max()
+            if not bool(off > 2 * len(known) * torch.finfo(gradient.dtype).eps * scale):
+                return
+        self.unfollow()
+        raise ConvoyError(
+            f"the loss uses the weight {name} outside of the network, which would be added over the ranks: compute a "
+            "penalty on weights by convoy.penalty(net, function), or in the network's forward pass, or use the "
+            "optimizer's weight decay"
+        )
+
+    # Optimizers.
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called by torch before any optimizer's step."""
+        if self._has_parameters_of(optimizer):
+            self._between_updates = True
+            self._updates += 1
+            self._gradients.clear()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called by torch after it."""
+        if self._optimizers.get(optimizer, 0) <= 0:
+            return
+        for parameter in self._divided:  # a closure's backward pass has marked gradients that it then kept
+            state = optimizer.state.get(parameter, {})
+            state.update({key: plain(value) for key, value in state.items() if isinstance(value, DividedGradient)})
+        self._gradients.mark()
+
+    def _has_parameters_of(self, optimizer: Optimizer) -> bool:
+        """Whether it has; it is looked at when it is new, has more groups, or has been given another state."""
+        known = self._optimizers.get(optimizer)
+        if known is None or abs(known) != len(optimizer.param_groups):
+            own = {id(parameter) for parameter in self._network.model.parameters()}
+            mine = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            if mine and self._divided:
+                network = self._network
+                shapes = {name: shape for name, (shape, _) in network.shapes.items()}
+                part = part_name(network.layouts, network.shapes, network.groups, network.plan)
+                optimizers.check(optimizer, self._divided, shapes, part)
+                if known is None or known < 0:
+                    optimizer.register_load_state_dict_post_hook(self._forget)
+            known = self._optimizers[optimizer] = len(optimizer.param_groups) * (1 if mine else -1)
+        return known > 0
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """Look at it anew before its next step."""
+        self._optimizers[optimizer] = 0
+
+
+_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+_watching = False
+
+
+def _watch_optimizers() -> None:
+    """Have torch call the guards around the steps of optimizers, once for all."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _all(Guard.before_step, optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: _all(Guard.after_step, optimizer))
+
+
+def _all(function: Callable[[Guard, Optimizer], None], optimizer: Optimizer) -> None:
+    for guard in list(_guards):
+        function(guard, optimizer)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum over the bits, which no order of additions changes: int64, a scalar."""
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    elements = flat(tensor) if is_dense(tensor) else tensor.flatten()
+    bits = elements.view(_PATTERN[tensor.element_size()]) if tensor.is_floating_point() else elements
+    return bits.sum(dtype=torch.int64)
+
+
+def _hyperparameters(known: Mapping[Optimizer, int]) -> tuple[int, int]:
+    """A checksum of the options of all optimizers, and the bits of the first learning rate."""
+    groups = [group for optimizer, number in known.items() if number > 0 for group in optimizer.param_groups]
+    options = [
+        sorted((key, float(value)) for key, value in group.items() if isinstance(value, int | float))
+        for group in groups
+    ]
+    rates = [float(group["lr"]) for group in groups if "lr" in group]
+    return zlib.crc32(repr([options, rates]).encode()), struct.unpack("q", struct.pack("d", (rates or [0.0])[0]))[0]
+
+
+def _double(bits: int) -> float:
+    found: float = struct.unpack("d", struct.pack("q", bits))[0]
+    return found

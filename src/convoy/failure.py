@@ -1,0 +1,284 @@
+"""How a rank says why it failed, and which of several failures is the cause of the others."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from convoy.errors import ConvoyError, MachineError
+
+Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
+_ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
+_INSTALLED = tuple(
+    {
+        f"{Path(__file__).parent}{os.sep}",
+        *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    }
+)
+_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended.
+
+    Attributes:
+        kind: a mistake of the user or Ctrl-C, an unexpected error, a wait for others that took too long, a signal that
+            killed it, or the loss of another rank.
+        sentence: what to say.
+        trace: the traceback, where there is one.
+        time: when, in seconds of the machine's clock.
+        clear: the sentence says enough; the traceback is for those who ask for it.
+    """
+
+    rank: int
+    kind: Kind
+    sentence: str
+    trace: str
+    time: float
+    clear: bool = False
+
+    @property
+    def status(self) -> int:
+        """The exit status of the whole run."""
+        return 2 if self.kind == "mistake" else 1
+
+    @property
+    def final(self) -> bool:
+        """Whether starting the ranks again would not mend it."""
+        return self.kind in ("mistake", "interrupted")
+
+    @property
+    def reason(self) -> str:
+        """The rank and what to say, in a line; a mistake or Ctrl-C is nobody's, and who hangs says it himself."""
+        first = self.sentence.partition("\n")[0]
+        return first if self.kind in ("mistake", "interrupted", "hung") else f"rank {self.rank} failed: {first}"
+
+    def text(self, verbose: bool = False) -> str:
+        """What is printed: the reason, and the traceback where it says more."""
+        if self.kind == "mistake":
+            return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
+        if self.kind in ("interrupted", "hung"):
+            return self.sentence
+        trace = "" if self.clear and not verbose else self.trace
+        return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")
+
+    def write(self, folder: Path) -> None:
+        """Leave it for whoever started the ranks."""
+        place = folder / f"failure-{self.rank}.json"
+        temporary = place.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(place)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What an exception says about a rank."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, MachineError):
+        kind: Kind = "lost" if error.__cause__ is not None and is_loss(error.__cause__) else "error"
+        return Failure(rank, kind, str(error), trace, time.time(), clear=True)
+    if isinstance(error, ConvoyError):
+        return Failure(rank, "mistake", str(error), trace, time.time())
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, "interrupted", "interrupted", "", time.time())
+    first = str(error).partition("\n")[0]
+    sentence = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if first and not isinstance(error, Exception):  # asked to end, by a signal
+        sentence = first
+    if is_loss(error):
+        return Failure(rank, "lost", f"it lost the connection to another rank ({sentence})", trace, time.time())
+    place = place_of(error) if isinstance(error, Exception) else None
+    return Failure(rank, "error", f"{sentence} ({place})" if place is not None else sentence, trace, time.time())
+
+
+def place_of(error: BaseException) -> str | None:
+    """Where in the user's own code an exception was raised, or came through last: `mine.py, line 12, in forward`.
+
+    None where it came through none: the user's own is what lies neither in Convoy nor where packages are installed.
+    """
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_INSTALLED, "<")):
+            name = frame.f_code.co_name
+            place = f"{Path(file).name}, line {line}" + (f", in {name}" if name != "<module>" else "")
+    return place
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(sign in text for sign in _LOST) or type(error).__name__ in ("DistBackendError", "DistNetworkError")
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """What the ranks left."""
+    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
+
+
+def silent_ends(folder: Path) -> list[Failure]:
+    """The ranks of an attempt that ended without a word, as only a kill does."""
+    found = []
+    for place in folder.glob("pid-*"):
+        rank = int(place.name.partition("-")[2])
+        if not any((folder / name).exists() for name in (f"failure-{rank}.json", f"ended-{rank}")):
+            found.append(Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime))
+    return found
+
+
+def end_of(status: int | None) -> str:
+    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it."""
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was ended by {name}" + ("; the machine may be out of memory" if name == "SIGKILL" else "")
+
+
+def cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that came first, those that follow from others last."""
+    return min(failures, key=lambda failure: (_ORDER[failure.kind], failure.time), default=None)
+
+
+AGENTS = "CONVOY_AGENTS"
+"""Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed."""
+TRACEBACK = "CONVOY_TRACEBACK"
+"""Variable that asks for the traceback of what is otherwise said in a sentence."""
+_STAY_S, _STAY_LOST_S = 0.5, 2.0
+"""Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
+say the same, or, where it lost the connection to one, what became of that."""
+_MARK = "convoy"
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank leaves for torchrun's agent.
+
+    Attributes:
+        verbose: say the traceback too.
+        attempt: how often the ranks had been started again.
+        max_attempts: how often that may be.
+    """
+
+    failure: Failure
+    verbose: bool = False
+    attempt: int = 0
+    max_attempts: int = 0
+
+
+def leave_word(failure: Failure, verbose: bool = False) -> bool:
+    """Write the failure where torchrun's agent looks for it, if that started this rank.
+
+    The file is what torch's own `record` writes, with Convoy's entry beside: an agent that knows nothing of Convoy
+    prints the sentence within its own page.
+
+    Returns:
+        Whether the agent says it; where not, this process has to.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    attempt, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    shown = failure.trace if failure.trace and not failure.clear else failure.text(verbose)
+    extra = {"py_callstack": shown, "timestamp": str(int(failure.time))}
+    word = asdict(Word(failure, verbose, attempt, most))
+    record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: word}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record), encoding="utf-8")
+    return has_agent()
+
+
+def has_agent() -> bool:
+    """Whether the process that started this one is an agent that says why its ranks failed."""
+    return "TORCHELASTIC_ERROR_FILE" in os.environ and str(os.getppid()) in os.environ.get(AGENTS, "").split()
+
+
+def word_in(path: str | Path) -> Word | None:
+    """What a rank has left in torchrun's file; None where there is none, or where it is not of Convoy."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        word = json.loads(Path(path).read_text(encoding="utf-8"))[_MARK]
+        return Word(**word | {"failure": Failure(**word["failure"])})
+    return None
+
+
+def text_of(words: Iterable[Word], silent: Iterable[Failure] = ()) -> str | None:
+    """What torchrun's agent says at the end, of all that its ranks have left.
+
+    Args:
+        words: of the ranks.
+        silent: the ranks that ended without one.
+
+    Returns:
+        The cause, with its rank where others do not say the same; None where no rank left a word.
+    """
+    found = {word.failure.rank: word for word in words}
+    failure = cause([*(word.failure for word in found.values()), *silent])
+    if not found or failure is None:
+        return None
+    alone = failure.kind == "mistake" and [w.failure.sentence for w in found.values()].count(failure.sentence) == 1
+    if alone and len(found) > 1:
+        failure = replace(failure, sentence=f"rank {failure.rank}: {failure.sentence}")
+    return failure.text(failure.rank in found and found[failure.rank].verbose)
+
+
+_saying: list[BaseException] = []
+
+
+def say_uncaught(first: Callable[[], bool]) -> None:
+    """Have what a rank's script does not catch said once, last and shortly, instead of by every rank.
+
+    A `ConvoyError` is one sentence, with the line of the script; other exceptions keep the traceback that Python
+    prints. Where torchrun's agent says it (`convoy.launch.torchrun`) this process only leaves word, otherwise the first
+    of the ranks prints it. With CONVOY_TRACEBACK=1 the traceback of a `ConvoyError` is shown too.
+
+    Without torchrun's variables, on one device, nothing is changed.
+
+    Args:
+        first: whether no other rank has said it already; called only where there is no agent.
+    """
+    before = sys.excepthook
+    rank = os.environ.get("RANK", "")
+    if getattr(before, "of_convoy", False) or not rank.isdecimal():
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        clear = isinstance(error, ConvoyError) or (has_agent() and is_loss(error))
+        inner = bool(_saying)  # another hook of these, around that of torch, has called this one
+        _saying.append(error)
+        try:
+            if inner or not clear:
+                before(kind, error, trace)
+            if not inner and isinstance(error, Exception) and (clear or has_agent()):
+                _say(int(rank), error, clear, first)
+        finally:
+            _saying.pop()
+
+    hook.of_convoy = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _say(rank: int, error: Exception, clear: bool, first: Callable[[], bool]) -> None:
+    """Leave word of an exception, whose traceback is printed already if it is not clear by itself."""
+    failure = failure_of(rank, error)
+    if isinstance(error, ConvoyError) and (place := place_of(error)) is not None:
+        failure = replace(failure, sentence=f"{failure.sentence} ({place})")
+    failure = replace(failure, clear=clear, trace=failure.trace if clear else "")
+    verbose = os.environ.get(TRACEBACK, "0") not in ("", "0")
+    try:
+        said = leave_word(failure, verbose)
+    except OSError:
+        said = False
+    if said:
+        time.sleep(_STAY_LOST_S if failure.kind == "lost" else _STAY_S)
+    elif clear and first():
+        print(failure.text(verbose), file=sys.stderr, flush=True)

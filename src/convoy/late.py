@@ -1,0 +1,68 @@
+"""What is imported late: torch takes seconds, for which no `--help` and no misspelt option is to wait."""
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+AFTER_S = 1.0
+"""Seconds of silence after which a terminal is told what is waited for."""
+
+
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """What a package has for `__getattr__`, so that its public names are imported when they are first used.
+
+    Args:
+        package: its name.
+        modules: by public name, the module below the package that has it. No module may have the name itself: once it
+            is imported it would stand there.
+    """
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find
+
+
+@contextmanager
+def waiting_for(what: str, after_s: float = AFTER_S) -> Iterator[None]:
+    """Tell a terminal what is waited for, if that takes long; the line is gone when it is there.
+
+    Ranks say nothing: whoever started them does.
+
+    Args:
+        what: as in `loading PyTorch`.
+        after_s: seconds without a word.
+    """
+    stream = sys.stderr
+    if not stream.isatty() or "RANK" in os.environ:
+        yield
+        return
+    lock, shown, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def show() -> None:
+        with lock:
+            if not done.is_set():
+                shown.set()
+                stream.write(f"{what} …")
+                stream.flush()
+
+    timer = threading.Timer(after_s, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            done.set()
+            if shown.is_set():
+                stream.write("\r\x1b[K")
+                stream.flush()

@@ -1,0 +1,86 @@
+"""What a person has decided already: `classifier.*=filter`."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Mesh
+from convoy.plans.strategies import STRATEGIES, strategy_error
+from convoy.printable import brief
+
+_SHOWN = 12
+_FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one strategy for each axis, 'fc=sample,filter'"
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A strategy that layers must have.
+
+    Attributes:
+        pattern: over the names of modules.
+        strategies: one for all axes of whatever mesh, or one for each axis.
+    """
+
+    pattern: str
+    strategies: tuple[str, ...]
+
+    def on(self, mesh: Mesh, op: str) -> tuple[str, ...] | None:
+        """The strategy on a mesh, None where it has another number of axes."""
+        given = self.strategies * len(mesh.sizes) if len(self.strategies) == 1 else self.strategies
+        owt = "filter" if op == "linear" else "sample"
+        return tuple(owt if s == "owt" else s for s in given) if len(given) == len(mesh.sizes) else None
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={','.join(self.strategies)}"
+
+
+def parse_fixes(fixes: Iterable["str | Fix"], layers: Mapping[str, str]) -> tuple[Fix, ...]:
+    """Fixes as they were written; for a layer, the first one that matches counts.
+
+    Args:
+        fixes: such as `classifier.*=filter`.
+        layers: the kinds of work by name of the layer.
+
+    Raises:
+        ConvoyError: one is none, or matches no layer.
+    """
+    found = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
+    for fix in found:
+        if not any(fnmatch.fnmatchcase(layer, fix.pattern) for layer in layers):
+            raise ConvoyError(f"the fix {fix} matches no layer of this network: {_nearest(fix.pattern, list(layers))}")
+    return found
+
+
+def fix_of(layer: str, fixes: Sequence[Fix]) -> Fix | None:
+    """The fix that decides about a layer."""
+    return next((fix for fix in fixes if fnmatch.fnmatchcase(layer, fix.pattern)), None)
+
+
+def parse_fix(text: str) -> Fix:
+    """A fix as it was written.
+
+    Raises:
+        ConvoyError: it is none, whatever the network.
+    """
+    pattern, sign, strategies = text.partition("=")
+    words = tuple(word.strip() for word in strategies.split(","))
+    if not pattern.strip() or not sign or not all(words):
+        raise ConvoyError(f"{brief(text)!r} fixes nothing: {_FORM}")
+    for word in words:
+        if word not in STRATEGIES:
+            raise ConvoyError(f"the fix {brief(text)}: {strategy_error(word)}")
+    return Fix(pattern.strip(), words)
+
+
+def _nearest(pattern: str, layers: Sequence[str]) -> str:
+    if any(layer.startswith(f"{pattern}.") for layer in layers):
+        return f"did you mean {pattern}.*?"
+    possible = {layer for layer in layers if layer}
+    for layer in layers:
+        parts = layer.split(".")
+        possible |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
+    close = difflib.get_close_matches(pattern, sorted(possible), 1, cutoff=0.5)
+    more = ", …" if len(layers) > _SHOWN else ""
+    return f"did you mean {close[0]}?" if close else f"its layers are {', '.join(list(layers)[:_SHOWN])}{more}"

@@ -1,0 +1,352 @@
+"""Checkpoints of a training loop of one's own: saved under one plan, loaded under any, on any number of devices."""
+
+import copy
+import glob
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from convoy.checkpoint.files import RECORD, STATE, Checkpoint
+from convoy.checkpoint.store import Draft, read_checkpoint
+from convoy.checkpoint.writing import snapshot, stamp
+from convoy.engine.agreement import agree
+from convoy.engine.gradients.sharded import ShardedOptimizer
+from convoy.engine.messages import broadcast_object, broadcast_tensors, gather_objects
+from convoy.engine.network import Network, network_of
+from convoy.errors import ConvoyError
+from convoy.script.state import Entries, NamedOptimizer, Parts
+from convoy.script.together import alike, together
+from convoy.script.values import Packed, Whole, unpacked
+
+_OWN = ("net", "optimizer", "scheduler")
+_IDENTITY = "convoy.save"
+
+
+def save(
+    path: str | Path, net: nn.Module, optimizer: Optimizer | None = None, *, scheduler: Any = None, **anything: Any
+) -> None:
+    """Save the state of a training loop, whole and by the names of the plain network. All ranks call it.
+
+        convoy.save("last", net, optimizer, scheduler=scheduler, ema=ema, epoch=epoch)
+        ...
+        rest = convoy.load("last", net, optimizer, scheduler=scheduler, ema=ema)  # under any plan, on any devices
+        first_epoch = rest["epoch"] + 1
+
+    The checkpoint is a folder: tensors as safetensors, of which every rank that sees the folder writes its share, all
+    else as JSON, and the SHA-256 of every file. It is written under another name, synced and renamed: whole or not
+    there, and until it is whole one of before stays in its place.
+
+    With the network goes what its dropout masks depend on, the seed and the number of training passes, so that a loop
+    that goes on draws what the uninterrupted one would have. Random numbers that the script itself draws (augmentation,
+    shuffling) are its own: draw them by epoch and sample, or save a generator's state: `draws=generator.get_state()`.
+
+    Args:
+        path: of the folder; one that is a checkpoint of `convoy.save` already is replaced.
+        net: what `convoy.parallelize` returned.
+        optimizer: of its parameters, or of some of them.
+        scheduler: of the learning rate; whatever has `state_dict` and `load_state_dict`.
+        anything: more to save, by names of one's own: numbers, strings, None, lists, tuples and dictionaries (those of
+            rank 0 count), tensors, also in such, and objects with `state_dict` and `load_state_dict` (the same on all
+            ranks); other networks, and copies of this one (`copy.deepcopy(net)`, `AveragedModel(net)`), which are saved
+            whole; and their optimizers.
+
+    Raises:
+        ConvoyError: something cannot be saved, or not to that path; what was there before is as it was.
+    """
+    network = network_of(net)
+    agree("convoy.save", network.groups, network.device)
+    with together(network):
+        things = _things(net, optimizer, scheduler, anything)
+    entries = {name: each.named.entries() for name, each in things.items() if isinstance(each, _Optimizer)}
+    with together(network):
+        packed = Packed({name: each.state(entries.get(name)) for name, each in things.items()})
+    about = {name: each.about() for name, each in things.items()}
+    if network.groups.mesh.num_devices > 1:
+        facts = packed.facts([name for name, each in things.items() if isinstance(each, _Value)])
+        alike(network, facts | {f"{name} itself": json.dumps(each, sort_keys=True) for name, each in about.items()})
+    _write(Path(path), network, packed, {"about": about, "state": packed.values})
+
+
+def load(
+    path: str | Path, net: nn.Module, optimizer: Optimizer | None = None, *, scheduler: Any = None, **anything: Any
+) -> dict[str, Any]:
+    """Go on from what `save` has saved, under whatever plan and on however many devices. All ranks call it.
+
+    Rank 0 reads, and tells the others. Everything is checked before anything is changed.
+
+    Args:
+        path: of the checkpoint.
+        net: what `convoy.parallelize` returned, of the same network.
+        optimizer: of the same kind with the same groups, where its state is wanted.
+        scheduler: likewise.
+        anything: the objects to which their state is to be given back, by the names under which they were saved.
+
+    Returns:
+        All else that was saved, by its name: numbers and the like as they were, tensors on the CPU, the whole state of
+        objects that were not given.
+
+    Raises:
+        ConvoyError: there is no whole checkpoint of `save`, or it is of another network, optimizer or object.
+    """
+    network = network_of(net)
+    agree("convoy.load", network.groups, network.device)
+    group = network.groups.of(tuple(network.groups.mesh.axes))
+    found: Checkpoint | None = None
+    with together(network):
+        if network.groups.rank == 0:
+            found = _read(Path(path))
+    values: dict[str, Any] = broadcast_object({} if found is None else found.values, group)
+    tensors = broadcast_tensors(None if found is None else found.tensors, group)
+    about: dict[str, Any] = values["about"]
+    saved: dict[str, Any] = unpacked(values["state"], tensors)
+    with together(network):
+        things = _things(net, optimizer, scheduler, anything)
+        for name, each in things.items():
+            if name not in saved:
+                raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
+            if about[name]["kind"] != each.kind:
+                raise ConvoyError(f"{name} is {each.kind}, but {about[name]['kind']} in {path}: {each.mend}")
+            each.check(saved[name], about[name])
+    objects = {name: each for name, each in things.items() if isinstance(each, _Object)}
+    before = {name: copy.deepcopy(each.state()) for name, each in objects.items()}
+    try:
+        with together(network):
+            for name, each in objects.items():
+                each.load(saved[name], about[name])
+    except ConvoyError:
+        for name, each in objects.items():
+            each.load(before[name], about[name])
+        raise
+    for name, each in things.items():
+        if name not in objects:
+            each.load(saved[name], about[name])
+    return {name: each for name, each in saved.items() if name not in things and name not in _OWN}
+
+
+class _Thing:
+    """Something that is saved, by its name.
+
+    Attributes:
+        kind: of it, to people.
+        mend: what to do where another kind was saved.
+    """
+
+    kind: str
+    mend = "give what was saved under this name"
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name, self.thing = name, thing
+
+    def about(self) -> dict[str, Any]:
+        """What is to be known of it beside its state."""
+        return {"kind": self.kind}
+
+    def state(self, entries: Entries | None = None) -> Any:
+        """What is to be saved."""
+
+    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        """See that a saved state fits."""
+
+    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
+        """Take a saved state."""
+
+    def _check_class(self, about: Mapping[str, Any]) -> None:
+        now = type(self.thing).__name__
+        if about["of"] != now and ShardedOptimizer.__name__ not in (now, about["of"]):
+            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {now} now: give one of that kind")
+
+
+class _Value(_Thing):
+    kind = "a value"
+    mend = "give the object whose state was saved"
+
+    def state(self, entries: Entries | None = None) -> Any:
+        return self.thing
+
+    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
+
+
+class _Object(_Thing):
+    """What has `state_dict` and `load_state_dict`."""
+
+    kind = "the state of an object"
+
+    def about(self) -> dict[str, Any]:
+        return {"kind": self.kind, "of": type(self.thing).__name__}
+
+    def state(self, entries: Entries | None = None) -> Any:
+        return self.thing.state_dict()
+
+    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        self._check_class(about)
+
+    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
+        try:
+            self.thing.load_state_dict(saved)
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            raise ConvoyError(f"{self.name} does not take what was saved ({type(error).__name__}: {text})") from error
+
+
+class _Module(_Thing):
+    """A network, or what has some in it."""
+
+    kind = "a network"
+
+    def about(self) -> dict[str, Any]:
+        networks = Parts(self.thing).networks.items()
+        draws = {place: {"seed": each.context.seed, "passes": each._passes} for place, each in networks}
+        return {"kind": self.kind, "draws": draws}
+
+    def state(self, entries: Entries | None = None) -> Any:
+        parts = Parts(self.thing)
+        return {
+            name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor)) if parts.networks else tensor
+            for name, tensor in parts.tensors().items()
+        }
+
+    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        try:
+            Parts(self.thing).check(saved)
+        except ConvoyError as error:
+            raise ConvoyError(f"{self.name} is another network than was saved: {error}") from error
+
+    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
+        parts = Parts(self.thing)
+        parts.load(saved)
+        for place, network in parts.networks.items():
+            draws = about["draws"].get(place)
+            if draws is not None:
+                network.context.seed, network._passes = draws["seed"], draws["passes"]
+
+
+class _Optimizer(_Thing):
+    kind = "an optimizer"
+
+    def __init__(self, name: str, optimizer: Optimizer, named: NamedOptimizer) -> None:
+        super().__init__(name, optimizer)
+        self.named = named
+
+    def about(self) -> dict[str, Any]:
+        return {"kind": self.kind, "of": type(self.thing).__name__}
+
+    def state(self, entries: Entries | None = None) -> Any:
+        assert entries is not None
+        return self.named.state(entries)
+
+    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        self._check_class(about)
+        self.named.check(saved)
+
+    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
+        self.named.load(saved["state"], saved["param_groups"])
+
+
+def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:
+    """All that is saved or loaded, by name."""
+    given = {"optimizer": optimizer, "scheduler": scheduler}
+    all_things = {**{name: thing for name, thing in given.items() if thing is not None}, **anything}
+    for name in _OWN[1:]:
+        if name in all_things and not _has_state(all_things[name]):
+            raise ConvoyError(f"{name} has no state_dict and load_state_dict: give the {name} itself")
+    modules: dict[str, nn.Module] = {"net": network_of(net).model}
+    modules |= {name: thing for name, thing in all_things.items() if isinstance(thing, nn.Module)}
+    found: dict[str, _Thing] = {name: _Module(name, module) for name, module in modules.items()}
+    for name, thing in all_things.items():
+        if hasattr(thing, "param_groups"):
+            found[name] = _Optimizer(name, thing, _named(thing, modules))
+        elif not isinstance(thing, nn.Module):
+            found[name] = _Object(name, thing) if _has_state(thing) else _Value(name, thing)
+    return found
+
+
+def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptimizer:
+    """An optimizer by the names of that module of which it has parameters."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owner = next((name for name, module in modules.items() if own & set(module.parameters())), "net")
+    return NamedOptimizer(modules[owner], optimizer, "the network" if owner == "net" else owner)
+
+
+def _has_state(thing: Any) -> bool:
+    return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, Any]) -> None:
+    """Write a checkpoint, every rank that sees its folder a share."""
+    group, rank = network.groups.of(tuple(network.groups.mesh.axes)), network.groups.rank
+    place = Path(broadcast_object(str(path.resolve()), group))
+    folder = place.with_name(f".{place.name}.{broadcast_object(uuid.uuid4().hex, group)}.tmp")
+    with together(network), _writing(place):
+        if rank == 0:
+            _check_place(place)
+            for unfinished in place.parent.glob(f".{glob.escape(place.name)}.*.tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            folder.mkdir(parents=True)
+    stamps = gather_objects(stamp(folder), group)
+    writers = [other for other, found in enumerate(stamps) if found == stamps[0]]
+    number = writers.index(rank) if rank in writers else None
+    draft = Draft(folder, 0, len(writers))
+    try:
+        shard = snapshot(packed.contents(), number, len(writers))
+        with together(network), _writing(place):
+            if number is not None:
+                draft.add(number, shard)
+        with together(network), _writing(place):
+            if rank == 0:
+                draft.put(place, _IDENTITY, values)
+    except BaseException:
+        if rank == 0:
+            draft.discard()
+        raise
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConvoyError(
+            f"{place} could not be written ({error.strerror or error}): free what is in its way; what was there before "
+            "is as it was"
+        ) from error
+
+
+def _check_place(place: Path) -> None:
+    """See that a checkpoint may be put there: nothing is there, or an earlier one of the same kind."""
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not place.is_dir() or {each.name for each in place.iterdir()} != {RECORD, STATE}:
+        raise ConvoyError(f"{place} is there and no checkpoint: give convoy.save another path, or remove it")
+    if _identity(place) not in (None, _IDENTITY):
+        raise ConvoyError(f"{place} is a checkpoint of convoy train: give convoy.save another path")
+
+
+def _identity(place: Path) -> Any:
+    """Whose checkpoint it is; None for one that is damaged."""
+    try:
+        return json.loads((place / RECORD).read_text(encoding="utf-8"))["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(path: Path) -> Checkpoint:
+    if not path.exists():
+        raise ConvoyError(f"{path} is not there: give the path that convoy.save was given")
+    if not (path / RECORD).is_file():
+        raise ConvoyError(f"{path} is no checkpoint (it has no {RECORD}): give the path that convoy.save was given")
+    found = read_checkpoint(path)
+    if found.identity != _IDENTITY:
+        raise ConvoyError(
+            f"{path} is a checkpoint of convoy train, not of convoy.save: go on with its run by --resume, or load the "
+            "run's weights.safetensors into the plain network before convoy.parallelize"
+        )
+    return found

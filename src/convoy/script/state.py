@@ -1,0 +1,361 @@
+"""The state of a network and of its optimizer by the names of the plain network: whole, whatever parts the ranks hold.
+
+What one plan gives, every other takes, on any number of devices, and so does the plain network.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from convoy.engine.agreement import agree
+from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
+from convoy.engine.network import Network, network_of
+from convoy.engine.optimizers import PART
+from convoy.errors import ConvoyError
+from convoy.script.together import alike, together
+from convoy.script.values import Whole
+
+_NOT_SAVED = ("params", PART)
+Entries = Mapping[str, Mapping[str, Any]]
+"""What an optimizer keeps for every parameter: {name: {key: tensor or number}}."""
+
+
+def state_dict(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a network, whole and under the names of the plain one. All ranks call it.
+
+    They are the same on every plan and every rank, and load into the plain network as they are.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+    """
+    network = network_of(net)
+    agree("convoy.state_dict", network.groups, network.device)
+    parts = Parts(network.model)
+    return {name: parts.whole(name, tensor) for name, tensor in parts.tensors().items()}
+
+
+def load_state_dict(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `state_dict`, or the plain network's own method of that name, has given. All ranks call it.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        state: whole tensors, the same on every rank.
+
+    Raises:
+        ConvoyError: names or shapes differ; nothing is loaded then.
+    """
+    network = network_of(net)
+    agree("convoy.load_state_dict", network.groups, network.device)
+    parts = Parts(network.model)
+    with together(network):
+        parts.check(state)
+    parts.load(state)
+
+
+def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer by the names of the plain network, the same on every plan and every rank.
+
+    All ranks call it. A checkpoint of one's own holds it beside `convoy.state_dict`:
+
+        torch.save({"net": convoy.state_dict(net), "optimizer": convoy.optimizer_state_dict(net, optimizer)}, path)
+
+    (on one rank the saving, on all ranks the two calls); `convoy.save` does all of that.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        optimizer: of its parameters, or of some of them.
+
+    Returns:
+        `{"state": {name: {key: value}}, "param_groups": [{option: value, ..., "params": [name, ...]}, ...]}`. A value
+        that has one number for each of the parameter's is whole; others are as the optimizer keeps them.
+
+    Raises:
+        ConvoyError: a parameter is not the network's, or the optimizer keeps something of a divided parameter that
+            cannot be put together from the ranks' parts.
+    """
+    network = network_of(net)
+    agree("convoy.optimizer_state_dict", network.groups, network.device)
+    with together(network):
+        named = NamedOptimizer(network.model, optimizer)
+    entries = named.entries()
+    with together(network):
+        state = named.state(entries)
+    alike(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
+    for entry in state["state"].values():
+        entry |= {key: value.make() for key, value in entry.items() if isinstance(value, Whole)}
+    return state
+
+
+def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state_dict` has given, under whatever plan. All ranks call it.
+
+    Options of the groups, learning rates among them, become those of the state, as in torch.
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        optimizer: with the same groups of the same parameters as then.
+        state: the same on every rank.
+
+    Raises:
+        ConvoyError: groups, names, shapes or the kind of optimizer differ; nothing is loaded then.
+    """
+    network = network_of(net)
+    agree("convoy.load_optimizer_state_dict", network.groups, network.device)
+    with together(network):
+        named = NamedOptimizer(network.model, optimizer)
+        named.check(state)
+    named.load(state["state"], state["param_groups"])
+
+
+class Parts:
+    """The tensors of a module, of which this rank may hold parts: a parallelized network, a copy of one, or what has
+    such within it, like `torch.optim.swa_utils.AveragedModel`; a plain module is whole on every rank.
+
+    Attributes:
+        networks: the parallelized ones, by their places in the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        found = ((name, getattr(each, "_convoy", None)) for name, each in module.named_modules())
+        self.networks: dict[str, Network] = {name: each for name, each in found if isinstance(each, Network)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`.
+
+        Raises:
+            ConvoyError: a layer has extra state, which is no tensor.
+        """
+        named = [self._module.named_parameters, self._module.named_buffers]
+        names = {name for each in named for name, _ in each(remove_duplicate=False)}
+        state = self._module.state_dict()
+        extra = next((name for name in state if name.rpartition(".")[2] == "_extra_state"), None)
+        if extra is not None:
+            raise ConvoyError(f"{extra} is no tensor: keep what get_extra_state gives beside the network's state")
+        return {name: tensor for name, tensor in state.items() if name in names}
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of what lies as one of them does. All ranks call it."""
+        network, own = self._of(name)
+        return tensor.detach().clone() if network is None else network.whole(own, tensor)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole; it may share the whole's memory."""
+        network, own = self._of(name)
+        return tensor if network is None else network.part(own, tensor)
+
+    def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole, where this rank has `tensor`."""
+        network, own = self._of(name)
+        return tuple(tensor.shape) if network is None else network.entry(own)[0]
+
+    def divided(self, name: str) -> bool:
+        """Whether ranks hold parts of it."""
+        network, own = self._of(name)
+        if network is None:
+            return False
+        return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own)[1].split_axes)
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """See that whole tensors fit.
+
+        Raises:
+            ConvoyError: names or shapes differ.
+        """
+        own = self.tensors()
+        wrong = sorted(set(own) ^ set(state))
+        if wrong:
+            where = "the network" if wrong[0] in own else "the state"
+            raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
+        for name, tensor in state.items():
+            shape = self.shape(name, own[name])
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+                found = list(tensor.shape) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ConvoyError(f"{name} is {found} in the state, but {list(shape)} in the network")
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts of whole tensors that fit."""
+        own = self.tensors()
+        for name, tensor in state.items():
+            own[name].copy_(self.part(name, tensor))
+
+    def _of(self, name: str) -> tuple[Network | None, str]:
+        prefixes = [prefix for prefix in self.networks if not prefix or name.startswith(f"{prefix}.")]
+        if not prefixes:
+            return None, name
+        prefix = max(prefixes, key=len)
+        return self.networks[prefix], name[len(prefix) + 1 :] if prefix else name
+
+
+class NamedOptimizer:
+    """An optimizer whose parameters go by the names that a module has for them.
+
+    Args:
+        module: the optimizer's parameters are some or all of its.
+        optimizer: of torch's interface; `ShardedOptimizer` too, whose state is then gathered.
+        what: names the module to people.
+
+    Raises:
+        ConvoyError: a parameter is not the module's.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, what: str = "the network") -> None:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.optimizer = optimizer
+        self.parameters: dict[str, Tensor] = {}
+        self.names: list[list[str]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            strange = next((parameter for parameter in group["params"] if parameter not in names), None)
+            if strange is not None:
+                raise ConvoyError(
+                    f"group {number} of {type(optimizer).__name__} holds a parameter of shape {list(strange.shape)} "
+                    f"that is none of {what}: give the optimizer that was made with parameters of {what}, after "
+                    "convoy.parallelize"
+                )
+            self.names.append([names[parameter] for parameter in group["params"]])
+            self.parameters |= zip(self.names[-1], group["params"], strict=True)
+        self._parts = Parts(module)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """What this rank keeps for every parameter that has been stepped. All ranks call it."""
+        state = self.optimizer.state_dict()["state"]
+        numbered = enumerate(name for names in self.names for name in names)
+        return {name: dict(state[index]) for index, name in numbered if state.get(index)}
+
+    def like_parameter(self, name: str, value: Any) -> bool:
+        """Whether a value has a number for each of the parameter's, and so is divided as that is."""
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.parameters[name].shape
+
+    def state(self, entries: Entries) -> dict[str, Any]:
+        """What `optimizer_state_dict` returns, but for those tensors that are still to be made whole.
+
+        Args:
+            entries: what this rank keeps.
+
+        Raises:
+            ConvoyError: something of a divided parameter has not its shape.
+        """
+        return {
+            "state": {
+                name: {key: self._whole(name, key, value) for key, value in entry.items()}
+                for name, entry in entries.items()
+            },
+            "param_groups": [
+                {key: _copied(value) for key, value in group.items() if key not in _NOT_SAVED} | {"params": list(names)}
+                for group, names in zip(self.optimizer.param_groups, self.names, strict=True)
+            ],
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """See that a whole state fits.
+
+        Raises:
+            ConvoyError: names what does not.
+        """
+        saved, entries = _sections(state)
+        if len(saved) != len(self.names):
+            raise ConvoyError(
+                f"the state has {len(saved)} parameter groups and the optimizer {len(self.names)}: make it with the "
+                "groups that it had when it was saved"
+            )
+        for number, (group, names) in enumerate(zip(saved, self.names, strict=True)):
+            wrong = sorted(set(group["params"]) ^ set(names))
+            if wrong:
+                where = "the optimizer's" if wrong[0] in names else "the state's"
+                raise ConvoyError(
+                    f"{wrong[0]} is only in {where} group {number}: make the optimizer with the parameters that it had "
+                    "when it was saved"
+                )
+            self._check_kind(set(group) - set(_NOT_SAVED), number)
+        for name, entry in entries.items():
+            if name not in self.parameters:
+                raise ConvoyError(f"the state is of {name}, which is in none of its groups: it is not whole")
+            for key, value in entry.items():
+                self._check_value(name, key, value)
+
+    def load(self, entries: Entries, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Take this rank's parts of whole values, and the groups' options; what is not given stays."""
+        numbers = itertools.count()
+        state: dict[int, dict[str, Any]] = {}
+        merged: list[dict[str, Any]] = []
+        for names, own, saved in zip(self.names, self.optimizer.param_groups, groups, strict=True):
+            indices = [next(numbers) for _ in names]
+            options = {key: _copied(value) for key, value in saved.items() if key not in _NOT_SAVED}
+            merged.append({**own, **options, "params": indices})
+            for index, name in zip(indices, names, strict=True):
+                if entries.get(name):
+                    state[index] = {key: self._part(name, value) for key, value in entries[name].items()}
+        self.optimizer.load_state_dict({"state": state, "param_groups": merged})
+
+    def _whole(self, name: str, key: str, value: Any) -> Any:
+        if self.like_parameter(name, value):
+            shape = self._parts.shape(name, self.parameters[name])
+            return Whole(partial(self._parts.whole, name, value), shape)
+        if self._parts.divided(name) and not _is_number(value):
+            raise ConvoyError(
+                f"{type(self.optimizer).__name__} keeps {key} of another shape than {name}, which the plan divides "
+                "over ranks, so that it cannot be put together: take an optimizer that treats every number by itself, "
+                "or a plan that divides samples alone"
+            )
+        return _copied(value)
+
+    def _part(self, name: str, value: Any) -> Any:
+        """This rank's part of what is like a parameter, with its memory format; other things as they are."""
+        parameter = self.parameters[name]
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self._parts.shape(name, parameter):
+            return _copied(value)
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(self._parts.part(name, value))
+
+    def _check_kind(self, saved: set[str], number: int) -> None:
+        """Options come and go with versions of torch; where both sides have their own, the optimizer is another."""
+        own = set(self.optimizer.defaults)
+        lost, new = sorted(own - saved), sorted(saved - set(self.optimizer.param_groups[number]) - {"initial_lr"})
+        if lost and new:
+            raise ConvoyError(
+                f"the state's group {number} has {new[0]} and no {lost[0]}, so it is not of "
+                f"{type(self.optimizer).__name__}: load it into the kind of optimizer that it was saved from"
+            )
+
+    def _check_value(self, name: str, key: str, value: Any) -> None:
+        shape = self._parts.shape(name, self.parameters[name])
+        if _is_number(value) or (isinstance(value, Tensor) and tuple(value.shape) == shape):
+            return
+        elementwise = type(self.optimizer) in (*ELEMENTWISE, ShardedOptimizer)
+        if elementwise or self._parts.divided(name):
+            found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            mend = (
+                "load a state of the same network" if elementwise else "load it under a plan that divides samples alone"
+            )
+            raise ConvoyError(f"{key} of {name} is {found} in the state, but {name} is {list(shape)}: load {mend}")
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _sections(state: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Entries]:
+    try:
+        groups, entries = list(state["param_groups"]), state["state"]
+        names = [name for group in groups for name in group["params"]]
+    except (KeyError, TypeError) as error:
+        raise ConvoyError("this is no state of an optimizer: give what convoy.optimizer_state_dict returned") from error
+    if not all(isinstance(name, str) for name in [*names, *entries]):
+        raise ConvoyError(
+            "this state numbers its parameters, as optimizer.state_dict() does, and may be of one rank's parts: give "
+            "what convoy.optimizer_state_dict returned"
+        )
+    return groups, entries

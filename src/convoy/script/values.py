@@ -1,0 +1,148 @@
+"""Nested values as JSON and tensors, and back exactly as they were; nothing is pickled."""
+
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.checkpoint.files import TYPES
+from convoy.errors import ConvoyError
+
+_TAG = "$"
+"""The key of a JSON object that stands for something else than a dictionary with names for keys."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of which ranks hold parts.
+
+    Attributes:
+        make: gives the whole; all ranks call it.
+        shape: of the whole.
+    """
+
+    make: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+
+class Packed:
+    """Something nested, taken apart: dictionaries, lists, tuples, numbers, strings, None, tensors.
+
+    Args:
+        tree: the whole of it.
+
+    Attributes:
+        values: it as JSON can hold it.
+        tensors: those in it, by their places: `net/conv.weight`. A slash in a key is `~1` there (RFC 6901).
+        leaves: all that is no tensor in one piece, as text by its place.
+
+    Raises:
+        ConvoyError: names the place of something that is none of these.
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, Tensor | Whole] = {}
+        self.leaves: dict[str, str] = {}
+        self.values: dict[str, Any] = {key: self._packed(_join("", key), value) for key, value in tree.items()}
+
+    def contents(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, whole and one after the other. All ranks go through them."""
+        for name, tensor in self.tensors.items():
+            yield name, tensor.make() if isinstance(tensor, Whole) else tensor
+
+    def facts(self, free: Collection[str]) -> dict[str, str]:
+        """What ranks can compare: all by its place, with checksums for tensors in one piece.
+
+        Args:
+            free: keys of what may differ, but for tensors.
+        """
+        found = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
+        for place, value in self.tensors.items():
+            if isinstance(value, Tensor):
+                content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                found[place] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
+        return found
+
+    def _packed(self, place: str, value: Any) -> Any:
+        if isinstance(value, Whole | Tensor):
+            return self._noted(place, value)
+        if type(value) in (list, tuple):
+            items = [self._packed(_join(place, str(i)), item) for i, item in enumerate(value)]
+            self.leaves[place] = f"{type(value).__name__} of {len(items)}"
+            return items if type(value) is list else {_TAG: "tuple", "items": items}
+        if type(value) in (dict, OrderedDict, Counter):
+            return self._dictionary(place, value)
+        if not isinstance(value, bool | int | float | str | None) and hasattr(value, "item"):
+            value = _number_of(value)
+        self.leaves[place] = repr(value)
+        if isinstance(value, float):  # numpy's are too
+            return float(value) if math.isfinite(value) else {_TAG: "float", "text": str(float(value))}
+        if value is None or type(value) in (bool, int, str):
+            return value
+        kept = "save what can be, or an object with state_dict and load_state_dict under a name of its own"
+        raise ConvoyError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: {kept}")
+
+    def _dictionary(self, place: str, value: Mapping[Any, Any]) -> Any:
+        odd = next((key for key in value if type(key) not in (str, int, float, bool, type(None))), None)
+        if odd is not None:
+            raise ConvoyError(f"{place} has the key {odd!r}, which a checkpoint cannot hold: make it text or a number")
+        items = [self._packed(_join(place, str(key)), item) for key, item in value.items()]
+        self.leaves[place] = f"{type(value).__name__} of {len(items)}"
+        named = all(type(key) is str for key in value) and _TAG not in value and type(value) is not Counter
+        if named:
+            return dict(zip(value, items, strict=True))
+        keys = [self._packed(_join(place, f"key of {key}"), key) for key in value]
+        kind = "counter" if type(value) is Counter else "dict"
+        return {_TAG: kind, "keys": keys, "items": items}
+
+    def _noted(self, place: str, value: Tensor | Whole) -> dict[str, str]:
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.layout != torch.strided or value.is_meta or value.dtype not in TYPES:
+                kind = f"tensor of {value.dtype} and {value.layout}"
+                raise ConvoyError(f"{place} is a {kind}, which safetensors cannot hold: convert it first")
+        else:
+            self.leaves[place] = f"{list(value.shape)} of all ranks"
+        name = place
+        while name in self.tensors:
+            name += "~"
+        self.tensors[name] = value
+        return {_TAG: "tensor", "name": name}
+
+
+def unpacked(values: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What was packed, with whole tensors."""
+    if isinstance(values, list):
+        return [unpacked(item, tensors) for item in values]
+    if not isinstance(values, dict):
+        return values
+    kind = values.get(_TAG)
+    if kind is None:
+        return {key: unpacked(item, tensors) for key, item in values.items()}
+    if kind == "tensor":
+        return tensors[values["name"]]
+    if kind == "float":
+        return float(values["text"])
+    items = unpacked(values["items"], tensors)
+    if kind == "tuple":
+        return tuple(items)
+    found = dict(zip(unpacked(values["keys"], tensors), items, strict=True))
+    return Counter(found) if kind == "counter" else found
+
+
+def _join(place: str, key: str) -> str:
+    key = key.replace("~", "~0").replace("/", "~1")
+    return f"{place}/{key}" if place else key
+
+
+def _number_of(value: Any) -> Any:
+    """A plain number in place of one of numpy's; other things as they are."""
+    try:
+        return value.item()
+    except (TypeError, ValueError):
+        return value

@@ -1,0 +1,270 @@
+"""Begins a run, or goes on with one, and leaves its folder complete."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from convoy.engine.groups import meeting_store
+from convoy.engine.position import here
+from convoy.errors import ConvoyError
+from convoy.files import write_json, write_text
+from convoy.planning.comparison import Comparison
+from convoy.plans.plan import plan_text
+from convoy.training import environment
+from convoy.training.build import NetworkInput
+from convoy.training.checks import check_run
+from convoy.training.evaluate import Evaluation
+from convoy.training.extend import check_extension
+from convoy.training.failures.finite import NotFiniteError
+from convoy.training.failures.watchdog import Watchdog, say_and_end
+from convoy.training.last_words import briefly, sentence_of
+from convoy.training.loop import Loop
+from convoy.training.progress import Reporter, Silence
+from convoy.training.ranks.devices import Devices
+from convoy.training.recipe import Recipe, to_yaml
+from convoy.training.resume import check_data, moved_data
+from convoy.training.session import Session
+from convoy.training.set_up import set_up
+from convoy.training.storage.disk import disk_explained
+from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.storage.weights import save_weights
+from convoy.training.summary import Progress, Status, note_failure, write_summary
+from convoy.training.trace_back import trace_back
+
+LOCK_PATIENCE_S = 30.0
+"""Seconds in which a process that is about to end lets go of the run."""
+LEASE_S = 150.0
+"""The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        top1: share of right answers on the test split, if it was evaluated.
+        signal: name of the signal that stopped the run, or None where it finished.
+        comparison: what was predicted of an update beside what was measured; None where it ended too early.
+    """
+
+    run: Path
+    steps: int
+    total_steps: int
+    top1: float | None
+    signal: str | None
+    comparison: Comparison | None = None
+
+
+def train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    device: torch.device | None = None,
+    devices: Devices | None = None,
+    command: str = "",
+    reporter: Reporter,
+    on_start: Callable[[Session], None] = lambda session: None,
+    handed_on: bool = False,
+    jobs: Sequence[str] = (),
+    watchdog: Watchdog | None = None,
+    keep: bool = True,
+    said: Collection[str] = (),
+) -> Outcome:
+    """Train a network as its recipe says, and leave everything about it in the folder `out`.
+
+    On several devices every rank calls it with the same recipe and folder; rank 0 writes.
+
+    Args:
+        recipe: what is trained, on what, and how.
+        out: the run directory; a new or empty folder, or the folder of this very run with `resume`.
+        resume: go on from the newest checkpoint in `out`, if there is one. The final weights are those of a run that
+            was never stopped.
+        device: where to train; None takes the first GPU, or the CPU.
+        devices: the ranks; None for one device.
+        command: the command line that repeats the run, for the report.
+        reporter: whom to tell how it goes.
+        on_start: called with the session when everything is checked and before the first update, on rank 0.
+        handed_on: another process hands signals on to this rank (`convoy.launch`).
+        jobs: names of what started the ranks, which know their run again by them when they are started again.
+        watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
+            on several devices, or wait for one checkpoint. None makes one for the run alone.
+        keep: whether measured times are kept for later plans, and those that are kept are used.
+        said: keys of the recipe that the user has set just now, which are to have an effect.
+
+    Raises:
+        ConvoyError: something is wrong with the recipe, the data, or the folder.
+    """
+    run = RunDirectory(out)
+    devices = devices or Devices()
+    first = devices.rank == 0
+    reporter = reporter if first else Silence()
+    with contextlib.ExitStack() as stack:
+        if watchdog is None:
+            watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
+        resuming = devices.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
+        device = device or environment.choose_device(None)
+        session = set_up(recipe, device, reporter.prepare, devices, keep=keep, said=said)
+        here.to("start")
+        if first:
+            on_start(session)
+        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s)
+        stack.enter_context(disk_explained(run.path))
+        if recipe.extends is not None and not resuming:
+            loop.extend()
+        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
+        watchdog.begin()
+        if resuming:
+            _go_on(run, session, loop, reporter)
+        elif recipe.extends is not None:
+            loop.take_metrics()
+        if loop.finished:
+            devices.barrier()
+            return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
+        devices.first(lambda: write_text(run.plan, session.plan.to_yaml()))
+        summary = partial(write_summary, run, session) if first else _no_summary
+        summary(loop.progress, "running", loop.done, None)
+        hang = watchdog.end
+
+        def fail(sentence: str) -> None:
+            why = sentence.partition("\n")[0]
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
+            hang(sentence)
+
+        try:
+            with watchdog.ending_by(fail), disk_explained(run.path):  # as it is printed, so it is kept
+                signal = loop.run_to_end()
+                if signal is None:
+                    _deliver(run, session, loop)
+        except NotFiniteError as error:
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
+            ran, data, division = _as_it_ran(session), session.data, session.division
+            store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
+            # There may be no room for a second network beside the first.
+            error.__traceback__ = None
+            del session, loop, summary
+            _free(device)
+            try:
+                with watchdog.ending_by(partial(_end_with, hang, error)):
+                    again = set_up(ran, device, reporter.prepare, devices, data)
+                    again.division = division
+                    sentence = trace_back(again, store, name, error, update_s)
+            except Exception:
+                raise error from None
+            if first:
+                briefly(partial(note_failure, run, sentence))
+            raise ConvoyError(sentence) from error
+        except BaseException as error:
+            why = sentence_of(error, devices.rank)
+            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
+            raise
+        summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
+        devices.barrier()  # nobody goes on, or away, before all is written
+    top1 = loop.evaluation.top1 if loop.evaluation else None
+    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
+
+
+def _claim(
+    stack: contextlib.ExitStack,
+    run: RunDirectory,
+    recipe: Recipe,
+    resume: bool,
+    jobs: Sequence[str],
+    reporter: Reporter,
+) -> bool:
+    """Whether there is a run to go on with; others are then kept out of it before anything costly is done."""
+    resuming = check_run(run, recipe, resume)
+    if recipe.extends is not None and not resuming:
+        check_extension(recipe)
+    if resuming:
+        again = bool(set(jobs) & set(run.begun_by().get("jobs") or ()))
+        stack.enter_context(run.lock(LEASE_S if again else LOCK_PATIENCE_S, reporter.say))
+        run.sweep()
+    return resuming
+
+
+def _begin(
+    stack: contextlib.ExitStack,
+    run: RunDirectory,
+    session: Session,
+    by: tuple[str, Sequence[str]],
+    resuming: bool,
+    reporter: Reporter,
+) -> None:
+    """Make the folder, keep others out of it, and write what the run is; or see that it goes on with the same data."""
+    if resuming:
+        check_data(session.data, run)
+    else:
+        run.make()
+        stack.enter_context(run.lock(tell=reporter.say))
+        run.check_free(mine=True)
+        run.sweep()
+        given = NetworkInput.of(session.data).as_dict()
+        facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
+        own = {"run": str(run.path), "jobs": list(by[1]), "input": given}
+        run.create(to_yaml(session.recipe), {**facts, **own})
+
+
+def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
+    """Take over the newest checkpoint, and note that. All ranks call it."""
+    rank = session.devices.rank
+    try:
+        with disk_explained(run.path):
+            loop.resume()
+    except Exception as error:
+        if rank == 0:
+            briefly(partial(note_failure, run, sentence_of(error, rank)))
+        raise
+    if loop.finished:
+        reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
+        return
+    moved = moved_data(session.recipe, run) if rank == 0 else None
+    if rank == 0:
+        session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
+        facts = environment.restart(loop.done, session.devices.num, str(session.plan))
+        run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
+    if moved is not None:
+        session.notes.append(moved)
+        reporter.say(moved)
+    nothing = "" if loop.done else ": no checkpoint was written before"
+    reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
+
+
+def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
+    """Write what the run was for. All ranks call it."""
+    here.to("weights")
+    weights = session.state.whole_weights()
+    if session.devices.rank == 0:
+        assert loop.evaluation is not None
+        data = session.data
+        write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
+        save_weights(weights, run.weights)
+
+
+def _as_it_ran(session: Session) -> Recipe:
+    """The recipe with the plan that ran, which is not looked for again."""
+    parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
+    return session.recipe.model_copy(update={"parallel": parallel})
+
+
+def _free(device: torch.device) -> None:
+    """Give back the memory of what nobody has any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
+    """While it is looked for where the error began, nothing moves any more: the error is what counts."""
+    end(f"{error}\n{sentence}")
+
+
+def _no_summary(
+    progress: Progress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
+) -> None:
+    """Of ranks other than 0."""

@@ -1,0 +1,217 @@
+"""Checkpoints are whole or refused by name."""
+
+import hashlib
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, write_record
+from convoy.checkpoint.store import CheckpointStore
+
+
+def checkpoint(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {
+        "model.weight": torch.randn(4, 3, 3, 3, generator=generator).to(memory_format=torch.channels_last),
+        "model.count": torch.tensor(step),
+        "model.half": torch.randn(5, generator=generator).bfloat16(),
+    }
+    return Checkpoint(step, "run", tensors, {"loss": 0.1 + 0.2, "name": "x", "list": [1, None]})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_what_is_saved_comes_back_bit_for_bit(store: CheckpointStore) -> None:
+    store.save(checkpoint(7))
+    back = store.load(7)
+    assert back.values == checkpoint(7).values
+    assert back.tensors.keys() == checkpoint(7).tensors.keys()
+    for name, tensor in checkpoint(7).tensors.items():
+        assert torch.equal(back.tensors[name], tensor)
+        assert back.tensors[name].dtype == tensor.dtype
+
+
+def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
+    for step in range(1, 6):
+        store.save(checkpoint(step), best_step=2)
+    assert store.steps() == [2, 4, 5]
+
+
+def test_nothing_is_pickled(store: CheckpointStore) -> None:
+    place = store.save(checkpoint(1))
+    assert {path.suffix for path in place.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+
+
+def of_three(store: CheckpointStore, step: int) -> Path:
+    """A checkpoint that three ranks wrote; the last one of them had nothing to write."""
+    draft = store.draft(step, 3, "token")
+    names = list(checkpoint(step).tensors)
+    for number, mine in enumerate([names[:2], names[2:], []]):
+        draft.add(number, {name: checkpoint(step).tensors[name] for name in mine})
+    draft.put(store.place(step), "run", checkpoint(step).values)
+    return store.place(step)
+
+
+def test_what_several_wrote_is_what_one_would_have_written(store: CheckpointStore) -> None:
+    place = of_three(store, 7)
+    assert len(list((place / "state").iterdir())) == 3
+    back = store.load(7)
+    assert back.values == checkpoint(7).values
+    assert back.tensors.keys() == checkpoint(7).tensors.keys()
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in checkpoint(7).tensors.items())
+
+
+FILES = ["checkpoint.json", *(f"state/shard-0000{number}-of-00003.safetensors" for number in (1, 2, 3))]
+
+
+def damaged(content: bytes, damage: str) -> bytes:
+    if damage == "empty":
+        return b""
+    if damage == "truncated":
+        return content[:-1]
+    if damage == "longer":
+        return content + b" "
+    place = {"first bit": 0, "middle bit": len(content) // 2, "last bit": len(content) - 1}[damage]
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "damage", ["truncated", "first bit", "middle bit", "last bit", "longer", "empty", "missing", "a folder"]
+)
+def test_damage_is_refused_by_name_and_the_one_before_is_used(store: CheckpointStore, name: str, damage: str) -> None:
+    of_three(store, 1)
+    path = of_three(store, 2) / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes(damaged(content, damage))
+    found, refused = store.load_latest("run")
+    assert found is not None
+    assert found.step == 1
+    assert len(refused) == 1
+    assert "step-00000002" in refused[0]
+    assert path.name in refused[0]
+
+
+def test_every_byte_counts(store: CheckpointStore) -> None:
+    place = of_three(store, 2)
+    for path in (place / FILES[0], place / FILES[2]):
+        content = path.read_bytes()
+        for index in range(0, len(content), 5):
+            path.write_bytes(content[:index] + bytes([content[index] ^ 4]) + content[index + 1 :])
+            with pytest.raises(DamagedCheckpointError, match="step-00000002"):
+                store.load(2)
+        path.write_bytes(content)
+    assert store.load(2).step == 2
+
+
+@pytest.mark.parametrize("name", ["state/shard-00004-of-00003.safetensors", "state/data.pkl", "more.json", "state/a/b"])
+def test_a_file_that_was_put_in_is_refused(store: CheckpointStore, name: str) -> None:
+    of_three(store, 2)
+    place = of_three(store, 3)
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_bytes(b"")
+    found, (sentence,) = store.load_latest("run")
+    assert found is not None
+    assert found.step == 2
+    assert "step-00000003 holds the foreign file" in sentence
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (pytest.fail, ("unpickled",))
+
+
+def test_a_pickle_with_the_right_checksum_is_not_run(store: CheckpointStore) -> None:
+    place = of_three(store, 3)
+    content = pickle.dumps(_Bomb())
+    (place / FILES[1]).write_bytes(content)
+    record = json.loads((place / "checkpoint.json").read_text())
+    checksums = record["sha256"] | {Path(FILES[1]).name: hashlib.sha256(content).hexdigest()}
+    write_record(place, 3, "run", record["values"], checksums)
+    with pytest.raises(DamagedCheckpointError, match="is no file of tensors"):
+        store.load(3)
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "..", ""])
+def test_a_record_cannot_name_files_elsewhere(store: CheckpointStore, name: str) -> None:
+    place = of_three(store, 3)
+    (store.folder.parent / "secret.safetensors").write_bytes(b"")
+    write_record(place, 3, "run", {}, {name: hashlib.sha256(b"").hexdigest()})
+    with pytest.raises(DamagedCheckpointError, match="step-00000003"):
+        store.load(3)
+
+
+def test_a_checkpoint_of_before_shards_is_read(store: CheckpointStore) -> None:
+    place = store.place(5)
+    (place / "state").mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = HuggingFaceStorageWriter(str(place / "state"))
+        contiguous = {name: tensor.contiguous() for name, tensor in checkpoint(5).tensors.items()}
+        state_dict_saver.save(contiguous, storage_writer=writer, no_dist=True)
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (place / "state").iterdir()}
+    write_record(place, 5, "run", checkpoint(5).values, sums)
+    back = store.load(5)
+    assert back.tensors.keys() == checkpoint(5).tensors.keys()
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in checkpoint(5).tensors.items())
+
+
+def test_what_a_killed_process_left_is_swept_and_never_taken(store: CheckpointStore) -> None:
+    of_three(store, 1)
+    unfinished = store.draft(2, 2, "killed")
+    unfinished.add(0, checkpoint(2).tensors)
+    assert not unfinished.complete()
+    assert store.steps() == [1]
+    store.sweep()
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+
+
+def test_without_damage_the_newest_is_used(store: CheckpointStore) -> None:
+    store.save(checkpoint(1))
+    store.save(checkpoint(2))
+    found, refused = store.load_latest("run")
+    assert found is not None
+    assert (found.step, refused) == (2, [])
+
+
+def test_foreign_folder_is_refused(store: CheckpointStore) -> None:
+    place = store.save(checkpoint(3))
+    (place / "checkpoint.json").write_text(json.dumps({"format": "other", "record_sha256": "", "sha256": {}}))
+    with pytest.raises(DamagedCheckpointError, match="foreign format 'other'"):
+        store.load_latest("run")
+
+
+def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
+    store.save(checkpoint(3)).rename(store.folder / "step-00000009")
+    with pytest.raises(DamagedCheckpointError, match="step-00000009"):
+        store.load(9)
+
+
+def test_a_write_that_fails_leaves_the_one_before(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(checkpoint(1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("convoy.checkpoint.store.write_record", full)
+    with pytest.raises(OSError, match="No space"):
+        store.save(checkpoint(2))
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    assert store.load(1).step == 1
+
+
+def test_no_checkpoint_at_all(store: CheckpointStore) -> None:
+    assert store.load_latest("run") == (None, [])

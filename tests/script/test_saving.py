@@ -1,0 +1,465 @@
+"""What `convoy.save` takes and refuses, and that a checkpoint is whole or not there."""
+
+import copy
+import json
+import math
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+import convoy
+from convoy.checkpoint import store
+from convoy.checkpoint.files import DamagedCheckpointError
+from convoy.checkpoint.store import Draft
+from convoy.errors import ConvoyError
+from convoy.script import checkpoint
+from convoy.script.checkpoint import load, save
+from convoy.script.state import load_state_dict, optimizer_state_dict, state_dict
+from ranks import run_ranks
+
+
+def small(plan: str = "serial", width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 4, 3))
+    return convoy.parallelize(net, plan, example=torch.zeros(2, 3, 4, 4))
+
+
+def stepped(net: nn.Module, kind: type[optim.Optimizer] = optim.Adam) -> optim.Optimizer:
+    optimizer = kind(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def refused(path: Path | str, *args: Any, way: Any = save, **kwargs: Any) -> str:
+    with pytest.raises(ConvoyError) as caught:
+        way(path, *args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def listed(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir()]
+
+
+ANYTHING = {
+    "epoch": 7,
+    "lr": 0.1 + 0.2,
+    "worst": -math.inf,
+    "best": None,
+    "name": "größer/kleiner ~1",
+    "done": True,
+    "history": [{"loss": 1.5, "top": (1, 5)}, {}],
+    "by_number": {1: "one", 2.5: [None], "$": "tag"},
+    "milestones": Counter({3: 1, 5: 2}),
+    "mean": torch.tensor([0.5, 0.25], dtype=torch.bfloat16),
+    "nested": {"a/b": [torch.arange(3), (torch.tensor(True),)], "a": {"b": torch.zeros(0, 2)}},
+}
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(alike, a, b))
+    return type(a) is type(b) and a == b
+
+
+def _anything(plan: str, path: Path) -> None:
+    net = small(plan)
+    save(path, net, **ANYTHING)
+    assert alike(load(path, net), ANYTHING)
+
+
+@pytest.mark.parametrize("plan", ["serial", "filter=2"])
+def test_values_come_back_as_they_were(plan: str, tmp_path: Path) -> None:
+    run_ranks(_anything, 1 if plan == "serial" else 2, plan, tmp_path / "x")
+
+
+def test_a_checkpoint_is_json_and_the_plain_networks_tensors(tmp_path: Path) -> None:
+    net = small()
+    save(tmp_path / "x", net, stepped(net), epoch=3)
+    assert {each.name for each in (tmp_path / "x").iterdir()} == {"checkpoint.json", "state"}
+    assert json.loads((tmp_path / "x" / "checkpoint.json").read_text())["values"]["state"]["epoch"] == 3
+    (shard,) = (tmp_path / "x" / "state").iterdir()
+    prefix = "net/"
+    tensors = {name[len(prefix) :]: t for name, t in load_file(shard).items() if name.startswith(prefix)}
+    nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).load_state_dict(tensors)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: {"x": {1, 2}}, "x is a set, which a checkpoint cannot hold"),
+        (lambda: {"x": [0, object()]}, "x/1 is a object"),
+        (lambda: {"x": {(1, 2): 3}}, "x has the key (1, 2)"),
+        (lambda: {"x": torch.eye(2).to_sparse()}, "x is a tensor of torch.float32 and torch.sparse_coo"),
+        (lambda: {"x": torch.zeros(1, dtype=torch.complex128)}, "convert it first"),
+        (lambda: {"x": [optim.SGD([torch.zeros(1)], 0.1)]}, "under a name of its own"),
+        (lambda: {"scheduler": 3}, "scheduler has no state_dict and load_state_dict: give the scheduler itself"),
+        (lambda: {"second": optim.SGD([torch.zeros(1)], 0.1)}, "holds a parameter of shape [1] that is none of"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(given: Any, said: str, tmp_path: Path) -> None:
+    assert said in refused(tmp_path / "x", small(), **given())
+    assert not any(tmp_path.iterdir())
+
+
+SCHEDULERS: dict[str, Any] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "multi": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, step_size_up=3, cycle_momentum=False),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(SCHEDULERS))
+def test_schedules_go_on(kind: str, tmp_path: Path) -> None:
+    def run(scheduler: Any, optimizer: optim.Optimizer, epochs: int) -> list[float]:
+        rates = []
+        for _ in range(epochs):
+            optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    def both(net: nn.Module) -> tuple[optim.Optimizer, Any]:
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        return optimizer, SCHEDULERS[kind](optimizer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = small()
+        optimizer, scheduler = both(net)
+        run(scheduler, optimizer, 4)
+        save(tmp_path / "x", net, optimizer, scheduler=scheduler)
+        rest = run(scheduler, optimizer, 6)
+        fresh, again = both(net)
+        assert load(tmp_path / "x", net, fresh, scheduler=again) == {}
+        assert run(again, fresh, 6) == rest
+
+
+class Touchy:
+    """Refuses the state of another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+        if self.number == 13:
+            raise KeyError("13")
+
+
+def test_nothing_is_changed_where_something_does_not_fit(tmp_path: Path) -> None:
+    net = small()
+    optimizer = stepped(net)
+    save(tmp_path / "x", net, optimizer, scheduler=Touchy(5), last=Touchy(13), epoch=1)
+    other = small()
+    adam, first, last = stepped(other), Touchy(1), Touchy(2)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    before = copy.deepcopy((state_dict(other), optimizer_state_dict(other, adam)))
+    path = tmp_path / "x"
+
+    def no(*args: Any, **kwargs: Any) -> str:
+        text = refused(path, *args, way=load, **kwargs)
+        assert alike(before[0], state_dict(other)) and alike(before[1], optimizer_state_dict(other, adam))
+        assert first.number == 1 and last.number == 2
+        return text
+
+    assert "last does not take what was saved (KeyError: '13')" in no(other, adam, scheduler=first, last=last)
+    assert "no ema: leave ema away" in no(other, adam, ema=copy.deepcopy(other))
+    assert "epoch is no object" in no(other, adam, epoch=0)
+    assert "epoch is the state of an object, but a value in" in no(other, adam, epoch=last)
+    assert "optimizer was saved from Adam, and is SGD now" in no(other, optim.SGD(other.parameters(), 0.1))
+    assert "group 0: make the optimizer with" in no(other, optim.Adam(other[0].parameters(), 0.1))
+    groups = [{"params": [p]} for p in other.parameters()]
+    assert "has 1 parameter groups and the optimizer 4" in no(other, optim.Adam(groups, 0.1))
+    assert "net is another network than was saved: 0.weight is [4, 3, 3, 3] in the state" in no(small(width=5))
+    assert load(path, other, adam) == {"epoch": 1, "last": {"number": 13}}
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    net = small()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for name in ("file", "folder"):
+        assert "is there and no checkpoint: give convoy.save another path" in refused(tmp_path / name, net)
+        assert "is no checkpoint (it has no checkpoint.json)" in refused(tmp_path / name, net, way=load)
+    assert "is not there: give the path" in refused(tmp_path / "none", net, way=load)
+    assert (tmp_path / "folder" / "thesis.tex").read_text() == (tmp_path / "file").read_text() == "mine"
+    save(tmp_path / "empty", net)
+    save(tmp_path / "a" / "new" / "place", net)
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    save(tmp_path / "link", net, epoch=2)
+    assert (tmp_path / "link").is_symlink() and load(tmp_path / "empty", net) == {"epoch": 2}
+    assert "could not be written" in refused(tmp_path / "file" / "x", net)
+
+
+def test_a_run_of_the_trainer_is_not_taken_for_one(tmp_path: Path) -> None:
+    kept = store.CheckpointStore(tmp_path)
+    place = kept.save(store.Checkpoint(3, "a run", {"model.x": torch.zeros(1)}, {}))
+    assert "is a checkpoint of convoy train: give convoy.save another path" in refused(place, small())
+    assert "not of convoy.save: go on with its run by --resume" in refused(place, small(), way=load)
+    assert kept.load(3).identity == "a run"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_the_old_one_stays_until_the_new_one_is_whole(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = small()
+    path = tmp_path / "x"
+    if not exchange:
+        monkeypatch.setattr(store, "_EXCHANGE", 1 << 30)  # no file system knows this
+    save(path, net, epoch=1)
+    save(path, net, epoch=2)
+    assert load(path, net) == {"epoch": 2} and listed(tmp_path) == ["x"]
+    for step in ("write_shard", "write_record", "sync"):
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, step, full)
+            assert "could not be written (No space left on device)" in refused(path, net, epoch=3)
+        assert load(path, net) == {"epoch": 2} and listed(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_has_left_is_swept(tmp_path: Path) -> None:
+    net = small()
+    Draft(tmp_path / ".x.abc.tmp", 0, 2).add(0, {"t": torch.zeros(2)})
+    save(tmp_path / "x", net)
+    assert listed(tmp_path) == ["x"]
+
+
+def test_every_damage_is_noticed(tmp_path: Path) -> None:
+    net = small()
+    whole = tmp_path / "x"
+    save(whole, net, stepped(net), epoch=1)
+    for file in [each for each in whole.rglob("*") if each.is_file()]:
+        for damage in ("cut", "flipped", "gone"):
+            place = tmp_path / damage / file.name
+            shutil.copytree(whole, place)
+            broken = place / file.relative_to(whole)
+            content = bytearray(broken.read_bytes())
+            content[len(content) // 2] ^= 1
+            broken.write_bytes(content if damage == "flipped" else content[:-3])
+            if damage == "gone":
+                broken.unlink()
+            with pytest.raises((DamagedCheckpointError, ConvoyError), match=r"damaged|no checkpoint"):
+                load(place, net)
+    shutil.copytree(whole, tmp_path / "y")
+    (tmp_path / "y" / "checkpoint.json").write_text("{")
+    save(tmp_path / "y", net, epoch=2)  # the next one takes its place
+    assert load(tmp_path / "y", net) == {"epoch": 2}
+
+
+def _seen_by(path: Path, seen: tuple[int, ...]) -> list[str]:
+    net = small("filter=2")
+    own = checkpoint.stamp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "stamp", lambda folder: own(folder) if _rank(net) in seen else None)
+        save(path, net, stepped(net), epoch=4)
+    return sorted(each.name for each in (path / "state").iterdir())
+
+
+def _rank(net: nn.Module) -> int:
+    return checkpoint.network_of(net).groups.rank
+
+
+def test_ranks_that_see_the_folder_write_a_share(tmp_path: Path) -> None:
+    assert len(run_ranks(_seen_by, 2, tmp_path / "both", (0, 1))[0]) == 2
+    assert len(run_ranks(_seen_by, 2, tmp_path / "one", (0,))[0]) == 1
+    nets = {name: small() for name in ("both", "one")}
+    for name, net in nets.items():
+        assert load(tmp_path / name, net, stepped(net)) == {"epoch": 4}
+    assert alike(state_dict(nets["both"]), state_dict(nets["one"]))
+
+
+def _one_rank_cannot(path: Path) -> str:
+    net = small("sample=2")
+    save(path, net, epoch=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if _rank(net) == 1:
+
+            def full(*_: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(store, "write_shard", full)
+        text = refused(path, net, epoch=2)
+    assert load(path, net) == {"epoch": 1}
+    return text
+
+
+def test_a_full_disk_of_one_rank_is_said_on_all(tmp_path: Path) -> None:
+    said = run_ranks(_one_rank_cannot, 2, tmp_path / "x")
+    assert said[0] == said[1] and said[0].startswith("rank 1: ") and "No space left" in said[0]
+    assert listed(tmp_path) == ["x"]
+
+
+def _unlike(path: Path) -> list[str]:
+    net = small("filter=2")
+    optimizer, rank = optim.SGD(net.parameters(), lr=0.1), _rank(net)
+    for group in optimizer.param_groups:
+        group["lr"] += rank
+    said = [refused(path, net, optimizer), refused(path, net, mean=torch.tensor(float(rank)))]
+    said += [refused(path, net, shadow=Shadow(net)), refused(path, net, scheduler=Touchy(rank))]
+    said.append(refused(path, net, **({"a": 1, "b": 2} if rank else {"b": 2, "a": 1, "c": 3})))
+    save(path, net, loss=0.5 + rank)
+    assert load(path, net) == {"loss": 0.5}
+    return said
+
+
+class Shadow:
+    """An average as some libraries keep it: of the parameters that it is given."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.shadow = [p.detach().clone() for p in net.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def test_what_should_be_alike_on_ranks_and_is_not_is_named(tmp_path: Path) -> None:
+    first, second = run_ranks(_unlike, 2, tmp_path / "x")
+    assert first == second
+    places = ["optimizer/param_groups/0/lr", "mean", "shadow/shadow/0", "scheduler/number"]
+    for text, place in zip(first, [*places, "c"], strict=True):
+        assert text.startswith(place) and "is not the same on rank 1 as on rank 0" in text, text
+
+
+def _alone(path: Path) -> str | None:
+    net = small("filter=2")
+    if _rank(net) == 0:
+        return refused(path, net)
+    with pytest.raises(ConvoyError) as caught:
+        net(torch.ones(2, 3, 4, 4))
+    return str(caught.value)
+
+
+def test_rank_zero_alone_is_told(tmp_path: Path) -> None:
+    for text in run_ranks(_alone, 2, tmp_path / "x"):
+        assert "all ranks call convoy.save together" in text
+    assert not any(tmp_path.iterdir())
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3)
+        self.last = nn.Linear(20, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).flatten(1))
+
+
+def _two_networks(plan: str, path: Path, write: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    net = small(plan)
+    torch.manual_seed(1 if write else 2)
+    critic = convoy.parallelize(Pair(), plan, example=torch.zeros(2, 3, 4, 4))
+    table = nn.Embedding(2, 3)
+    judge = stepped(critic, optim.AdamW) if write else optim.AdamW(critic.parameters(), 0.5)
+    if write:
+        with torch.no_grad():
+            table.weight.fill_(4.0)
+        save(path, net, stepped(net), critic=critic, judge=judge, table=table)
+    else:
+        assert load(path, net, critic=critic, judge=judge, table=table) == {}
+        assert (table.weight == 4).all()
+    return state_dict(critic), optimizer_state_dict(critic, judge)
+
+
+def test_a_second_network_and_its_optimizer_go_with_the_first(tmp_path: Path) -> None:
+    saved = run_ranks(_two_networks, 2, "filter=2", tmp_path / "x", True)[0]
+    for plan, world in {"serial": 1, "sample=2": 2}.items():
+        assert all(alike(saved, found) for found in run_ranks(_two_networks, world, plan, tmp_path / "x", False))
+    whole = load(tmp_path / "x", small())
+    assert whole.keys() == {"critic", "judge", "table"}
+    assert alike(dict(whole["critic"]), dict(saved[0])) and alike(whole["judge"], saved[1])
+
+
+def test_networks_that_are_not_parallelized_are_named(tmp_path: Path) -> None:
+    assert "pass what convoy.parallelize returned" in refused(tmp_path / "x", nn.Linear(2, 2))
+
+
+def _by_torch(plan: str, folder: Path, write: bool) -> dict[str, Tensor]:
+    from torch.distributed import checkpoint as dcp
+
+    net = small(plan)
+    state = state_dict(net)
+    if write:
+        state["0.bias"] += 1
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        load_state_dict(net, state)
+    return state
+
+
+def test_torchs_distributed_checkpoint_takes_whole_tensors(tmp_path: Path) -> None:
+    saved = run_ranks(_by_torch, 2, "filter=2", tmp_path / "x", True)[0]
+    for plan, world in {"sample=2": 2, "owt=2": 2, "serial": 1}.items():
+        assert all(alike(saved, found) for found in run_ranks(_by_torch, world, plan, tmp_path / "x", False))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((48,), 0.1), persistent=False)
+        self.register_buffer("shift", torch.zeros(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.flatten(1)) * self.scale + self.shift)
+
+
+def _copies(plan: str, path: Path, write: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    torch.manual_seed(0 if write else 1)
+    net = convoy.parallelize(Tied(), plan, example=torch.zeros(2, 3, 4, 4))
+    average = copy.deepcopy(net)
+    optimizer, scaler = stepped(net), torch.amp.GradScaler("cpu", init_scale=8.0 if write else 2.0)
+    if write:
+        save(path, net, optimizer, average=average, scaler=scaler)
+    else:
+        assert load(path, net, optimizer, average=average, scaler=scaler) == {}
+        assert scaler.state_dict()["scale"] == 8.0
+    return state_dict(net), state_dict(average), optimizer_state_dict(net, optimizer)
+
+
+def test_copies_and_tied_weights_go_to_every_plan(tmp_path: Path) -> None:
+    saved = run_ranks(_copies, 2, "filter=2", tmp_path / "x", True)[0]
+    assert set(saved[0]) == {"first.weight", "first.bias", "second.weight", "second.bias", "shift"}
+    assert not alike(saved[0], saved[1])
+    for plan, world in {"sample=2": 2, "channel=2": 2, "serial": 1}.items():
+        assert all(alike(saved, found) for found in run_ranks(_copies, world, plan, tmp_path / "x", False))
