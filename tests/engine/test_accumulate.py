@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import convoy
+from convoy.engine.gradients.divided import plain
 from ranks import run_ranks
 from small_nets import Dense
 
@@ -32,8 +33,9 @@ def accumulated(plan: str, finish: bool = True, sizes: tuple[int, ...] = SIZES) 
             with nullcontext() if last else convoy.accumulate(net):
                 F.cross_entropy(net(x[mine]), y[mine]).backward()
             if not last:
-                seen = [torch.empty_like(net.stem.weight.grad) for _ in range(dist.get_world_size())]
-                dist.all_gather(seen, net.stem.weight.grad)
+                part = plain(net.stem.weight.grad)
+                seen = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+                dist.all_gather(seen, part)
                 differed |= any(not torch.equal(seen[0], other) for other in seen)
     got = convoy.gradients(net)
     want = {name: p.grad for name, p in serial.named_parameters()}

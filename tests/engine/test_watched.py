@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
 from convoy.engine.watched import DeviceClock, Stretch, WatchedUpdate
@@ -45,7 +46,7 @@ def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Stre
             watch.mark("rest")
         else:
             net(mine).square().mean().backward()
-    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    found = {name: plain(p.grad).clone() for name, p in net.named_parameters() if p.grad is not None}
     return found, watch.stretches()
 
 
