@@ -24,7 +24,7 @@ from convoy.planning.verdict import Explained, explained
 from convoy.plans.check_plan import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.terminal import Console
-from convoy.training import Recipe
+from convoy.training.recipe import Recipe
 from convoy.training.derived import num_microbatches
 from convoy.training.numerics import set_numerics
 from convoy.training.optimization.precision import check_precision

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.engine.groups import join
+from convoy.engine.groups import join as join_group
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: to
     """
     wrappers = {"torch": _torch, "ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
     if num > 1:
-        join()
+        join_group()
     return wrappers[kind](model, optimizer, num, device)
 
 
