@@ -185,7 +185,7 @@ def plan(
         microbatches: pieces that the batch is made of, where it is; they stay whole.
         passes: forward and backward passes of an update, where gradients are accumulated.
         precision: of `torch.autocast`, where it is used.
-        optimizer: makes the optimiser for some parameters; by default SGD with momentum.
+        optimizer: makes the optimizer for some parameters; by default SGD with momentum.
         store: whether measured times are kept for the next time, or the folder for them.
 
     Raises:
