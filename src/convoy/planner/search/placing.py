@@ -6,7 +6,7 @@ Which combinations of layouts a join cannot tell apart, so that its rule is aske
 
 A concatenation of four branches meets 17⁴ combinations of layouts on a mesh of two axes. What it does depends on much
 less: the result's splits, which are agreed on operand after operand, and the parts of operands that are divided
-along the joined dimension in another way than evenly. `tests/search/test_joins.py` holds this against the rule.
+along the joined dimension in another way than evenly. `tests/planner/search/test_joins.py` holds this against the rule.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -13,8 +13,8 @@ from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import own_samples
 from convoy.plans.rules import Batch
-from search.nets import Branches, captured
-from search.synthetic import Roofline
+from planner.search.nets import Branches, captured
+from planner.search.synthetic import Roofline
 
 
 def _layouts(mesh, samples, channels, rows):

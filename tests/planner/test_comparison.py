@@ -15,7 +15,7 @@ from convoy.planner.comparison import (
     predicted,
 )
 from convoy.planner.observed import PARTS, LayerSeconds, Observed, middle
-from planning.test_verdict import costs, explain, with_delay
+from planner.test_verdict import costs, explain, with_delay
 
 
 def seen(factor: float = 1.0) -> Observed:
