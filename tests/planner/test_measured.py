@@ -16,14 +16,14 @@ from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.link import links_named
 from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
+from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.timeline import Span
 from convoy.planner.measured import jobs_for
-from convoy.planner.planner import Scored
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.timeline import Span
 from convoy.training import load_recipe
 from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks
@@ -206,8 +206,8 @@ def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dic
         for rank in (0, 1)
     ]
     return {
-        "pace": found.costs.pace,
-        "again": again.costs.pace,
+        "pace": found.costs.slowdowns,
+        "again": again.costs.slowdowns,
         "shares": found.shares(found.best.plan),
         "passes": found.workload.passes,
         "parts": [len(part) for part in found.best.placement.batch.parts],

@@ -8,7 +8,7 @@ import torch
 
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
@@ -32,8 +32,8 @@ COSTS = Costs(
     by_flops,
     Links({(0, 1): LINK}),
     Update(1e-9, 1e-6, 1e-4, divisible=True),
-    input=Around(per_sample=1.0),
-    loss=Around(1e-3),
+    input=HostCost(per_sample=1.0),
+    loss=HostCost(1e-3),
     per_transfer=Times(1e-6, 2e-6),
     per_parameter=1e-7,
 )
@@ -60,7 +60,7 @@ def test_a_given_plan_is_predicted_without_its_input(workload: Workload, tmp_pat
     store.put(DEVICE, measured(workload), "run")
     found = recalled(ProfileStore(tmp_path), DEVICE, "sgd", PLAN, workload.place(PLAN), 1)
     assert found is not None
-    kinds, wanted = (one.timeline.by_kind() for one in (found, score(workload, PLAN, replace(COSTS, input=Around()))))
+    kinds, wanted = (one.timeline.by_kind() for one in (found, score(workload, PLAN, replace(COSTS, input=HostCost()))))
     for kind in ("forward", "backward", "update", "around"):
         assert kinds[kind] == pytest.approx(wanted[kind])
     assert found.memory.total > 0

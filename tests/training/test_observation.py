@@ -137,7 +137,7 @@ def traced(data: Path, file: Path, plan: str, with_prediction: bool) -> tuple[li
     found = session(data, plan)
     observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
     run(found, WATCHED[1] + 1, observation)
-    watched = [sum(stretch.seconds for stretch in one.stretches()) for one in observation._watched]
+    watched = [sum(segment.seconds for segment in one.segments()) for one in observation._watched]
     scored = predicted(found) if with_prediction else None
     observation.conclude(scored, None, file)
     return watched, scored.seconds if scored is not None else None

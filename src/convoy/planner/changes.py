@@ -8,10 +8,10 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links, Ranks
 from convoy.planner.cost.local_op import Piece
-from convoy.planner.cost.step import predict
+from convoy.planner.cost.step import Scored, predict
 from convoy.planner.cost.times import LayerTimes, Times
 from convoy.planner.layers import Layer, alternatives
-from convoy.planner.planner import Planned, Scored
+from convoy.planner.planner import Planned
 
 Kind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
 _LAYERS = 3

@@ -4,7 +4,7 @@ The explanation of a plan as JSON has it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from convoy.comm.groups import join, num_ranks
 from convoy.errors import ConvoyError
-from convoy.planner.cost.link import Links, links_named
+from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
+from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.layers import Layer
-from convoy.planner.planner import Planned, Scored, make_plan
+from convoy.planner.planner import Planned, make_plan
 from convoy.planner.ranks import Ranks
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import Explained, explained
@@ -37,7 +38,7 @@ def document(found: Explained) -> dict[str, Any]:
         "sample": list(workload.sample),
         "plan": _plan(scored),
         "shares": planned.shares(scored.plan),
-        "pace": list(planned.costs.pace),
+        "pace": list(planned.costs.slowdowns),
         "update_s": scored.seconds,
         "samples_per_s": found.samples_per_second,
         "speedup": found.speedup,
@@ -218,26 +219,15 @@ def plan(
         optimizer=optimizer,
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
-    links, notes = (link, ()) if not isinstance(link, str) else _named(link, first.device)
     planned = make_plan(
         workload,
         devices,
         Ranks.here() if here > 1 else Ranks(),
-        links=links,
+        link=link,
         store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
         memory_limit=memory_limit,
         plans=[Plan.parse(one, num_devices=devices) for one in given],
     )
-    return found_plan(replace(planned, notes=(*notes, *planned.notes)))
-
-
-def found_plan(planned: Planned) -> FoundPlan:
-    """The best plan with what is known of it."""
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, planned)
-
-
-def _named(text: str, device: torch.device) -> tuple[Links, tuple[str, ...]]:
-    links, note = links_named(text, device.type == "cpu")
-    return links, (note,)

@@ -26,7 +26,7 @@ from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device, this_device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
@@ -49,7 +49,7 @@ ALIKE = 1.1
 """Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
 
 
-def paces(
+def slowdowns_of(
     measured: Sequence[tuple[float, ...]], ranks: Ranks, store: ProfileStore | None, device: Device
 ) -> tuple[float, ...]:
     """How many times as long as in the mean each rank computes; empty where they are about equally fast.
@@ -62,7 +62,7 @@ def paces(
         store: knows it from before where nothing had to be rehearsed.
         device: of the first rank.
     """
-    name = "pace of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
+    name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
     rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
 
     def known() -> tuple[float, ...]:
@@ -210,13 +210,13 @@ class Knowledge:
         alone: of pieces, where one device computes and the others of the host rest.
         together: where all devices of the host compute at the same time.
         notes: sentences on what could not be measured.
-        pace: how many times as long as in the mean each rank computes; empty where they are about equally fast.
+        slowdowns: how many times as long as in the mean each rank computes; empty where they are about equally fast.
     """
 
     alone: Costs
     together: Costs
     notes: tuple[str, ...] = ()
-    pace: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def measure(
     """
     if room is not None:
         jobs = [job for job in jobs if max(each.total for each in predict_memory(job.placement)) <= _ROOM * room]
-    devices = {alone: _device(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
+    devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
     outside: dict[bool, list[Times]] = {True: [], False: []}
     notes: list[str] = []
@@ -327,7 +327,7 @@ def measure(
             per_transfer=Times() if moved else Times(per_transfer, per_transfer),
         )
     together = with_overhead(found_costs[False], workload, ranks)
-    return Knowledge(found_costs[True], together, tuple(notes), paces(seconds, ranks, store, devices[False]))
+    return Knowledge(found_costs[True], together, tuple(notes), slowdowns_of(seconds, ranks, store, devices[False]))
 
 
 def _give_back(device: torch.device) -> None:
@@ -352,7 +352,8 @@ def _pieces(job: Job, ranks: Ranks) -> set[Piece]:
     return {one for one in found if not one.is_empty and one.op not in VIEWS}
 
 
-def _device(workload: Workload, neighbours: int) -> Device:
+def device_of(workload: Workload, neighbours: int) -> Device:
+    """The device here as the store names it, where so many ranks of the host compute at once."""
     weights = next((value.dtype for value in workload.graph.parameters()), torch.float32)
     precision = str(workload.precision or weights).removeprefix("torch.")
     return this_device(
@@ -369,8 +370,8 @@ def _around_of(workload: Workload, alone: bool) -> str:
     return f"around {workload.name} {workload.samples} {'alone' if alone else 'together'}"
 
 
-def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> Around:
+def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> HostCost:
     if measured:
-        return Around(per_pass=mean(measured).total)
+        return HostCost(per_pass=mean(measured).total)
     noted = store.noted(device, name) if store is not None else None
-    return Around(per_pass=sum(noted)) if isinstance(noted, list) else Around()
+    return HostCost(per_pass=sum(noted)) if isinstance(noted, list) else HostCost()

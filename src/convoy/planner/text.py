@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer
-from convoy.planner.planner import Scored
 from convoy.planner.verdict import Explained
 from convoy.planner.words import extra, per_second, percent, seconds, shape, shortened
 from convoy.plans.explain import size, table

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from convoy.planner.changes import Change, changes
-from convoy.planner.cost.timeline import ENGINE, is_engine
+from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer, layers_of
-from convoy.planner.planner import Planned, Scored
+from convoy.planner.planner import Planned
 from convoy.planner.words import percent, seconds, times_as_fast
+from convoy.plans.timeline import ENGINE, is_engine
 
 Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.

@@ -5,13 +5,14 @@ from typing import Any
 
 import convoy
 from convoy.files import to_json
-from convoy.planner.cost.timeline import ENGINE
+from convoy.planner.cost.step import Scored
 from convoy.planner.interface import document
 from convoy.planner.layers import Layer
-from convoy.planner.planner import Planned, Scored
+from convoy.planner.planner import Planned
 from convoy.planner.verdict import Explained, parts_of
 from convoy.planner.words import extra, per_second, percent, seconds, shape
 from convoy.plans.explain import size
+from convoy.plans.timeline import ENGINE
 from convoy.report import formats, pages
 from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
 from convoy.report.pages import data_uri

@@ -61,9 +61,9 @@ class Additive:
             placed: the call with its layouts.
             placement: of its graph, mesh and batch; the rest is not read.
         """
-        pace = self.costs.pace
-        if pace:  # the busiest rank may be any
-            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(pace))
+        slowdowns = self.costs.slowdowns
+        if slowdowns:  # the busiest rank may be any
+            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
