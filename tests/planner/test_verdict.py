@@ -13,7 +13,7 @@ from convoy.planner.changes import faster
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.times import Times
 from convoy.planner.interface import document
 from convoy.planner.text import explanation_text
@@ -25,18 +25,18 @@ from convoy.report.timeline_drawing import draw_timeline, kinds_in
 BATCH = 32
 
 
-def by_flops(piece: Piece) -> Times:
+def by_flops(local_op: LocalOp) -> Times:
     """A device of 10 GFLOP/s whose other layers take no time."""
-    return Times(piece.flops.forward / 1e10, piece.flops.backward / 1e10)
+    return Times(local_op.flops.forward / 1e10, local_op.flops.backward / 1e10)
 
 
-def with_delay(piece: Piece) -> Times:
+def with_delay(local_op: LocalOp) -> Times:
     """The same, where every call also takes 5 ms."""
-    return by_flops(piece) + Times(5e-3, 5e-3)
+    return by_flops(local_op) + Times(5e-3, 5e-3)
 
 
 def costs(
-    times: Callable[[Piece], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: HostCost
+    times: Callable[[LocalOp], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: HostCost
 ) -> Costs:
     links = Assumed(Rate(0.0, gbytes * 1e9), overlap=False).links()
     return Costs(times=times, links=links, update=update or Update(), **around)
@@ -86,7 +86,7 @@ def test_calls_that_take_their_time_on_any_share_ask_for_a_larger_batch() -> Non
 
 
 def test_parts_of_a_layer_that_are_slow_whatever_the_batch() -> None:
-    found = explain("sample=2", costs(lambda piece: by_flops(piece) * 1.5), alone=costs())
+    found = explain("sample=2", costs(lambda local_op: by_flops(local_op) * 1.5), alone=costs())
     assert (found.verdict.kind, found.verdict.layer) == ("division", "features.3")
     assert found.verdict.change is not None and found.verdict.change.kind == "compute"
 
@@ -203,7 +203,7 @@ def test_the_document_says_the_same_in_numbers() -> None:
 
 
 def test_more_than_the_devices_can_do_is_doubted() -> None:
-    slow = costs(lambda piece: by_flops(piece) * 4)
+    slow = costs(lambda local_op: by_flops(local_op) * 4)
     assert any("busy" in note for note in explain("sample=2", costs(), alone=slow).notes)
     assert not explain("sample=2", costs()).notes
 
@@ -211,7 +211,7 @@ def test_more_than_the_devices_can_do_is_doubted() -> None:
 def test_parts_that_take_longer_than_the_whole_are_doubted_too() -> None:
     """What takes so long is not a batch that is too small."""
     assert explain("sample=2", costs(with_delay)).verdict.kind == "batch"
-    found = explain("sample=2", costs(lambda piece: with_delay(piece) * 4), alone=costs(with_delay))
+    found = explain("sample=2", costs(lambda local_op: with_delay(local_op) * 4), alone=costs(with_delay))
     assert found.verdict.kind == "division"
     assert "times as long as one that does all alone, which no plan explains" in found.notes[0]
     assert not explain("sample=2", costs(with_delay)).notes

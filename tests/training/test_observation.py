@@ -16,7 +16,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Roofline
-from convoy.planner.profiling import piece_of
+from convoy.planner.profiling import local_op_of
 from convoy.training import Devices, Session, load_recipe
 from convoy.training.build import build_model
 from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
@@ -97,7 +97,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     plain, _ = build_model(found.recipe, found.data)
     workload = workload_in_passes(found.recipe, plain, shape, (8, 8), found.merge, 2, found.device)
     placement = workload.place(found.plan)
-    wanted = {piece_of(workload, placement, placed, found.devices.rank) for placed in placement.calls}
+    wanted = {local_op_of(workload, placement, placed, found.devices.rank) for placed in placement.calls}
     known = {one for one in wanted if one in learned}
     weights = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")}
     link = Link(Curve(((1, 0.0),)), Curve(((1, 0.0),)))

@@ -7,7 +7,7 @@ from typing import Literal
 from convoy.errors import ConvoyError
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links, Ranks
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.step import Scored, predict
 from convoy.planner.cost.times import LayerTimes, Times
 from convoy.planner.layers import Layer, alternatives
@@ -114,5 +114,5 @@ class _Faster:
 
     times: LayerTimes
 
-    def __call__(self, piece: Piece, /) -> Times:
-        return self.times(piece) * 0.5
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        return self.times(local_op) * 0.5

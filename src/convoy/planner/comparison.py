@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from convoy.planner.words import seconds
-from convoy.plans.explain import table
 from convoy.plans.place import Placement
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary
+from convoy.units import seconds, table
 
 MOST = 20
 """Groups that still fit into a table."""
@@ -92,7 +91,7 @@ class Comparison:
         update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
         parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
         groups: in the order of the network; empty where its layers were not watched.
-        learned: pieces whose times the profile store has taken over.
+        learned: operations whose times the profile store has taken over.
         notes: sentences on what there is not.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """

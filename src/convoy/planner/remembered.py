@@ -18,9 +18,9 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local import BatchNorm, piece
-from convoy.planner.cost.local_op import VIEWS, Piece
-from convoy.planner.cost.program import inside
+from convoy.planner.cost.local import BatchNorm, local_op
+from convoy.planner.cost.local_op import VIEWS, LocalOp
+from convoy.planner.cost.program import internal_messages
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
@@ -81,7 +81,7 @@ def recalled(
     known = store.times(device)
     for rank in range(placement.mesh.num_devices):
         for placed in placement.calls:
-            one = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
             if one not in known and not one.is_empty and one.op not in VIEWS:
                 return None
     costs = replace(costs, times=Calibrated(known))
@@ -116,18 +116,18 @@ def measured_ops(
     batch_norm: BatchNorm,
     microbatch: int,
     typed: Callable[[Placement], Placement] = lambda placement: placement,
-) -> dict[Piece, Times]:
-    """How long the pieces of a rank took: the mean over calls and passes that have the same, the median over updates.
+) -> dict[LocalOp, Times]:
+    """How long the operations of a rank took: the mean over calls and passes, the median over updates.
 
-    Left out are views, empty pieces, and calls inside of which ranks wait for each other.
+    Left out are views, empty operations, and calls inside of which ranks wait for each other.
 
     Args:
         updates: in which gradients were sent after the backward pass, so that none took cycles from it.
         rank: this one.
-        batch_norm, microbatch: as for `convoy.planner.cost.local.piece`.
+        batch_norm, microbatch: as for `convoy.planner.cost.local.local_op`.
         typed: gives a placement the types that its values have under autocast.
     """
-    found: dict[Piece, list[Times]] = defaultdict(list)
+    found: dict[LocalOp, list[Times]] = defaultdict(list)
     for update in updates:
         for own, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
             found[own].append(mean(times))
@@ -148,18 +148,18 @@ def _of_update(
     batch_norm: BatchNorm,
     microbatch: int,
     typed: Callable[[Placement], Placement],
-) -> dict[Piece, list[Times]]:
+) -> dict[LocalOp, list[Times]]:
     spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for segment in update.segments():
         if segment.kind in ("forward", "backward") and segment.call:
             spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
-    found: dict[Piece, list[Times]] = defaultdict(list)
+    found: dict[LocalOp, list[Times]] = defaultdict(list)
     for run, placement in enumerate(map(typed, update.placements)):
         for placed in placement.calls:
             if (run, placed.call.name) not in spent:
                 continue
-            own = piece(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
-            talks = inside(placed, placement.graph, placement.mesh, own, batch_norm).axes
+            own = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
+            talks = internal_messages(placed, placement.graph, placement.mesh, own, batch_norm).axes
             if not talks and not own.is_empty and own.op not in VIEWS:
                 found[own].append(Times(*spent[run, placed.call.name]))
     return found

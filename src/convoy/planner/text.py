@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer
 from convoy.planner.verdict import Explained
-from convoy.planner.words import extra, per_second, percent, seconds, shape, shortened
-from convoy.plans.explain import size, table
 from convoy.plans.place import COMPUTE
+from convoy.units import extra, per_second, rough_percent, seconds, shape, shorten, size, table
 
 _LONGEST = 90
 """Characters of a plan in the table of candidates."""
@@ -68,7 +67,7 @@ def _figures(found: Explained) -> Iterator[str]:
     rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s")]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {percent(found.efficiency)}"))
+        rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
     parts = ", ".join(f"{name} {size(number)}" for number, name in held if number)
     rows.append(("memory", f"{size(memory.total)} on the rank that needs most: {parts}"))
     width = max(len(name) for name, _ in rows)
@@ -79,7 +78,8 @@ def _figures(found: Explained) -> Iterator[str]:
 def _parts(found: Explained) -> Iterator[str]:
     total = found.scored.seconds or 1.0
     rows = [
-        (part.name, seconds(part.seconds), percent(part.seconds / total), seconds(part.ideal)) for part in found.parts
+        (part.name, seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
+        for part in found.parts
     ]
     if found.planned.devices == 1:
         yield from table(("time", "seconds", "share"), [row[:3] for row in rows], ("seconds", "share"))
@@ -100,7 +100,7 @@ def _candidates(found: Explained) -> Iterator[str]:
 
 def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
     gain = f"{serial / one.seconds:.2f} ×" if one.seconds else "-"
-    short = shortened(str(one.plan), _LONGEST)
+    short = shorten(str(one.plan), _LONGEST)
     return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
 
 

@@ -8,8 +8,8 @@ from convoy.planner.changes import Change, changes
 from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer, layers_of
 from convoy.planner.planner import Planned
-from convoy.planner.words import percent, seconds, times_as_fast
 from convoy.plans.timeline import ENGINE, is_engine
+from convoy.units import rough_percent, seconds, times_as_fast
 
 Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
@@ -233,17 +233,17 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
     name = (layer.name or "the network itself") if layer is not None else ""
 
     def share(*names: str) -> str:
-        return percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+        return rough_percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
 
     computing = share(*_COMPUTING)
     match kind:
         case "compute":
-            own = percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            own = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
             most = f", most of all in {name} ({own})" if layer is not None else ""
             return f"Compute-bound: {computing} of an update is computing{most}."
         case "communication":
             assert layer is not None
-            own = percent((layer.exposed + layer.copies) / total)
+            own = rough_percent((layer.exposed + layer.copies) / total)
             waits = share("exposed communication", "packing for messages")
             if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
                 return (

@@ -13,9 +13,8 @@ from convoy.graph.graph import Call, Graph
 from convoy.planner.layers import Layer, local_shape
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
-from convoy.planner.words import extra, seconds, shape
-from convoy.plans.explain import size
 from convoy.report.timeline_drawing import STRATEGIES
+from convoy.units import extra, seconds, shape, size
 
 _FOLLOWS = frozenset(
     {

@@ -26,7 +26,6 @@ from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.verdict import explained
-from convoy.plans.explain import size
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived
@@ -37,6 +36,7 @@ from convoy.training.parallel_config import ParallelConfig
 from convoy.training.recipe import Recipe
 from convoy.training.step import InputPipeline, TrainingStep
 from convoy.training.workloads import workload_in_passes
+from convoy.units import size
 
 _LEAST, _LONGEST_S = 4, 3.0
 """Batches that are measured, but for as long as that."""

@@ -21,7 +21,7 @@ from convoy.graph.precision import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside
 from convoy.planner.cost.device import Device
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.cost.trace import trace
@@ -54,7 +54,7 @@ class _Seen:
     updates: list[float]
     watched: list[float]
     whole: Summary | None
-    pieces: dict[Piece, Times]
+    local_ops: dict[LocalOp, Times]
 
 
 class Observation:
@@ -260,13 +260,13 @@ def _busiest(everyone: Sequence[_Seen]) -> int:
 
 def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:
     """Tell the store what the pieces took, the mean of the ranks that had them; how many there were."""
-    found: dict[Piece, list[Times]] = {}
+    found: dict[LocalOp, list[Times]] = {}
     for one in everyone:
-        for piece, times in one.pieces.items():
-            found.setdefault(piece, []).append(times)
+        for local_op, times in one.local_ops.items():
+            found.setdefault(local_op, []).append(times)
     if store is None or not found:
         return 0
     with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
-        store.put(here, {piece: mean(times) for piece, times in found.items()}, "run")
+        store.put(here, {local_op: mean(times) for local_op, times in found.items()}, "run")
         return len(found)
     return 0

@@ -26,9 +26,9 @@ def links(all_reduce=1e-9, exchange=1e-9, overlap=False, cpu_share=0.0):
     return Links(otherwise=lambda ranks: link)
 
 
-def layers_only(piece):
+def layers_only(local_op):
     """One second forward and two backward for whatever multiplies, nothing for all else."""
-    return Times(1.0, 2.0) if piece.op in ("conv", "linear") and not piece.is_empty else Times()
+    return Times(1.0, 2.0) if local_op.op in ("conv", "linear") and not local_op.is_empty else Times()
 
 
 def messages(tasks, kind, rank=0):
@@ -146,8 +146,8 @@ def test_only_the_last_pass_sends_gradients():
 
 
 def test_ranks_with_more_samples_are_waited_for():
-    def by_sample(piece):
-        return Times(piece.outputs[0].shape[0], 0) if piece.op == "linear" else Times()
+    def by_sample(local_op):
+        return Times(local_op.outputs[0].shape[0], 0) if local_op.op == "linear" else Times()
 
     timeline = predict(placed(Chain(5, 8).linear("a", 8).graph(), "sample=2"), Costs(by_sample, links(1e-3)))
     assert timeline.ranks == (0, 1)

@@ -11,7 +11,7 @@ import torch
 
 from convoy.planner.cost import store as store_module
 from convoy.planner.cost.device import Device, cores_allowed, this_device
-from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import ProfileStore, StoreFile, default_folder
 from convoy.planner.cost.times import Table, Times
 
@@ -19,7 +19,7 @@ DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
 
 def linear(size):
-    return Piece("linear", "", (Operand((size, 8), "float32"),), (Operand((size, 4), "float32"),))
+    return LocalOp("linear", "", (Operand((size, 8), "float32"),), (Operand((size, 4), "float32"),))
 
 
 def put_many(path, first):
@@ -41,7 +41,7 @@ def test_the_last_measurement_counts(tmp_path):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(2, 2)})
     store.put(DEVICE, {linear(3): Times(5, 5)})
-    assert [(row.piece, row.times.forward) for row in store.rows(DEVICE)] == [(linear(4), 2), (linear(3), 5)]
+    assert [(row.local_op, row.times.forward) for row in store.rows(DEVICE)] == [(linear(4), 2), (linear(3), 5)]
 
 
 def test_a_store_sees_what_another_process_adds(tmp_path):
@@ -61,7 +61,7 @@ def test_two_processes_may_add_at_once(tmp_path):
         assert process.exitcode == 0
     found = ProfileStore(tmp_path).times(DEVICE)
     numbers = [*range(60), *range(100, 160)]
-    assert {piece: times for piece, times in found.items() if piece != linear(1000)} == {
+    assert {local_op: times for local_op, times in found.items() if local_op != linear(1000)} == {
         linear(number): Times(number, 2 * number) for number in numbers
     }
     lines = next(tmp_path.glob("*.jsonl")).read_text().splitlines()
@@ -209,18 +209,18 @@ def test_control_groups_leave_a_share_of_a_core(tmp_path, line, files):
 
 
 def test_a_table_asks_elsewhere_for_what_was_not_measured():
-    table = Table({linear(1).key: Times(1, 2)}, lambda piece: Times(7, 7))
+    table = Table({linear(1).key: Times(1, 2)}, lambda local_op: Times(7, 7))
     assert table(linear(1)) == Times(1, 2)
     assert table(linear(2)) == Times(7, 7)
 
 
-def test_what_a_run_has_measured_counts_before_what_was_rehearsed(tmp_path):
+def test_what_a_run_has_measured_counts_before_what_was_profiled(tmp_path):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(2, 2)})
     store.put(DEVICE, {linear(3): Times(5, 6)}, "run")
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(3, 3)})
     assert store.times(DEVICE) == {linear(3): Times(5, 6), linear(4): Times(3, 3)}
-    assert {row.piece: row.source for row in store.rows(DEVICE)} == {linear(3): "run", linear(4): "rehearsal"}
+    assert {row.local_op: row.source for row in store.rows(DEVICE)} == {linear(3): "run", linear(4): "profiling"}
 
 
 def test_of_several_runs_the_median_counts_and_old_ones_are_forgotten(tmp_path):
@@ -247,7 +247,7 @@ DAY = 86_400.0
 
 
 @pytest.mark.parametrize(
-    ("days", "source", "seconds"), [(40, "run", 2.0), (40, "rehearsal", 2.0), (10, "rehearsal", 1.0)]
+    ("days", "source", "seconds"), [(40, "run", 2.0), (40, "profiling", 2.0), (10, "profiling", 1.0)]
 )
 def test_what_runs_have_taught_long_ago_counts_no_longer(tmp_path, days, source, seconds):
     store = ProfileStore(tmp_path)
@@ -297,7 +297,7 @@ def test_the_oldest_pieces_and_devices_go(tmp_path):
     with patch.object(store_module, "_PIECES", 40), patch.object(store_module, "_DEVICES", 2):
         store.put(DEVICE, {linear(number): Times(1, 1) for number in range(40)})
         store.put(DEVICE, {linear(100): Times(1, 1)})
-        kept = [row.piece for row in store.rows(DEVICE)]
+        kept = [row.local_op for row in store.rows(DEVICE)]
         assert kept == [*(linear(number) for number in range(11, 40)), linear(100)]
         store.put(replace(DEVICE, threads=2), {linear(1): Times(1, 1)})
         os.utime(tmp_path / f"{DEVICE.key}.jsonl", (1, 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from convoy.plans.explain import size
+from convoy.units import size
 from convoy.version import __version__
 
 MEMBERSHIP = Path("/proc/self/cgroup")

@@ -10,7 +10,7 @@ from itertools import count
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Kind as LinkKind
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.memory import RankMemory, most, rank_memory
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
 from convoy.planner.cost.simulation import simulate
@@ -21,7 +21,7 @@ from convoy.plans.plan import Plan
 from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
 
 
-def alike(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
+def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
     Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
@@ -126,12 +126,12 @@ class _Builder:
         order += [value.name for value in placement.graph.parameters() if value.name not in known]
         self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
         self.samples = samples_of(placement)
-        self.first = list(range(self.mesh.num_devices)) if every_rank else self._alike()
+        self.first = list(range(self.mesh.num_devices)) if every_rank else self._rank_classes()
         self.ranks = sorted(set(self.first))
         self.found: list[Task] = []
         self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(self.ranks, ())
         self.meetings = count()
-        self._known: dict[Piece, Times] = {}
+        self._known: dict[LocalOp, Times] = {}
 
     def tasks(self, passes: int) -> list[Task]:
         for number in range(passes):
@@ -150,13 +150,13 @@ class _Builder:
             self._update()
         return self.found
 
-    def _alike(self) -> list[int]:
+    def _rank_classes(self) -> list[int]:
         items, messages = self.items, self.exchange.messages
         axes: set[Axes] = {m.axes for item in items for m in (*item.forward, *item.backward)}
         own = [
             (
                 self.samples[rank],
-                tuple(id(item.pieces[rank]) for item in items),
+                tuple(id(item.local_ops[rank]) for item in items),
                 tuple(m.bytes[rank] for item in items for m in (*item.forward, *item.backward)),
                 tuple((m.bytes[rank], m.copied[rank]) for m in messages),
                 self.exchange.updated[rank],
@@ -164,15 +164,15 @@ class _Builder:
             )
             for rank in range(self.mesh.num_devices)
         ]
-        return alike(self.mesh, own, axes | reduced_axes(messages, self.mesh))
+        return rank_classes(self.mesh, own, axes | reduced_axes(messages, self.mesh))
 
-    def _times(self, piece: Piece) -> Times:
-        if piece not in self._known:
-            self._known[piece] = self.costs.times(piece)
-        return self._known[piece]
+    def _times(self, local_op: LocalOp) -> Times:
+        if local_op not in self._known:
+            self._known[local_op] = self.costs.times(local_op)
+        return self._known[local_op]
 
     def _of_item(self, item: Item, rank: int) -> Times:
-        times = self._times(item.pieces[rank])
+        times = self._times(item.local_ops[rank])
         return times + self.costs.per_transfer if item.is_transfer else times
 
     def _add(

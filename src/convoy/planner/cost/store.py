@@ -1,8 +1,8 @@
 """The profile store: what was measured on a device, kept for the next time.
 
-A file of JSON lines for each device. What runs have measured counts before what was rehearsed: of a piece, the median
-of its last few runs, in which a newer one weighs more, or its last rehearsal where no run had it, or none for long.
-Files are written anew when they hold much that no longer counts, the pieces that were measured longest ago go when
+A file of JSON lines for each device. What runs have measured counts before what was profiled: of an operation, the median
+of its last few runs, in which a newer one weighs more, or its last profiling where no run had it, or none for long.
+Files are written anew when they hold much that no longer counts, the operations that were measured longest ago go when
 there are too many, and so do the files of devices that were not measured for long.
 
 A file of JSON lines that several processes add to at once, and that is written anew when it holds too much.
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from convoy.files import expanded
 from convoy.planner.cost.device import Device
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.times import Times
 
 Line = dict[str, Any]
@@ -160,7 +160,7 @@ def _parsed(lines: bytes | Iterable[bytes]) -> Iterator[Line]:
 
 ENVIRONMENT = "CONVOY_CACHE"
 _RUNS = 5
-"""Runs that the time of a piece is the median of."""
+"""Runs that the time of an operation is the median of."""
 _LONG_S = 30 * 86_400.0
 """Seconds after which a run is old: later measurements count in its place."""
 _PIECES, _DEVICES = 10_000, 64
@@ -168,23 +168,23 @@ _PIECES, _DEVICES = 10_000, 64
 _WORTHLESS = 4
 """So many times as many lines as count, and a file is written anew."""
 
-Source = Literal["rehearsal", "run"]
-"""What measured a piece: the planner by itself, or a training that was watched."""
+Source = Literal["profiling", "run"]
+"""What measured an operation: the planner by itself, or a training that was watched."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured piece.
+    """One measured operation.
 
     Attributes:
         measured: when, in seconds since 1970.
         source: by what.
     """
 
-    piece: Piece
+    local_op: LocalOp
     times: Times
     measured: float
-    source: Source = "rehearsal"
+    source: Source = "profiling"
 
 
 @dataclass
@@ -192,12 +192,12 @@ class _Known:
     """What the lines of a file say.
 
     Attributes:
-        measurements: those that count, by piece, the one that was measured longest ago first: one rehearsal, or runs.
+        measurements: those that count, by operation, the one that was measured longest ago first: one profiling, or runs.
         notes: the last line of each name.
         lines: how many were read.
     """
 
-    measurements: dict[Piece, list[Row]] = field(default_factory=dict)
+    measurements: dict[LocalOp, list[Row]] = field(default_factory=dict)
     notes: dict[str, Line] = field(default_factory=dict)
     lines: int = 0
 
@@ -210,19 +210,19 @@ class _Known:
         row = _row(line)
         if row is None:
             return
-        before = self.measurements.pop(row.piece, [])
+        before = self.measurements.pop(row.local_op, [])
         lately = [one for one in before if one.source == "run" and row.measured - one.measured <= _LONG_S]
         if row.source == "run":
             before = [*lately, row][-_RUNS:]
         elif not lately:
             before = [row]
-        self.measurements[row.piece] = before
+        self.measurements[row.local_op] = before
 
     def rows(self) -> list[Row]:
         return [_together(rows) for rows in self.measurements.values()]
 
     def shortened(self) -> "_Known":
-        """What is kept of it: the newest pieces, and notes."""
+        """What is kept of it: the newest operations, and notes."""
         newest = list(self.measurements.items())[-_PIECES * 3 // 4 :] if self.is_full else self.measurements.items()
         return _Known(dict(newest), dict(list(self.notes.items())[-_PIECES:]))
 
@@ -242,7 +242,7 @@ class _Known:
 
 
 class ProfileStore:
-    """Times of pieces, and other things that are known of a device, by device.
+    """Times of operations, and other things that are known of a device, by device.
 
     Args:
         path: folder; by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's cache folder.
@@ -252,27 +252,27 @@ class ProfileStore:
         self.path = default_folder() if path is None else Path(path)
         self._files: dict[str, tuple[StoreFile, _Known]] = {}
 
-    def get(self, device: Device, piece: Piece) -> Times | None:
-        """Times of one piece, None where it was never measured."""
-        rows = self._known(device).measurements.get(piece)
+    def get(self, device: Device, local_op: LocalOp) -> Times | None:
+        """Times of one operation, None where it was never measured."""
+        rows = self._known(device).measurements.get(local_op)
         return _together(rows).times if rows else None
 
-    def times(self, device: Device) -> dict[Piece, Times]:
-        """All pieces that were measured on a device."""
-        return {row.piece: row.times for row in self.rows(device)}
+    def times(self, device: Device) -> dict[LocalOp, Times]:
+        """All operations that were measured on a device."""
+        return {row.local_op: row.times for row in self.rows(device)}
 
     def rows(self, device: Device) -> list[Row]:
-        """What is known of every piece, the one that was measured longest ago first."""
+        """What is known of every operation, the one that was measured longest ago first."""
         return self._known(device).rows()
 
-    def put(self, device: Device, measured: Mapping[Piece, Times], source: Source = "rehearsal") -> None:
-        """Add measurements of a rehearsal, or of a run.
+    def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
+        """Add measurements of a profiling, or of a run.
 
         Raises:
             OSError: the folder cannot be written.
         """
         now = time.time()
-        self._append(device, [_line(Row(piece, times, now, source)) for piece, times in measured.items()])
+        self._append(device, [_line(Row(local_op, times, now, source)) for local_op, times in measured.items()])
 
     def note(self, device: Device, name: str, value: Any) -> None:
         """Keep something else about a device that JSON can say, such as its links."""
@@ -347,12 +347,12 @@ def default_folder() -> Path:
 
 
 def _together(rows: Sequence[Row]) -> Row:
-    """Several measurements of a piece, the newest last, as one."""
+    """Several measurements of an operation, the newest last, as one."""
     last = rows[-1]
     if len(rows) == 1:
         return last
     forward, backward = ([getattr(row.times, way) for row in rows] for way in ("forward", "backward"))
-    return Row(last.piece, Times(_middle(forward), _middle(backward)), last.measured, last.source)
+    return Row(last.local_op, Times(_middle(forward), _middle(backward)), last.measured, last.source)
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -367,20 +367,20 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _line(row: Row) -> Line:
-    source = {"source": row.source} if row.source != "rehearsal" else {}
+    source = {"source": row.source} if row.source != "profiling" else {}
     times = {"forward": row.times.forward, "backward": row.times.backward}
-    return {"piece": row.piece.to_dict(), **times, "measured": row.measured, **source}
+    return {"piece": row.local_op.to_dict(), **times, "measured": row.measured, **source}
 
 
 def _row(line: Line) -> Row | None:
     try:
-        piece = Piece.from_dict(line["piece"])
+        local_op = LocalOp.from_dict(line["piece"])
         times = Times(float(line["forward"]), float(line["backward"]))
         measured = float(line["measured"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     sound = all(math.isfinite(seconds) and seconds >= 0 for seconds in (times.forward, times.backward, measured))
-    return Row(piece, times, measured, "run" if line.get("source") == "run" else "rehearsal") if sound else None
+    return Row(local_op, times, measured, "run" if line.get("source") == "run" else "profiling") if sound else None
 
 
 def _device(line: Line) -> Device | None:

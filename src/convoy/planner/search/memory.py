@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from convoy.errors import TooLargeError
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
-from convoy.plans.explain import size
 from convoy.plans.memory import kept_by
 from convoy.plans.place import Placement
+from convoy.units import size
 
 _ROUNDS = 24
 _ONLY_BYTES = 1e-12

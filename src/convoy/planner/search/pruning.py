@@ -138,7 +138,7 @@ class UninterestingError(Exception):
 
 
 @dataclass(frozen=True)
-class Left:
+class Remaining:
     """What is left to choose from.
 
     Attributes:
@@ -176,7 +176,7 @@ class Pruning:
     limit: int
     price: Callable[[Mapping[str, Strategy]], float]
 
-    def left(self) -> Left:
+    def left(self) -> Remaining:
         """What may be in a best plan.
 
         Raises:
@@ -202,7 +202,7 @@ class Pruning:
                 if elimination.least > self.enough:
                     raise UninterestingError(elimination.least)
         except TooWideError:
-            return Left(found)
+            return Remaining(found)
         floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most)
         layers = assigned(choices, elimination.assignment())
         if self._uses_all_axes(layers):
@@ -211,7 +211,7 @@ class Pruning:
         for v, choice in enumerate(choices):
             near = kept(choice.strategies, list(bounds[v]), enough * (1 + self.tolerance))
             found |= dict.fromkeys(choice.layers, near)
-        return Left(found, floor)
+        return Remaining(found, floor)
 
     def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:
         ops = {call.layer: call.op for call in self.shared.prices.graph.calls if call.op in COMPUTE}

@@ -17,7 +17,7 @@ from convoy.planner.search.memory import Fitting, fitting, nothing_fits
 from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
 from convoy.planner.search.pruning import INTERESTING
 from convoy.planner.search.solve import Solver
-from convoy.planner.search.ways import Candidate, Found, Parts, SearchResult, Ways
+from convoy.planner.search.ways import Candidate, MeshSearch, MeshSolution, Parts, SearchResult
 from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
@@ -114,7 +114,7 @@ class _Search:
         self.notes: list[str] = []
         self.least = float("inf")
         self.is_counted = True
-        self.ways: Ways | None = None
+        self.ways: MeshSearch | None = None
 
     def run(self, top: int) -> SearchResult:
         chosen = self._all()
@@ -150,7 +150,7 @@ class _Search:
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
         )
 
-    def _all(self, with_memory: bool = False) -> list[Found]:
+    def _all(self, with_memory: bool = False) -> list[MeshSolution]:
         """The best plans of all meshes and ways to divide the samples, the fastest first.
 
         Args:
@@ -160,7 +160,7 @@ class _Search:
             ConvoyError: there is none.
         """
         self.is_counted = True
-        ways = Ways(self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance)
+        ways = MeshSearch(self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance)
         self.ways = ways
         found = [one for mesh in self.meshes for one in ways.on(mesh)]
         if not found:
@@ -172,7 +172,7 @@ class _Search:
         others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
         return [best, *others]
 
-    def _simplest(self, one: Found) -> Found:
+    def _simplest(self, one: MeshSolution) -> MeshSolution:
         """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
         budget = self.least * (1 + self.tolerance)
         if not self.tolerance or one.solution.seconds > budget * INTERESTING:
@@ -185,29 +185,29 @@ class _Search:
             if simple is None:
                 self.is_counted = self.is_counted and not is_near
             elif used_axes(simple.layers, self.layers.ops) == one.solver.batch.axes:
-                return Found(one.solver, one.mesh, simple, one.free)
+                return MeshSolution(one.solver, one.mesh, simple, one.free)
         return one
 
-    def _needs(self, one: Found) -> float:
+    def _needs(self, one: MeshSolution) -> float:
         return self._memory_of(one.mesh, one.solution.layers)
 
-    def _is_flat(self, one: Found) -> bool:
+    def _is_flat(self, one: MeshSolution) -> bool:
         """Whether a plan on two axes has the same strategies on both: with one axis instead it is simpler, and there it
         was searched too."""
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
         return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
 
-    def _fit(self, found: Sequence[Found]) -> list[Found]:
+    def _fit(self, found: Sequence[MeshSolution]) -> list[MeshSolution]:
         """Those that fit into memory, each made smaller where it must be.
 
         Raises:
             ConvoyError: none does.
         """
         assert self.memory_limit is not None
-        tried: list[tuple[Found, Fitting]] = []
+        tried: list[tuple[MeshSolution, Fitting]] = []
         for one in found:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
-            tried.append((Found(one.solver, one.mesh, fit.solution, one.free), fit))
+            tried.append((MeshSolution(one.solver, one.mesh, fit.solution, one.free), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
         if not fits:
             least, fit = min(tried, key=lambda pair: pair[1].memory)
@@ -242,7 +242,7 @@ class _Search:
         return place(self.graph, plan, batch, self.outputs)
 
 
-def _rank(one: Found) -> tuple[float, int]:
+def _rank(one: MeshSolution) -> tuple[float, int]:
     """Of plans that cost the same, the one with fewer axes."""
     return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
 
