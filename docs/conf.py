@@ -16,6 +16,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
 
 myst_heading_anchors = 3
+highlight_language = "none"  # of code blocks that name no language: mostly commands
 default_role = "py:obj"  # `name` in a docstring is code, and a link where there is such a name
 add_module_names = False
 python_use_unqualified_type_names = True
@@ -31,6 +32,7 @@ html_title = "Convoy"
 html_static_path = ["_static"]
 html_css_files = ["convoy.css"]
 html_copy_source = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 
