@@ -19,9 +19,9 @@ import torch.distributed as dist
 from measuring import machine, ranks
 from torch import Tensor
 
-from convoy.engine.groups import join
-from convoy.engine.point_to_point import start_all_to_all
-from convoy.launch.emulated import Cluster, emulate
+from convoy.bench.emulated import Cluster, emulate
+from convoy.comm.groups import join
+from convoy.comm.point_to_point import start_all_to_all
 
 LATE_MS = (0.0, 1.0, 10.0)
 """By how much the later ranks begin later."""

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.multiprocessing.spawn import spawn
 
 from convoy import models
+from convoy.comm.groups import Groups
 from convoy.engine.context import StepContext
 from convoy.engine.gradients.norms import clip_grad_norm
-from convoy.engine.groups import Groups
 from convoy.engine.network import Network
 from convoy.engine.shards import cut
 from convoy.errors import ConvoyError

@@ -25,7 +25,7 @@ from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Recipe, RunDirectory, load_recipe, train
-from convoy.training.optimization.optimizers import create_optimizer, learning_rate
+from convoy.training.optimizers import create_optimizer, learning_rate
 
 
 def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:

@@ -26,8 +26,8 @@ from measuring.link import bits_per_second
 from measuring.results import markdown
 from measuring.sides import PEERS
 
+from convoy.bench.emulated import Cluster, emulate
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, emulate
 
 
 def main() -> None:

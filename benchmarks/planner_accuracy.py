@@ -25,8 +25,8 @@ from typing import Any
 from measuring import machine, ranks
 from measuring.prediction import CHOSEN, SERIAL, Row, Subject, beside, measure, predict
 
+from convoy.bench.emulated import Cluster, Place, emulate
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, Place, emulate
 
 SUBJECTS = (
     Subject("lenet", "lenet", 28, 64),

@@ -3,9 +3,9 @@
     python benchmarks/search_time.py
     python benchmarks/search_time.py --networks resnet152 --mesh 2x2 --batch 64
 
-Each network is searched in a process of its own. The time is that of `convoy.search.search` on one mesh, with all sets
-of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and 1 TB/s with
-links of 20 GB/s, a third of that between nodes (`convoy.cost.analytic`).
+Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
+all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
+1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`).
 """
 
 import argparse
@@ -18,11 +18,11 @@ import time
 import torch
 from torch import Tensor, nn
 
-from convoy.cost.analytic import Analytic
 from convoy.graph.capture import capture
 from convoy.models import create
+from convoy.planner.cost.analytic import Analytic
+from convoy.planner.search import search
 from convoy.plans.mesh import Mesh
-from convoy.search import search
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convoy.comm.groups import Groups
 from convoy.engine.context import StepContext
-from convoy.engine.groups import Groups
 from convoy.engine.kernels import build_kernel
 from convoy.engine.kernels.kernel import Site
 from convoy.graph.graph import Call, Graph, Ref, Value

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from convoy.bench.emulated import network
+from convoy.bench.emulated.network import prefix
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import network
-from convoy.launch.emulated.maker import prefix
 
 # $1 is the host's name and $2 a file with the names of all; both are seen in there only.
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'

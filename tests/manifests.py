@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from convoy.launch.kubernetes import Training, manifest, to_yaml
-from convoy.launch.kubernetes.arguments import complete
+from convoy.launch.kubernetes.training import complete
 
 
 def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **changes: Any) -> Training:

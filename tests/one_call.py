@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from convoy.comm.groups import Groups
 from convoy.engine.context import StepContext
-from convoy.engine.groups import Groups
 from convoy.engine.kernels import KERNELS, Site
 from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph, Ref, Value

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from convoy.engine.groups import leave
+from convoy.comm.groups import leave
 
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
 _PRELOAD += ["convoy.engine", "convoy.training"]

@@ -20,7 +20,7 @@ from convoy.failure import (
     text_of,
     word_in,
 )
-from convoy.training.config.duration import Duration
+from convoy.training.config import Duration
 
 
 def fail(rank: int, error: BaseException) -> Failure:

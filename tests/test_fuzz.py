@@ -11,8 +11,8 @@ from convoy.cli.app import main
 from convoy.errors import ConvoyError
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
-from convoy.training.config.schema import all_keys
 from convoy.training.recipe import Recipe, check_names, load_recipe
+from convoy.training.schema import all_keys
 
 LONGEST = 1_000
 """Characters of a sentence about what was typed, however long that was."""

@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from convoy import interfaces
-from convoy.engine.groups import join
-from convoy.engine.meeting_place import choose_interface
+from convoy.comm.groups import choose_interface, join
 from convoy.errors import ConvoyError
 from emulated_hosts import listening
 from ranks import run_ranks

@@ -5,8 +5,7 @@ import io
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.printable import brief, printable, shortened
-from convoy.terminal import Console
+from convoy.terminal import Console, brief, printable, shortened
 
 ESCAPED = [
     ("\x1b[2Jgone", r"\x1b[2Jgone"),

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from convoy.training import load_recipe, train
-from convoy.training.failures.watchdog import Watchdog
+from convoy.training.devices import Devices
 from convoy.training.progress import Silence
-from convoy.training.ranks.devices import Devices
+from convoy.training.watchdog import Watchdog
 
 BASE = {
     "model.name": "tiny:TinyNet",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from convoy.launch.emulated import Place
+from convoy.bench.emulated import Place
 from measuring.cases import Case, Plan
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row

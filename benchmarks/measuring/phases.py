@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from convoy import models
-from convoy.engine import waits
+from convoy.comm import collectives as waits
 
 FOLDER = "CONVOY_PHASES"
 """Environment variable: where the files are; without it nothing is noted."""

@@ -15,12 +15,12 @@ from torch.optim import SGD, Optimizer
 
 import convoy
 from convoy import models
-from convoy.cost.store import ProfileStore
+from convoy.comm.groups import join
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.divided_update import divide_update
-from convoy.engine.groups import join
 from convoy.errors import ConvoyError
-from convoy.planning import Ranks, make_plan, score, workload_of
+from convoy.planner import Ranks, make_plan, score, workload_of
+from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 
 SERIAL = "one device"

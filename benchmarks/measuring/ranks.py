@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from convoy.launch.emulated import Place
+from convoy.bench.emulated import Place
 
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "convoy", "lightning.fabric", "accelerate"]
 ENVIRONMENT = {

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from convoy.bench.configuration import PEERS, missing
+from convoy.bench.measure import wrap
 from convoy.engine.allocation import keep_freed_memory
-from convoy.experiments.scaling.study.peers import PEERS, missing
-from convoy.experiments.scaling.visits.wrapped import wrap
 from measuring.cases import Case, Plan
 
 __all__ = ["PEERS", "Arrangement", "Side", "Trained", "set_up"]

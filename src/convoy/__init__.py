@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
-    from convoy.planning.interface import plan as plan
+    from convoy.planner.interface import plan as plan
     from convoy.plans import Mesh as Mesh
     from convoy.plans import Plan as Plan
     from convoy.script.checkpoint import load as load
@@ -63,7 +63,7 @@ _MODULES = {
     "optimizer_state_dict": "script.state",
     "parallelize": "engine.parallelize",
     "penalty": "script.loss",
-    "plan": "planning.interface",
+    "plan": "planner.interface",
     "print": "script.data",
     "rank": "script.data",
     "save": "script.checkpoint",

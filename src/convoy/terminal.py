@@ -1,11 +1,62 @@
-"""The terminal, to which text of others is written so that it cannot steer it."""
+"""The terminal, to which text of others is written so that it cannot steer it.
 
+Text of others that is to be shown: names of files and classes must not steer a terminal or turn a line around, and
+what was typed is not repeated at length.
+"""
+
+import re
+import unicodedata
 from typing import Any
 
 import rich.console
 from rich.text import Text
 
-from convoy.printable import printable
+# Control, surrogate, private and unassigned characters, ends of lines and paragraphs.
+_UNSEEN = {"Cc", "Cs", "Co", "Cn", "Zl", "Zp"}
+# Of the invisible marks ("Cf"), those that join letters belong to words of several scripts, and to emoji.
+_JOINERS = "\u200c\u200d"
+_LONGEST_WORD, _LONGEST_LINE = 240, 1_500
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""A text with what cannot be seen escaped: the control character ESC becomes `\x1b`.
+
+    Args:
+        text: any text.
+        keep: characters to leave as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escaped(sign) if sign not in keep and _unseen(sign) else sign for sign in text)
+
+
+def brief(text: str, length: int = 80) -> str:
+    """A text of at most so many characters, with an ellipsis for what lies in the middle of a longer one."""
+    if len(text) <= length:
+        return text
+    end = length // 3
+    return f"{text[: length - end - 1]}…{text[-end:]}"
+
+
+def shortened(message: str) -> str:
+    """A message to a person, in which nobody need scroll past what was typed: neither words nor lines without end.
+
+    Names and paths of usual lengths stay whole. For what is typed in vain there is `brief`.
+    """
+    if len(message) <= _LONGEST_WORD:
+        return message
+    words = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+    lines = (words.sub(lambda word: brief(word[0], _LONGEST_WORD), line) for line in message.split("\n"))
+    return "\n".join(brief(line, _LONGEST_LINE) for line in lines)
+
+
+def _unseen(sign: str) -> bool:
+    category = unicodedata.category(sign)
+    return category in _UNSEEN or (category == "Cf" and sign not in _JOINERS)
+
+
+def _escaped(sign: str) -> str:
+    return sign.encode("unicode_escape", "backslashreplace").decode()
 
 
 class Console(rich.console.Console):

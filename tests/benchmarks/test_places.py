@@ -4,8 +4,8 @@ import pytest
 from measuring.link import bits_per_second
 from measuring.ranks import Limits, run_ranks
 
+from convoy.bench.emulated import Cluster, emulate
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, emulate
 
 
 def test_an_all_reduce_moves_what_the_link_lets_through() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from convoy.cli import main
-from convoy.training import RunDirectory
-from convoy.training.storage import lock
+from convoy.training import RunDirectory, lock
 from data.made import write_folder
 
 TINY = ["--batch", "8", "--image-size", "28", "--updates", "2", "--warm-up", "1", "--timeout", "100"]

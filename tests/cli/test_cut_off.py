@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from convoy.bench.emulated import Cluster, Place, emulate
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, Place, emulate
 from started import ENVIRONMENT, command, curve, digest, finish, steps, wait_for
 from tiny import write_mnist
 

@@ -25,7 +25,7 @@ WRONG = {
     "a plan for a file below a file": ("plan lenet --devices 2 --out {tmp}/file/plan.yaml", "--out"),
     "a plan with wrong shares": ("plan lenet --devices 2 --shares 1,2,3", "no plan on 2 devices divides it"),
 }
-COSTLY = ("convoy.launch.start", "convoy.training.set_up.open_data", "convoy.experiments.scaling.command.open_data")
+COSTLY = ("convoy.launch.start", "convoy.training.set_up.open_data", "convoy.bench.command.open_data")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def costly(*_: object, **__: object) -> None:
         raise AssertionError("something costly was begun")
 
-    for name in (*COSTLY, "convoy.experiments.scaling.command.emulate"):
+    for name in (*COSTLY, "convoy.bench.command.emulate"):
         monkeypatch.setattr(name, costly)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
@@ -58,7 +58,7 @@ def test_without_the_checks_it_would_not_be(
 ) -> None:
     for name in ("check_run", "check_devices"):
         monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
-    monkeypatch.setattr("convoy.cli.train_request.Request.check", lambda _: None)
+    monkeypatch.setattr("convoy.cli.train.Request.check", lambda _: None)
     assert main(WRONG[case][0].format(tmp=tmp).split()) == 1
     assert "something costly was begun" in capsys.readouterr().err
 

@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
-from convoy.cli import main, plan_answer, plan_network
-from convoy.cost.device import Device
-from convoy.cost.piece import Operand, Piece
-from convoy.cost.store import ProfileStore
-from convoy.cost.times import Times
+from convoy.cli import main, plan_answer
 from convoy.errors import ConvoyError
-from convoy.planning.words import extra
+from convoy.planner.cost.device import Device
+from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.times import Times
+from convoy.planner.words import extra
 from convoy.plans.plan import Plan
 
 LINE = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--link", "10gbit"]
@@ -119,14 +119,14 @@ def test_a_factory_of_ones_own_with_one_channel(capsys: pytest.CaptureFixture[st
 
 def test_the_size_that_is_assumed_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with (
-        patch.object(plan_network, "ASSUMED_SIZE", 28),
+        patch.object(plan_answer, "ASSUMED_SIZE", 28),
         patch.object(plan_answer, "workload_of_recipe", side_effect=ConvoyError("measured")),
     ):
         assert main(["plan", "tiny:TinyNet", "--batch", "16"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("the size of the images for tiny:TinyNet is not known: 28×28 pixels are assumed, unless")
     assert second == "convoy: measured"
-    with patch.object(plan_network, "ASSUMED_SIZE", 28):
+    with patch.object(plan_answer, "ASSUMED_SIZE", 28):
         found = json.loads(said(capsys, "plan", "tiny:TinyNet", "--batch", "16", "--json"))
     assert found["sample"] == [1, 28, 28]
     assert any("28×28 pixels are assumed" in note for note in found["notes"])

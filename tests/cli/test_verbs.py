@@ -150,9 +150,7 @@ def test_export_writes_onnx_unless_said_otherwise(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forms = []
-    monkeypatch.setattr(
-        "convoy.training.storage.export.export", lambda run, form, path: forms.append((form, path)) or 0
-    )
+    monkeypatch.setattr("convoy.training.export.export", lambda run, form, path: forms.append((form, path)) or 0)
     assert main(["export", str(run)]) == 0
     assert main(["export", str(run), "--to", "x.onnx"]) == 0
     assert forms == [("onnx", run / "model.onnx"), ("onnx", Path("x.onnx"))]

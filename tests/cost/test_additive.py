@@ -5,20 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.additive import Additive, busy_ranks, sent_elements, some_places
-from convoy.cost.alike import alike
-from convoy.cost.costs import Costs
-from convoy.cost.link import Curve, Link, Links
-from convoy.cost.memory import rank_memory
-from convoy.cost.roofline import Roofline
-from convoy.cost.step import predict
-from convoy.cost.times import Times
-from convoy.cost.update import Update
+from convoy.planner.cost.additive import Additive, busy_ranks, sent_elements, some_places
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.memory import rank_memory
+from convoy.planner.cost.step import alike, predict
+from convoy.planner.cost.times import Roofline, Times
+from convoy.planner.search.prices import additive_seconds
 from convoy.plans.buckets import Sizes
 from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.traffic import needs_gradient, step_elements
-from convoy.search.costs import additive_seconds
 from plans.made_graph import Chain, placed, small_net
 
 ALONE = Sizes(alone=1, bucket=1 << 20, first=1 << 20)

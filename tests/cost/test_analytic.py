@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from convoy.cost.analytic import Analytic
+from convoy.planner.cost.analytic import Analytic
 from convoy.plans.layout import Layout, even_split
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.calibrated import Calibrated, fitted
-from convoy.cost.piece import Operand, Piece
-from convoy.cost.roofline import Roofline
-from convoy.cost.times import Times
-from convoy.cost.update import Update
+from convoy.planner.cost.calibrated import Calibrated, fitted
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.times import Roofline, Times
 
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 

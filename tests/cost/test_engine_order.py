@@ -6,12 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.cost.costs import Costs
-from convoy.cost.gradients import exchange
-from convoy.cost.program import program
-from convoy.cost.roofline import Roofline
-from convoy.cost.update import Update
 from convoy.engine.network import network_of
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.gradients import Update, exchange
+from convoy.planner.cost.program import program
+from convoy.planner.cost.times import Roofline
 from ranks import run_ranks
 
 PLANS = ("sample=2", "owt=2", "height=2")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.cost.costs import Costs
-from convoy.cost.inside import inside, running_statistics
-from convoy.cost.link import Curve, Link, Links
-from convoy.cost.local import piece
-from convoy.cost.roofline import Roofline
-from convoy.cost.step import predict, step_tasks
 from convoy.graph.capture import capture
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.local import piece
+from convoy.planner.cost.program import inside, running_statistics
+from convoy.planner.cost.step import predict, step_tasks
+from convoy.planner.cost.times import Roofline
 from convoy.plans.layout import balanced
 from convoy.plans.place import place, sample_axes
 from convoy.plans.plan import Plan

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from convoy.cost.assumed import Assumed, Rate, catalogue, interconnect
-from convoy.cost.link import Curve, Link, Links, first_group
 from convoy.errors import ConvoyError
+from convoy.planner.cost.link import Assumed, Curve, Link, Links, Rate, catalogue, first_group, interconnect
 from convoy.plans.mesh import Mesh
 
 CURVE = Curve(((1000, 2e-5), (100_000, 3e-5), (1_000_000, 4e-4)))

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from convoy.cost.local import piece
-from convoy.cost.piece import Operand, Piece
 from convoy.graph.counts import flops
+from convoy.planner.cost.local import piece
+from convoy.planner.cost.local_op import Operand, Piece
 from plans.made_graph import Chain, placed, small_net
 
 CONV = Piece(
@@ -30,7 +30,8 @@ def pieces(graph, plan, rank=0):
 
 def test_keys_are_the_same_in_another_process():
     code = (
-        "import json,sys; from convoy.cost.piece import Piece; print(Piece.from_dict(json.loads(sys.stdin.read())).key)"
+        "import json,sys; from convoy.planner.cost.local_op import Piece;"
+        "print(Piece.from_dict(json.loads(sys.stdin.read())).key)"
     )
     text = json.dumps(CONV.to_dict())
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": "src"}

@@ -2,14 +2,13 @@
 
 import pytest
 
-from convoy.cost.costs import Around, Costs
-from convoy.cost.link import Curve, Link, Links
-from convoy.cost.memory import gradient_exchange
-from convoy.cost.program import program
-from convoy.cost.roofline import Roofline
-from convoy.cost.step import predict, step_tasks
-from convoy.cost.times import Times
-from convoy.cost.update import Update
+from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.memory import gradient_exchange
+from convoy.planner.cost.program import program
+from convoy.planner.cost.step import predict, step_tasks
+from convoy.planner.cost.times import Roofline, Times
 from convoy.plans.buckets import Sizes
 from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic
 from plans.made_graph import Chain, placed, small_net

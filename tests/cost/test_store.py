@@ -9,13 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.cost import store as store_module
-from convoy.cost.control_groups import cores_allowed
-from convoy.cost.device import Device, this_device
-from convoy.cost.piece import Operand, Piece
-from convoy.cost.store import ProfileStore, default_folder
-from convoy.cost.store_file import StoreFile
-from convoy.cost.times import Table, Times
+from convoy.planner.cost import store as store_module
+from convoy.planner.cost.device import Device, cores_allowed, this_device
+from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.store import ProfileStore, StoreFile, default_folder
+from convoy.planner.cost.times import Table, Times
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -178,7 +176,7 @@ def test_switches_and_shares_of_a_core_are_named(tmp_path):
         assert "tf32 products" in this_device(cpu).numerics
     finally:
         torch.set_float32_matmul_precision(before)
-    with patch("convoy.cost.device.cores_allowed", lambda: torch.get_num_threads() / 2):
+    with patch("convoy.planner.cost.device.cores_allowed", lambda: torch.get_num_threads() / 2):
         assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
     assert this_device(cpu) == plain
 

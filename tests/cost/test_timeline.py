@@ -2,8 +2,7 @@
 
 import pytest
 
-from convoy.cost.task import Task
-from convoy.cost.timeline import simulate
+from convoy.planner.cost.timeline import Task, simulate
 
 
 def compute(seconds, *after, rank=0, kind="forward", layer="a"):

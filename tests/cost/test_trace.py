@@ -2,9 +2,8 @@
 
 import json
 
-from convoy.cost.task import Task
-from convoy.cost.timeline import simulate
-from convoy.cost.trace import Event, events, trace, write_trace
+from convoy.planner.cost.timeline import Task, simulate
+from convoy.planner.cost.trace import Event, events, trace, write_trace
 
 TASKS = [
     Task(0, "compute", "forward", "conv1", "conv1", 0.002),

@@ -4,8 +4,8 @@ import torch
 
 from convoy.data import AugmentConfig
 from convoy.data.batch import BatchMaker
-from convoy.data.geometry import Geometry
 from convoy.data.sources import EncodedSource, PixelSource
+from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
 from data.made import encoded, picture, pixels
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from convoy.data import AugmentConfig
-from convoy.data.colour import ColourAugment, jitter, pca_noise, rand_augment
+from convoy.data.transforms import ColourAugment, jitter, pca_noise, rand_augment
 from convoy.errors import ConvoyError
 from data.made import picture
 
@@ -76,7 +76,7 @@ def test_rand_augment_does_not_depend_on_the_number_of_threads():
 
 def test_rand_augment_without_kornia_names_the_extra(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr("convoy.data.colour.find_spec", lambda name: None if name == "kornia" else find(name))
+    monkeypatch.setattr("convoy.data.transforms.find_spec", lambda name: None if name == "kornia" else find(name))
     with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[augment\]'"):
         ColourAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
     ColourAugment(AugmentConfig(color_jitter=0.4), seed=0)

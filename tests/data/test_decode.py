@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, upright_size
-from convoy.printable import printable
+from convoy.terminal import printable
 from data.made import encoded, picture
 
 

@@ -5,8 +5,7 @@ import pytest
 from PIL import Image
 
 from convoy.data import DataConfig, evaluation_batches, open_data
-from convoy.data.known import CIFAR10, CIFAR100, IMAGENET, MNIST
-from convoy.data.mnist_mini import SPLIT_SEED
+from convoy.data.mnist import CIFAR10, CIFAR100, IMAGENET, MNIST, SPLIT_SEED
 from convoy.data.sources import PixelSource
 from data.made import (
     dump,

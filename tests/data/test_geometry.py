@@ -4,7 +4,7 @@ from PIL import Image
 
 from convoy.data import AugmentConfig
 from convoy.data.decode import open_picture
-from convoy.data.geometry import Geometry
+from convoy.data.transforms import Geometry
 from data.made import encoded, picture
 
 

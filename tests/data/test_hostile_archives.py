@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.data.cifar_pickle import read_pickle
+from convoy.data.cifar import read_pickle
 from convoy.data.mnist import read_idx
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError

@@ -1,6 +1,6 @@
 import numpy as np
 
-from convoy.data.randomness import Purpose, keys, normals, uniforms
+from convoy.data.order import Purpose, keys, normals, uniforms
 
 SAMPLES = np.arange(20_000)
 

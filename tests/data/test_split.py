@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from convoy.data.split import stratified_split
+from convoy.data.order import stratified_split
 
 
 def test_every_class_gives_its_share():

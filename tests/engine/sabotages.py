@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from convoy.comm.redistribution import Redistribution, Transfer
 from convoy.engine import program
 from convoy.engine.network import Network, network_of
-from convoy.engine.transfer import Redistribution, Transfer
 
 
 def local_batch_norm(net: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import convoy
-from convoy.engine.shared_memory.meeting import SWITCH
+from convoy.comm.shared_memory import SWITCH
 from ranks import run_ranks
 
 CLASSES = 11

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.engine import collectives
+from convoy.comm import collectives
 from ranks import run_ranks
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import convoy
-from convoy.engine import program, stretches
+from convoy.engine import program
+from convoy.engine import program as stretches
 from ranks import run_ranks
 
 IMAGES = (6, 3, 12, 12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.engine.groups import Groups, join, leave
+from convoy.comm.groups import Groups, join, leave
 from convoy.errors import ConvoyError, MeetingError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks

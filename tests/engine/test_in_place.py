@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine import in_place
-from convoy.engine.in_place import Overwriting
+from convoy.engine import program
 from convoy.engine.network import network_of
+from convoy.engine.program import Overwriting
 from ranks import run_ranks
 
 IMAGES = torch.randn(4, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -128,7 +128,7 @@ def test_numbers_are_those_of_the_plain_network(forward: Callable[..., Tensor], 
 
 
 def careless(forward: Callable[..., Tensor], plan: str) -> float:
-    with patch.object(in_place.Overwriting, "_is_spare", lambda *_: True):
+    with patch.object(program.Overwriting, "_is_spare", lambda *_: True):
         return body(forward, plan)
 
 

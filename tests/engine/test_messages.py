@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.engine.groups import everyone, num_ranks
-from convoy.engine.messages import broadcast_object, broadcast_tensors, gather_objects
+from convoy.comm.groups import everyone, num_ranks
+from convoy.comm.messages import broadcast_object, broadcast_tensors, gather_objects
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.training.ranks.devices import Devices
+from convoy.training.devices import Devices
 from ranks import RankFailed, run_ranks
 
 THINGS: list[Any] = [None, 3, "läuft", {"a": (1, 2.5), "b": [None]}, "x" * 100_000, torch.arange(5)]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import convoy
+from convoy.comm.collectives import close
 from convoy.engine import agreement
 from convoy.engine import network as network_module
-from convoy.engine.collectives import close
 from convoy.engine.gradients.divided import DividedGradient
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import take_part

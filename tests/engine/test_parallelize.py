@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import convoy
 from convoy import models
 from convoy.engine.network import network_of
-from convoy.engine.part_state import own_state
+from convoy.engine.parallelize import own_state
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 from small_nets import Dense

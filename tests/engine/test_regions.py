@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.engine.regions import Box, Region, extents
+from convoy.comm.regions import Box, Region, extents
 
 FEW = (0, 1, 2, 9, 10, 30)
 MANY = tuple(range(0, 260, 2))

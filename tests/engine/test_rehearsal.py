@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from convoy.engine.groups import Groups
-from convoy.engine.link_probe import measure_links
-from convoy.engine.rehearsal import OUTSIDE, Rehearsal
-from convoy.engine.stand_ins import tiled
-from convoy.planning import Workload, workload_of
+from convoy.comm.groups import Groups
+from convoy.engine.fake_inputs import tiled
+from convoy.engine.profiling import OUTSIDE, Rehearsal
+from convoy.planner import Workload, workload_of
+from convoy.planner.link_probe import measure_links
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from ranks import run_ranks

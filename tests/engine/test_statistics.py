@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.engine.groups import Groups
+from convoy.comm.groups import Groups
 from convoy.engine.statistics import Running, RunningStatistics, add_term
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks

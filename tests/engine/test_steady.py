@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.engine.steady import steady
+from convoy.engine.profiling import steady
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import convoy
-from convoy.engine import collectives
+from convoy.comm import collectives
+from convoy.comm.shared_memory import SWITCH
 from convoy.engine.network import network_of
-from convoy.engine.shared_memory.meeting import SWITCH
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic
 from plans.made_graph import same_net

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.engine import collectives
-from convoy.engine.groups import Groups
-from convoy.engine.transfer import Transfer, redistribute
+from convoy.comm import collectives
+from convoy.comm.groups import Groups
+from convoy.comm.redistribution import Transfer, redistribute
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
 from convoy.plans.transfer import transfer

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import convoy
-from convoy.engine.waits import waits, watching
+from convoy.comm.collectives import waits, watching
 from ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from convoy.experiments.report import write_report
+from convoy.report.report import write_report
 from experiments.made_runs import complete_run, evaluation, summary
 from experiments.test_prediction import comparison
 

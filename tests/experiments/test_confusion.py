@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from convoy.experiments import confusion
-from convoy.experiments.run_directory import Evaluation
+from convoy.report import confusion
+from convoy.report.run_directory import Evaluation
 
 
 def made(table: list[list[int]] | np.ndarray) -> Evaluation:

@@ -1,6 +1,6 @@
 import pytest
 
-from convoy.experiments import formats
+from convoy.report import formats
 
 
 def words(text: str) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from convoy.experiments.report import write_report
-from convoy.experiments.scaling.results.files import write_files
-from convoy.experiments.scaling.results.table import csv_of, escaped
+from convoy.bench.page import write_files
+from convoy.bench.table import csv_of, escaped
+from convoy.report.report import write_report
 from experiments.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary
 from experiments.scaling.made_study import write_study
 from experiments.test_report import Page

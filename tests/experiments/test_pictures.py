@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from convoy.errors import ConvoyError
-from convoy.experiments.pictures import LARGEST, read_picture
+from convoy.report.pages import LARGEST, read_picture
 
 
 def test_a_picture_becomes_a_png_inside_the_page(tmp_path: Path) -> None:

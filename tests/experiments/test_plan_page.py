@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.experiments.network_boxes import MOST_LANES, Grid, grid_of
-from convoy.experiments.network_drawing import name_in, shown_height
-from convoy.experiments.timeline_drawing import short, ticks
 from convoy.models import create
-from convoy.planning import workload_of
+from convoy.planner import workload_of
+from convoy.report.network_drawing import MOST_LANES, Grid, grid_of, name_in, shown_height
+from convoy.report.timeline_drawing import short, ticks
 
 
 def grid(model: nn.Module, *shape: int) -> Grid:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.experiments import formats
-from convoy.experiments.prediction import compared
-from convoy.experiments.report import write_report
-from convoy.experiments.run_directory import read_run
-from convoy.planning.comparison import GRADIENTS, Both, Comparison, Group
+from convoy.planner.comparison import GRADIENTS, Both, Comparison, Group
+from convoy.report import formats
+from convoy.report.prediction import compared
+from convoy.report.report import write_report
+from convoy.report.run_directory import read_run
 from experiments.made_runs import complete_run, summary
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.experiments import formats, report
-from convoy.experiments.pages import running
-from convoy.experiments.report import write_report
+from convoy.report import formats, report
+from convoy.report.pages import running
+from convoy.report.report import write_report
 from experiments.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
 
 EVIL = "<script>alert('ship')</script>"

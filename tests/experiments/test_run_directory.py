@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.experiments.run_directory import read_run
+from convoy.report.run_directory import read_run
 from experiments.made_runs import complete_run, evaluation, write_run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.training.storage.lock import locked
+from convoy.training.lock import locked
 from experiments.made_runs import ENVIRONMENT, metrics, summary, write_run
 from experiments.test_report import EVIL, page
 

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from convoy.experiments.plots import draw_panels
-from convoy.experiments.run_directory import read_run
-from convoy.experiments.svg import inline_svg
+from convoy.report.pages import inline_svg
+from convoy.report.plots import draw_panels
+from convoy.report.run_directory import read_run
 from experiments.made_runs import complete_run
 
 

@@ -3,7 +3,7 @@ import torch
 
 from convoy.graph import OPS, capture
 from convoy.models import create, list_models
-from convoy.models.by_name import describe
+from convoy.models.factory import describe
 from graph.replay import replay, same
 
 NAMES = [info.name for info in list_models()]

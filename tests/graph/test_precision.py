@@ -9,7 +9,7 @@ from torch import nn
 from convoy.graph.capture import capture
 from convoy.graph.precision import under_autocast
 from convoy.models import create
-from convoy.planning import workload_of
+from convoy.planner import workload_of
 from convoy.plans.memory import predict_memory
 from convoy.plans.plan import Plan
 

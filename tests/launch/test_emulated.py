@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from convoy.bench.emulated import Cluster, Device, Place, emulate
+from convoy.bench.emulated.quota import Hierarchy
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, Device, Place, emulate
-from convoy.launch.emulated.quota import Hierarchy
 from processes import alive, children
 
 _PORT = 29_600
@@ -91,7 +91,7 @@ def test_nothing_is_left_when_it_cannot_be_made(monkeypatch: pytest.MonkeyPatch)
 
 MAKER = """
 import sys, time
-from convoy.launch.emulated import Cluster, emulate
+from convoy.bench.emulated import Cluster, emulate
 with emulate(Cluster.alike(2, 0.5, "1gbit")) as places:
     print("made", flush=True)
     time.sleep(60)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from convoy.bench.emulated import Cluster, Device
+from convoy.bench.emulated.emulation import cores_for
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import Cluster, Device
-from convoy.launch.emulated.place import cores_for
 
 
 def written(folder: Path, text: str) -> Path:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from convoy.bench.emulated import network, quota
+from convoy.bench.emulated import network as maker
+from convoy.bench.emulated.quota import Hierarchy
 from convoy.errors import ConvoyError
-from convoy.launch.emulated import maker, network, quota
-from convoy.launch.emulated.quota import Hierarchy
 
 _DEAD = f"convoy-{2**22 + 1}-5-0-"  # no process has so large a number
 

@@ -12,8 +12,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.slurm import Job, submit
-from convoy.launch.slurm.times import time_limit
+from convoy.launch.slurm import Job, submit, time_limit
 from slurm_cluster import Cluster, slurm_cluster
 from tiny import write_mnist
 

@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.planning.comparison import GRADIENTS, Both, Comparison, groups_beside, parts_beside, predicted
-from convoy.planning.comparison_text import comparison_text, headline
-from convoy.planning.observed import PARTS, LayerSeconds, Observed, middle
+from convoy.planner.comparison import (
+    GRADIENTS,
+    Both,
+    Comparison,
+    comparison_text,
+    groups_beside,
+    headline,
+    parts_beside,
+    predicted,
+)
+from convoy.planner.observed import PARTS, LayerSeconds, Observed, middle
 from planning.test_verdict import costs, explain, with_delay
 
 

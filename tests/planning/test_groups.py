@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from convoy.models import create
-from convoy.planning import workload_of
-from convoy.planning.groups import MOST, layer_groups
+from convoy.planner import workload_of
+from convoy.planner.comparison import MOST, layer_groups
 from convoy.plans.plan import Plan
 
 

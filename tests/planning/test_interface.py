@@ -9,8 +9,8 @@ from torch import nn
 
 import convoy
 from convoy.models import create
-from convoy.planning.interface import FoundPlan
-from convoy.planning.link_names import links_named, rate_of
+from convoy.planner.cost.link import links_named, rate_of
+from convoy.planner.interface import FoundPlan
 from ranks import run_ranks
 
 IMAGES = torch.zeros(8, 1, 28, 28)

@@ -7,25 +7,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.cost.calibrated import Calibrated
-from convoy.cost.piece import VIEWS
-from convoy.cost.program import program
-from convoy.cost.store import ProfileStore
-from convoy.cost.timeline import Span
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.rehearsal import CallTimes, Rehearsal
+from convoy.engine.profiling import CallTimes, Rehearsal
 from convoy.errors import ConvoyError
 from convoy.models import create
-from convoy.planning import Ranks, Workload, make_plan, workload_of
-from convoy.planning.link_names import links_named
-from convoy.planning.measured import jobs_for
-from convoy.planning.planner import Scored
-from convoy.planning.text import explanation_text
-from convoy.planning.verdict import explained
+from convoy.planner import Ranks, Workload, make_plan, workload_of
+from convoy.planner.cost.calibrated import Calibrated
+from convoy.planner.cost.link import links_named
+from convoy.planner.cost.local_op import VIEWS
+from convoy.planner.cost.program import program
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.timeline import Span
+from convoy.planner.measured import jobs_for
+from convoy.planner.planner import Scored
+from convoy.planner.text import explanation_text
+from convoy.planner.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.planning.workloads import workload_in_passes
+from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks
 
 IMAGES = torch.zeros(2, 1, 28, 28)
@@ -100,7 +100,7 @@ def test_links_without_memory_on_one_rank_end_all_of_them() -> None:
 
 def links_that_fail(error: Exception) -> str:
     ranks = Ranks.here()
-    with patch("convoy.engine.link_probe._overhead", side_effect=error if ranks.rank == 1 else lambda *of: 0.0):
+    with patch("convoy.planner.link_probe._overhead", side_effect=error if ranks.rank == 1 else lambda *of: 0.0):
         try:
             make_plan(lenet(), 2, ranks)
         except ConvoyError as failure:

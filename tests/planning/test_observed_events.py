@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from convoy.cost.trace import trace
 from convoy.engine.watched import DeviceClock, WatchedUpdate
-from convoy.planning.observed_events import observed_events, typical
+from convoy.planner.cost.trace import trace
+from convoy.planner.observed import observed_events, typical
 
 
 @dataclass

@@ -2,11 +2,10 @@
 
 import torch
 
-from convoy.cost.memory import RankMemory
-from convoy.cost.task import Task
-from convoy.cost.timeline import simulate
-from convoy.planning import workload_of
-from convoy.planning.planner import Scored, _ordered
+from convoy.planner import workload_of
+from convoy.planner.cost.memory import RankMemory
+from convoy.planner.cost.timeline import Task, simulate
+from convoy.planner.planner import Scored, _ordered
 from convoy.plans.plan import Plan
 from small_nets import SMALL_NETS
 

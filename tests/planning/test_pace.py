@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from convoy.cost.times import Times
-from convoy.planning.rehearse import _of_each_rank
+from convoy.planner.cost.times import Times
+from convoy.planner.profiling import _of_each_rank
 
 
 def _rows(**seconds: float) -> Any:

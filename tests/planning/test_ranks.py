@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.engine.collectives import all_reduce
-from convoy.engine.groups import Groups
+from convoy.comm.collectives import all_reduce
+from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError, MachineError
-from convoy.planning import Ranks
-from convoy.planning.ranks import RankFailedError
+from convoy.planner import Ranks
+from convoy.planner.ranks import RankFailedError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

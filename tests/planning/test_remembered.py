@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.cost.costs import Around, Costs
-from convoy.cost.device import Device
-from convoy.cost.link import Curve, Link, Links
-from convoy.cost.piece import VIEWS, Piece
-from convoy.cost.store import ProfileStore
-from convoy.cost.times import Times
-from convoy.cost.update import Update
 from convoy.models import create
-from convoy.planning import Workload, score, workload_of
-from convoy.planning.rehearse import piece_of
-from convoy.planning.remembered import recalled, remember
+from convoy.planner import Workload, score, workload_of
+from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.device import Device
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.local_op import VIEWS, Piece
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.times import Times
+from convoy.planner.profiling import piece_of
+from convoy.planner.remembered import recalled, remember
 from convoy.plans.plan import Plan
 
 DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)

@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.cost.assumed import Assumed, Rate
-from convoy.cost.costs import Around, Costs
-from convoy.cost.piece import Piece
-from convoy.cost.times import Times
-from convoy.cost.update import Update
-from convoy.experiments.timeline_drawing import draw_timeline, kinds_in
 from convoy.models import create
-from convoy.planning import Planned, score, workload_of
-from convoy.planning.changes import faster
-from convoy.planning.comparison import predicted
-from convoy.planning.document import document
-from convoy.planning.engine_time import ENGINE
-from convoy.planning.text import explanation_text
-from convoy.planning.verdict import Explained, explained
+from convoy.planner import Planned, score, workload_of
+from convoy.planner.changes import faster
+from convoy.planner.comparison import predicted
+from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.timeline import ENGINE
+from convoy.planner.cost.times import Times
+from convoy.planner.interface import document
+from convoy.planner.text import explanation_text
+from convoy.planner.verdict import Explained, explained
 from convoy.plans.plan import Plan
+from convoy.report.timeline_drawing import draw_timeline, kinds_in
 
 BATCH = 32
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.planning import workload_of
-from convoy.planning.uniform import placements
+from convoy.planner import workload_of
+from convoy.planner.measured import placements
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from small_nets import SMALL_NETS

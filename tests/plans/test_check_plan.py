@@ -4,7 +4,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.plans.check import axis_names, check_channel, check_devices, check_filter, check_rows, check_samples
-from convoy.plans.check_plan import check_patterns, check_plan
+from convoy.plans.fit import check_patterns, check_plan
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from plans.made_graph import Chain, placed, small_net

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy import models
+from convoy.engine.coupling import coupling
 from convoy.graph.capture import capture
-from convoy.plans.coupling import coupling
 from small_nets import SMALL_NETS
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from convoy.plans.explain import explain, size, table
-from convoy.plans.explanation import explanation
+from convoy.plans.explain import explain, explanation, size, table
 from convoy.plans.plan import Plan
 from plans.made_graph import Chain, placed, small_net
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.plans.hosts import across, note_on_hosts
+from convoy.plans.fit import across, note_on_hosts
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 

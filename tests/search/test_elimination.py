@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from convoy.search.elimination import Elimination, Table
-from convoy.search.fewest import fewest
+from convoy.planner.search.elimination import Elimination, Table
+from convoy.planner.search.fewest import fewest
 
 SETTLED = 40
 """More variables than an array may have dimensions where arrays are combined."""

@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 
+from convoy.planner.search import additive_seconds, search
+from convoy.planner.search.prices import AXIS_STRATEGIES, CHOOSING, redistributions
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.search import additive_seconds, search
-from convoy.search.costs import redistributions
-from convoy.search.space import AXIS_STRATEGIES, CHOOSING
 from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
 from search.synthetic import Roofline, brute_force, placed_under
 from small_nets import Permuted, SqueezeExcite

@@ -3,8 +3,8 @@
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.planner.search import search
 from convoy.plans.mesh import Mesh
-from convoy.search import search
 from search.nets import Chain, Residual, captured
 from search.synthetic import Roofline, brute_force
 

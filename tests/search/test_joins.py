@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.planner.search.placing import codes_of, relabelled
+from convoy.planner.search.prices import Prices
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import own_samples
 from convoy.plans.rules import Batch
-from convoy.search.joins import codes_of
-from convoy.search.prices import Prices
-from convoy.search.states import relabelled
 from search.nets import Branches, captured
 from search.synthetic import Roofline
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from convoy.planner.search.layers import compact
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.search.patterns import compact
 
 ONE = Mesh(("gpu",), (4,))
 TWO = Mesh(("node", "gpu"), (2, 2))

@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.planner.search import search
+from convoy.planner.search.prices import meshes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.search import search
-from convoy.search.space import meshes
 from search.nets import Chain, Residual, captured
 from search.synthetic import Roofline, brute_force, placed_under
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.planner.search import additive_seconds, search, solve
+from convoy.planner.search.elimination import Table, TooWideError
+from convoy.planner.search.fewest import fewest
+from convoy.planner.search.prices import redistributions
 from convoy.plans.mesh import Mesh
-from convoy.search import additive_seconds, search, solve
-from convoy.search.costs import redistributions
-from convoy.search.elimination import Table, TooWideError
-from convoy.search.fewest import fewest
 from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
 from search.synthetic import Given, Roofline, placed_under
 

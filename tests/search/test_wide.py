@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
+from convoy.planner.search import search
+from convoy.planner.search import solve as solving
+from convoy.planner.search.elimination import alone, tied, tied_where_wide
+from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.plans.mesh import Mesh
-from convoy.search import search
-from convoy.search import solve as solving
-from convoy.search.space import AXIS_STRATEGIES
-from convoy.search.ties import alone, tied, tied_where_wide
 from search.nets import Branches, Nested, captured
 from search.synthetic import Roofline, brute_force
 from small_nets import Dense

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from convoy.training import set_up
-from convoy.training.ranks.division import Division
-from convoy.training.ranks.under_plan import Method
+from convoy.training.division import Division
+from convoy.training.parallel import Method
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here

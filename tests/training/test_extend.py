@@ -8,8 +8,8 @@ import pytest
 
 from convoy.cli import main
 from convoy.cli.train_request import new_length
-from convoy.training.config.duration import Duration
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.config import Duration
+from convoy.training.run_directory import RunDirectory
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, train_here

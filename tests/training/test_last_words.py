@@ -18,9 +18,9 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
-from convoy.training.last_words import Witness, briefly
 from convoy.training.loop import Loop
 from convoy.training.step import StepResult, TrainingStep
+from convoy.training.summary import Witness, briefly
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before
 

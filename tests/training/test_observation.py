@@ -8,20 +8,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.cost.calibrated import Calibrated
-from convoy.cost.costs import Costs
-from convoy.cost.link import Curve, Link, Links
-from convoy.cost.roofline import Roofline
-from convoy.cost.store import ProfileStore
 from convoy.engine.watched import DeviceClock
-from convoy.planning import Scored, score
-from convoy.planning.comparison import GRADIENTS, Comparison
-from convoy.planning.rehearse import piece_of
+from convoy.planner import Scored, score
+from convoy.planner.comparison import GRADIENTS, Comparison
+from convoy.planner.cost.calibrated import Calibrated
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.times import Roofline
+from convoy.planner.profiling import piece_of
 from convoy.training import Devices, Session, load_recipe
 from convoy.training.build import build_model
 from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
-from convoy.training.planning.workloads import measuring, workload_in_passes
 from convoy.training.set_up import set_up
+from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
 from ranks import run_ranks
 from tiny import write_mnist

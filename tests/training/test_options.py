@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.training.ranks.under_plan import UnderPlan
+from convoy.training.parallel import UnderPlan
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here

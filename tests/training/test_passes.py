@@ -13,9 +13,8 @@ from convoy.engine.gradients import GradientReducer
 from convoy.engine.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.ranks.division import Division, soonest
-from convoy.training.ranks.parallel import OneDevice
-from convoy.training.ranks.under_plan import Method, UnderPlan
+from convoy.training.division import Division, soonest
+from convoy.training.parallel import Method, OneDevice, UnderPlan
 from convoy.training.trial import merged, probed
 from ranks import run_ranks
 

@@ -13,8 +13,8 @@ from torch import nn
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
+from convoy.training.devices import Devices
 from convoy.training.predict import Answer, Classifier, classify
-from convoy.training.ranks.devices import Devices
 from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
 from ranks import RankFailed, run_ranks
 from tiny import train_on_pictures, write_pictures

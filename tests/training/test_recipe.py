@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from convoy import models
 from convoy.errors import ConvoyError
 from convoy.training.derived import resolve
-from convoy.training.optimization.schedules import StepConfig
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
+from convoy.training.schedules import StepConfig
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
 

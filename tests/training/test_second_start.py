@@ -10,8 +10,8 @@ import torch
 from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
+from convoy.training.devices import Devices
 from convoy.training.progress import Silence
-from convoy.training.ranks.devices import Devices
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before, train_here

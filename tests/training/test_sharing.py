@@ -10,10 +10,10 @@ from torch.optim import AdamW
 
 from convoy.checkpoint.files import Checkpoint
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
-from convoy.engine.gradients.pieces import pieces_of
+from convoy.engine.gradients.buckets import pieces_of
 from convoy.plans.plan import Plan
-from convoy.training.ranks.division import divide
-from convoy.training.ranks.under_plan import Method, UnderPlan
+from convoy.training.division import divide
+from convoy.training.parallel import Method, UnderPlan
 from convoy.training.state import RunState
 from ranks import run_ranks
 

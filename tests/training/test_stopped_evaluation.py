@@ -13,9 +13,9 @@ from torch import Tensor
 from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.training import load_recipe, train
+from convoy.training.devices import Devices
 from convoy.training.evaluate import Tally
 from convoy.training.progress import Silence
-from convoy.training.ranks.devices import Devices
 from convoy.training.session import Session
 from ranks import run_ranks
 from tiny import NUM_TEST, write_mnist

@@ -152,7 +152,7 @@ def test_merged_and_single_microbatches_train_alike(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(data, tmp_path / "merged")
-    monkeypatch.setattr("convoy.engine.merge.CPU_BUDGET", 0)
+    monkeypatch.setattr("convoy.engine.coupling.CPU_BUDGET", 0)
     run(data, tmp_path / "single")
     for name, merged in (("merged", 3), ("single", 1)):
         derived = json.loads((tmp_path / name / "summary.json").read_text())["derived"]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from convoy.engine.position import here
+from convoy.comm.position import here
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_text
 

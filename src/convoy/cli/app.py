@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import click
 
 import convoy
-from convoy.cli.lazy import LazyGroup
-from convoy.cli.line import is_verbose
+from convoy.cli.options import LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, has_agent, leave_word, place_of
-from convoy.printable import printable, shortened
+from convoy.terminal import printable, shortened
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),

@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from convoy.bench.ask import Ask
 from convoy.cli import options
-from convoy.cli.line import command_of
-from convoy.experiments.scaling.ask import Ask
+from convoy.cli.options import command_of
 from convoy.late import waiting_for
 
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import click
 
-from convoy.cli.measuring_progress import Progress
-from convoy.experiments.scaling.ask import Ask
-from convoy.experiments.scaling.command import measure
-from convoy.experiments.scaling.results.convergence_table import (
+from convoy.bench.ask import Ask
+from convoy.bench.command import measure
+from convoy.bench.page import Written, write_files
+from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
+    NUMBERS,
     convergence_lines,
     convergence_records,
+    lines,
+    records,
 )
-from convoy.experiments.scaling.results.files import Written, write_files
-from convoy.experiments.scaling.results.table import NUMBERS, lines, records
+from convoy.cli.measuring_progress import Progress
 from convoy.plans.explain import table
 from convoy.terminal import Console
 

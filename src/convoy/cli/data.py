@@ -4,8 +4,8 @@ import sys
 
 import click
 
-from convoy.cli import options, tables
-from convoy.data_path import MNIST_MINI, existing
+from convoy.cli import options
+from convoy.files import MNIST_MINI, existing
 from convoy.late import waiting_for
 
 
@@ -62,7 +62,7 @@ def command(path: str, check: bool, as_json: bool) -> int:
         else:
             known += len(getattr(source, "bad", ()))
         rows.append(row)
-    tables.show(rows, as_json, right=("images", "classes", "not readable"))
+    options.show(rows, as_json, right=("images", "classes", "not readable"))
     for sentence in bad:
         click.echo(sentence, err=True)
     if known:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convoy.cli import options, tables
-from convoy.data_path import MNIST_MINI, existing
+from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.files import write_json
+from convoy.files import MNIST_MINI, existing, write_json
 from convoy.late import waiting_for
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -100,17 +99,17 @@ def _show(name: str, result: "Evaluation", classes: list[str], form: str) -> Non
     }
     rows: list[dict[str, Any]] = result.per_class(classes) if classes else []
     if form == "json":
-        tables.show([row | {"classes": rows} if classes else row], as_json=True)
+        options.show([row | {"classes": rows} if classes else row], as_json=True)
     elif form == "csv":
         table = rows or [row]
-        click.echo("".join(map(tables.as_csv, [table[0], *(line.values() for line in table)])), nl=False)
+        click.echo("".join(map(options.as_csv, [table[0], *(line.values() for line in table)])), nl=False)
     else:
         row = {key: _readable(key, value) for key, value in row.items()}
-        tables.show([row], right=("images", "top1", "top5", "loss", "not readable"))
+        options.show([row], right=("images", "top1", "top5", "loss", "not readable"))
         if rows:
             click.echo()
             rows = [{key: _readable(key, value) for key, value in row.items()} for row in rows]
-            tables.show(rows, right=("samples", "precision", "recall"))
+            options.show(rows, right=("samples", "precision", "recall"))
 
 
 def _readable(key: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ import click
 from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 
 @click.command(
@@ -41,8 +41,8 @@ def command(run: Path, onnx: bool, torch_export: bool, to: Path | None) -> None:
         raise ConvoyError(f"--to {to} does not say a format by its ending: end it in .onnx or .pt2, or give --onnx")
     RunDirectory(run).check_trained()
     with waiting_for("loading PyTorch"):
+        from convoy.training.export import export
         from convoy.training.restore import load_run  # with torch, for which no mistake is to wait
-        from convoy.training.storage.export import export
 
     as_torch = torch_export or suffix == ".pt2"
     path = to or run / ("model.pt2" if as_torch else "model.onnx")

@@ -2,7 +2,7 @@
 
 import click
 
-from convoy.cli.lazy import LazyGroup
+from convoy.cli.options import LazyGroup
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch_hosts", "Print the command to start on each of several hosts."),

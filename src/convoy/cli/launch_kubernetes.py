@@ -6,11 +6,11 @@ import click
 
 from convoy.cli import options
 from convoy.cli.launch_arguments import check_recipe, parsed
-from convoy.cli.output_files import written
+from convoy.cli.options import written
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
-from convoy.launch.kubernetes.arguments import complete, name_for
-from convoy.launch.kubernetes.kinds import RUNTIME
+from convoy.launch.kubernetes.manifests import RUNTIME
+from convoy.launch.kubernetes.training import complete, name_for
 
 # Of each device: with an accelerator, and where a device is CPUs.
 CPUS, MEMORY_GI, SHARED_GI = (4, 1), (16, 4), (2, 1)

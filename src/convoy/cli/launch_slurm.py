@@ -10,7 +10,7 @@ import click
 
 from convoy.cli import options
 from convoy.cli.launch_arguments import training_arguments, without, without_model
-from convoy.cli.output_files import written
+from convoy.cli.options import written
 from convoy.launch.slurm import Job, submit
 
 

@@ -4,7 +4,7 @@ import difflib
 
 import click
 
-from convoy.cli import options, tables
+from convoy.cli import options
 from convoy.errors import ConvoyError
 
 USUAL_SHAPE = (3, 224, 224)
@@ -52,4 +52,4 @@ def command(pattern: str, as_json: bool) -> None:
         if not as_json:
             row["flops"] = f"{counts.flops / 1e9:.3g} G"
         rows.append(row)
-    tables.show(rows, as_json, right=("parameters", "flops", "input"))
+    options.show(rows, as_json, right=("parameters", "flops", "input"))

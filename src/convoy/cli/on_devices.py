@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from convoy import launch
-from convoy.cli.line import is_verbose
+from convoy.cli.options import is_verbose
 from convoy.errors import ConvoyError
-from convoy.launch import cores
-from convoy.planning import Ranks
+from convoy.launch import place as cores
+from convoy.planner import Ranks
 from convoy.plans.plan import Plan
 from convoy.training import Devices, choose_device
 

@@ -1,12 +1,140 @@
-"""Options that several verbs share."""
+"""Options that several verbs share.
 
-from collections.abc import Callable
+The command line as it was given.
+
+A group of verbs, each imported when it is asked for, so that none waits for what another needs.
+
+Numbers of bytes in the words people use: `8GB`, `512MiB`.
+
+Tables for people, and the same rows as JSON for programs.
+
+Files that an option names: refused early where they could not be written, and written as a whole.
+"""
+
+import csv
+import importlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.markup import escape
+from rich.table import Table
 
-from convoy.files import expanded
+from convoy.errors import ConvoyError
+from convoy.files import expanded, unwritable, write_text
+from convoy.terminal import Console
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command line as a run, a plan or a study keeps it."""
+    return shlex.join(["convoy", *arguments])
+
+
+def is_verbose(arguments: Sequence[str]) -> bool:
+    """Whether it asks for the traceback of an error."""
+    return "-v" in arguments or "--verbose" in arguments
+
+
+class LazyGroup(click.Group):
+    """Verbs by their modules.
+
+    Args:
+        verbs: by name, the module whose `command` it is, and one line on what it does.
+    """
+
+    def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.verbs = verbs
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order in which one meets them."""
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The verb's command, or None."""
+        if name not in self.verbs:
+            return None
+        command = importlib.import_module(self.verbs[name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of verbs, without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(b|kb|mb|gb|tb|kib|mib|gib)?", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def bytes_of(text: str, option: str) -> float:
+    """A size such as `8GB` or `512MiB` in bytes; a number alone is bytes.
+
+    Raises:
+        ConvoyError: it is none, or nothing.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConvoyError(f"{option} {text} is no size: write e.g. 8GB or 512MiB")
+    return float(match[1]) * _UNITS[(match[2] or "b").lower()]
+
+
+def as_csv(row: Iterable[Any]) -> str:
+    """A line of CSV. A text that a spreadsheet would take for a formula has a `'` before it; None is left empty."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value for value in row
+    )
+    return line.getvalue()
+
+
+def show(rows: Sequence[dict[str, Any]], as_json: bool = False, right: Sequence[str] = ()) -> None:
+    """Print rows with equal keys, the keys as headings; columns named in `right` are aligned to the right."""
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in rows[0] if rows else ():
+        first = not table.columns
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=first)
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
+    Console(highlight=False).print(table)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before the work for it is done.
+
+    Raises:
+        ConvoyError: it is a folder, or its folder is missing or closed.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise ConvoyError(f"{option} {path} is a folder: name a file in it")
+    if not folder.is_dir():
+        raise ConvoyError(f"{option} {path} cannot be written: there is no folder {folder}")
+    reason = unwritable(folder)
+    if reason is not None:
+        raise ConvoyError(f"{option} {path} cannot be written ({reason}): choose a folder that is yours to write in")
+
+
+def written(option: str, path: Path, text: str) -> None:
+    """Write a file as a whole or not at all.
+
+    Raises:
+        ConvoyError: it cannot be written.
+    """
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConvoyError(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

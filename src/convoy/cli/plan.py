@@ -115,5 +115,5 @@ def command(
     request.check()
     asked = recipe_of(request)
     with waiting_for("loading PyTorch"):
-        from convoy.cli.plan_run import run  # with torch, for which no mistake is to wait
+        from convoy.cli.plan_answer import run  # with torch, for which no mistake is to wait
     return run(request, asked)

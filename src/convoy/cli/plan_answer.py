@@ -1,35 +1,71 @@
-"""How `convoy plan` answers: plans on this rank, and on the first one prints and writes what came of it."""
+"""Where `convoy plan` runs: on this device, or on as many as the plan is for, where this machine has them.
+
+The network that `convoy plan` is asked about.
+
+How `convoy plan` answers: plans on this rank, and on the first one prints and writes what came of it.
+"""
 
 import json
 from dataclasses import replace
 
 import click
 import torch
+from torch import nn
 
+from convoy import launch, models
 from convoy.cli.measuring_progress import Progress
-from convoy.cli.output_files import written
-from convoy.cli.plan_network import assumed, network_of
+from convoy.cli.options import is_verbose, written
 from convoy.cli.plan_request import Request
-from convoy.cost.costs import Around
-from convoy.cost.store import ProfileStore
-from convoy.cost.trace import events, trace
 from convoy.engine.allocation import keep_freed_memory
-from convoy.experiments.plan_page import plan_page
-from convoy.planning import Planned, Ranks, make_plan
-from convoy.planning.document import document
-from convoy.planning.link_names import links_named
-from convoy.planning.remembered import remember
-from convoy.planning.text import explanation_text
-from convoy.planning.verdict import Explained, explained
-from convoy.plans.check_plan import check_patterns
+from convoy.launch import place as cores
+from convoy.planner import Planned, Ranks, make_plan
+from convoy.planner.cost.costs import Around
+from convoy.planner.cost.link import links_named
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.trace import events, trace
+from convoy.planner.interface import document
+from convoy.planner.remembered import remember
+from convoy.planner.search.layers import Layers
+from convoy.planner.text import explanation_text
+from convoy.planner.verdict import Explained, explained
+from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE
+from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
-from convoy.training import Recipe
+from convoy.training import Devices, choose_device
 from convoy.training.derived import num_microbatches
-from convoy.training.numerics import set_numerics
-from convoy.training.optimization.precision import check_precision
-from convoy.training.planning.device_memory import device_memory
-from convoy.training.planning.workloads import measuring, workload_of_recipe
+from convoy.training.precision import check_precision, set_numerics
+from convoy.training.recipe import Recipe
+from convoy.training.workloads import device_memory, measuring, workload_of_recipe
+
+ASSUMED_SIZE = 224
+"""Pixels of an image's sides where neither the request nor the network says."""
+
+
+def network_of(request: Request, recipe: Recipe, device: torch.device) -> tuple[nn.Module, tuple[int, int, int]]:
+    """The network with fresh weights, and the shape of its images."""
+    name, settings = recipe.model.name, dict(recipe.model.options)
+    usual = models.describe(name).input_shape
+    size = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else ASSUMED_SIZE)
+    if models.accepts(name, "image_size"):
+        settings.setdefault("image_size", size)
+    torch.manual_seed(recipe.seed)
+    model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
+    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    return model.train(), (channels, size, size)
+
+
+def assumed(request: Request, recipe: Recipe) -> str | None:
+    """A sentence on the size of the images, where nobody says it; None where somebody does."""
+    name = recipe.model.name
+    if request.image_size or recipe.data.image_size or models.describe(name).input_shape is not None:
+        return None
+    return (
+        f"the size of the images for {name} is not known: {ASSUMED_SIZE}×{ASSUMED_SIZE} pixels are assumed, unless "
+        "--image-size says otherwise"
+    )
 
 
 def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
@@ -134,3 +170,52 @@ def _describe(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     number = torch.get_num_threads()
     return f"{number} core{'s' if number > 1 else ''} of this machine"
+
+
+def run(request: Request, recipe: Recipe) -> int:
+    """Plan, and say what came of it.
+
+    Args:
+        request: what is asked, checked.
+        recipe: of the network.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConvoyError: there is no such device, a fix matches no layer, or no plan.
+    """
+    number = request.num_devices
+    place = launch.find_place()
+    if place is not None:
+        place.check(number if request.devices is not None or request.scores else None)
+        with launch.as_rank(place):
+            joined, own = Devices.join()
+            cores.take_share(joined.gather, joined.rank, request.cores_per_device)
+            chosen = own if request.device is None or own.type == request.device else choose_device(request.device)
+            answer(request, recipe, place.num_ranks, Ranks.here(), chosen)
+            Devices.leave()
+            return launch.ended(place, 0)
+    chosen = choose_device(request.device)
+    if number > 1 and request.link is None and _fits(number, chosen, request.cores_per_device):
+        if request.fixes:
+            _check_fixes(request, recipe, number)
+        return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
+    if request.cores_per_device is not None:
+        cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
+    answer(request, recipe, number, Ranks(), chosen)
+    return 0
+
+
+def _check_fixes(request: Request, recipe: Recipe, number: int) -> None:
+    """Refuse fixes that match no layer before ranks are started, which takes longer than to look at the network."""
+    here = torch.device("cpu")
+    model, shape = network_of(request, recipe, here)
+    Layers(workload_of_recipe(recipe, model, shape, number, here).graph, request.fixes, ())
+
+
+def _fits(devices: int, device: torch.device, cores_per_device: int | None) -> bool:
+    """Whether this machine has so many devices."""
+    if device.type == "cuda":
+        return torch.cuda.device_count() >= devices
+    return len(cores.own_cores()) >= devices * (cores_per_device or 1)

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from convoy.cli.line import command_of
-from convoy.cli.output_files import check_writable
-from convoy.cli.sizes import bytes_of
+from convoy.cli.options import bytes_of, check_writable, command_of
 from convoy.errors import ConvoyError
-from convoy.planning.link_names import links_named
+from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.parallel_config import check_shares

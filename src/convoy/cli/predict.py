@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from convoy.cli import options, tables
+from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
-from convoy.printable import printable
-from convoy.terminal import Console
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.terminal import Console, printable
+from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +143,7 @@ class _Writer:
 
     def write(self, answers: Sequence["Answer"]) -> None:
         """Write the answers of some pictures."""
-        lines = [] if self._done or self._as_json else [tables.as_csv(HEADER)]
+        lines = [] if self._done or self._as_json else [options.as_csv(HEADER)]
         for answer in answers:
             if answer.bad is not None:
                 self.num_bad += 1
@@ -159,7 +158,7 @@ class _Writer:
 
     def _csv(self, answer: "Answer") -> str:
         return "".join(
-            tables.as_csv((answer.name, place, self._classes[number], f"{probability:.6f}"))
+            options.as_csv((answer.name, place, self._classes[number], f"{probability:.6f}"))
             for place, (number, probability) in enumerate(answer.best, 1)
         )
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from convoy.cli import tables
-from convoy.cost.device import Device
-from convoy.cost.store import ProfileStore, Row
+from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.planning.words import seconds
+from convoy.planner.cost.device import Device
+from convoy.planner.cost.store import ProfileStore, Row
+from convoy.planner.words import seconds
 
 
 def answer(device: str | None, clear: bool, as_json: bool) -> None:
@@ -31,7 +31,7 @@ def answer(device: str | None, clear: bool, as_json: bool) -> None:
         except OSError as error:
             raise ConvoyError(f"{store.path} cannot be cleared ({error.strerror}): check who owns it") from error
         if as_json:
-            tables.show([{"cleared": number}], as_json)
+            options.show([{"cleared": number}], as_json)
         else:
             click.echo(f"forgot {number} device{'' if number == 1 else 's'}")
         return
@@ -72,7 +72,7 @@ def _show_devices(store: ProfileStore, as_json: bool) -> None:
     if not rows and not as_json:
         click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
         return
-    tables.show(rows, as_json, right=("no", "pieces", "from runs"))
+    options.show(rows, as_json, right=("no", "pieces", "from runs"))
     if not as_json:
         click.echo(f"in {store.path}")
 
@@ -84,7 +84,7 @@ def _show_pieces(store: ProfileStore, device: Device, as_json: bool) -> None:
         if not measured:
             click.echo("no pieces were measured")
             return
-    tables.show([_piece(row, as_json) for row in measured], as_json, right=("forward", "backward"))
+    options.show([_piece(row, as_json) for row in measured], as_json, right=("forward", "backward"))
 
 
 def _piece(row: Row, as_json: bool) -> dict[str, Any]:

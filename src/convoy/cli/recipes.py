@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from convoy.cli import options, tables
+from convoy.cli import options
 
 if TYPE_CHECKING:
-    from convoy.training.config.schema import Key
+    from convoy.training.schema import Key
 
 
 @click.command(
@@ -33,20 +33,20 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
 
     What a recipe does not say has its default: --keys lists them.
     """
-    from convoy.training.config.schema import describe_keys  # with torch, for which no help is to wait
     from convoy.training.recipe import Recipe, recipe_names, recipe_summary, recipe_text
+    from convoy.training.schema import describe_keys  # with torch, for which no help is to wait
 
     if keys:
         found = describe_keys(Recipe)
         if as_json:
-            tables.show([asdict(key) for key in found], as_json)
+            options.show([asdict(key) for key in found], as_json)
         else:
             click.echo("\n".join(map(_for_reading if sys.stdout.isatty() else _line, found)))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
-    tables.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
+    options.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
 
 
 def _line(key: "Key") -> str:

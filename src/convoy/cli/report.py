@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 
 @click.command(
@@ -21,11 +21,11 @@ Examples:
 def command(run: Path) -> None:
     """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
     if (run / "bench.json").exists():
-        from convoy.experiments.scaling.results.files import write_files
+        from convoy.bench.page import write_files
 
         click.echo(f"report: {write_files(run).report}")
         return
     RunDirectory(run).check_run()
-    from convoy.experiments.report import write_report  # with matplotlib, for which no mistake is to wait
+    from convoy.report.report import write_report  # with matplotlib, for which no mistake is to wait
 
     click.echo(f"report: {write_report(run)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from convoy.cli import options
-from convoy.data_path import MNIST_MINI, existing
+from convoy.files import MNIST_MINI, existing
 from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.plans.plan import Plan

@@ -1,17 +1,16 @@
 """What a command line of `convoy train` asks for: the recipe, the folder of its run, whether it goes on with one."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from convoy.cli.again import run_of
-from convoy.cli.line import command_of
+from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
-from convoy.training.config.duration import FORMS, Duration
+from convoy.training.config import FORMS, Duration
 from convoy.training.parallel_config import (
     LostGroupError,
     ParallelConfig,
@@ -21,7 +20,7 @@ from convoy.training.parallel_config import (
     plan_of,
 )
 from convoy.training.recipe import Recipe, check_names, load_recipe
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from convoy.training import Devices
@@ -210,3 +209,30 @@ def new_length(old: RunDirectory, more: str) -> Duration:
         raise ConvoyError(f"{old.summary_file} does not say how many samples there are: give --extend in epochs")
     per_epoch = num_train // recipe.batch
     return Duration(recipe.epochs.updates(per_epoch) + by.updates(per_epoch), "ba")
+
+
+def begun(run: RunDirectory, jobs: Iterable[str], command: str) -> bool:
+    """Whether a run was begun by these ranks, before they were started again.
+
+    Args:
+        run: perhaps one of others.
+        jobs: names of what started the ranks (`convoy.launch.place.job`).
+        command: the command line.
+    """
+    by = run.begun_by()
+    return bool(set(jobs) & set(by.get("jobs") or ())) and by.get("command") == command
+
+
+def run_of(out: Path | None, candidates: Iterable[Path], jobs: Sequence[str], command: str) -> tuple[Path, bool]:
+    """The folder of the run, and whether it was begun by these ranks.
+
+    Args:
+        out: the folder that the user names, if any.
+        candidates: folders to choose the first free one from, without end.
+    """
+    for path in candidates if out is None else [out]:
+        if jobs and begun(RunDirectory(path), jobs, command):
+            return path, True
+        if out is not None or not path.exists():
+            return path, False
+    raise AssertionError("candidates without end")

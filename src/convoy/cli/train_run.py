@@ -6,24 +6,24 @@ from pathlib import Path
 import torch
 
 from convoy import interfaces, launch
-from convoy.cli.line import command_of, is_verbose
 from convoy.cli.on_devices import device_of
+from convoy.cli.options import command_of, is_verbose
 from convoy.cli.train_request import Request
-from convoy.engine.groups import meeting_store
-from convoy.engine.position import here
+from convoy.comm.groups import meeting_store
+from convoy.comm.position import here
 from convoy.errors import ConvoyError
-from convoy.launch import cores
-from convoy.planning import Ranks
-from convoy.planning.comparison_text import comparison_text, headline
-from convoy.planning.words import shortened
+from convoy.launch import place as cores
+from convoy.planner import Ranks
+from convoy.planner.comparison import comparison_text, headline
+from convoy.planner.words import shortened
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
-from convoy.training.config.timespan import TimeSpan
-from convoy.training.failures.interrupt import HANDED_ON, SIGNALS, Interrupt
-from convoy.training.failures.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
-from convoy.training.last_words import Witness
+from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices
+from convoy.training.summary import Witness
+from convoy.training.timespan import TimeSpan
+from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 
 LONGEST_PLAN = 90
 """Characters of a plan in one line; `plan.yaml` has all of it."""
@@ -155,7 +155,7 @@ def _answer(outcome: Outcome, devices: Devices, verbose: bool) -> int:
 
 
 def _report(out: Path) -> Path:
-    from convoy.experiments.report import write_report  # with matplotlib, for which no rank is to wait at its start
+    from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
 
     return write_report(out)
 

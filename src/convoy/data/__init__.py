@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from convoy.data.dataset import DataSet, open_data
     from convoy.data.decode import BadImage
     from convoy.data.loader import evaluation_batches, num_workers, training_batches
-    from convoy.data.mixing import mix
-    from convoy.data.normalise import Normalise
     from convoy.data.order import Order
     from convoy.data.sources import Source
+    from convoy.data.transforms import Normalise, mix
 
 __all__ = [
     "AugmentConfig",
@@ -41,11 +40,11 @@ __getattr__ = lazily(
         "DataConfig": "config",
         "DataSet": "dataset",
         "MixConfig": "config",
-        "Normalise": "normalise",
+        "Normalise": "transforms",
         "Order": "order",
         "Source": "sources",
         "evaluation_batches": "loader",
-        "mix": "mixing",
+        "mix": "transforms",
         "num_workers": "loader",
         "open_data": "dataset",
         "training_batches": "loader",

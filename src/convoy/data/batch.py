@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from convoy.data.colour import ColourAugment
 from convoy.data.decode import BadImage
-from convoy.data.geometry import Geometry
 from convoy.data.memory import refusal
-from convoy.data.randomness import Purpose, uniforms
+from convoy.data.order import Purpose, uniforms
 from convoy.data.sources import PixelSource, Source
+from convoy.data.transforms import ColourAugment, Geometry
 from convoy.errors import ConvoyError
 
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from convoy.data_path import MNIST_MINI
+from convoy.files import MNIST_MINI
 
 Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "mnist-mini"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]

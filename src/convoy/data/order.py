@@ -1,10 +1,56 @@
-"""Which samples belong to which update: a function of the seed and the update's number alone."""
+"""A seeded split for data that has none of its own: the same share of every class is held out.
+
+Random numbers that are a function of (seed, purpose, epoch, sample) and of nothing else.
+
+The generator is SplitMix64 used as a counter-based one: a sample's numbers need no state, so any process can compute
+them for any array of samples at once, in any order, and numpy's own generators (whose streams may change between
+versions) are not involved.
+
+Which samples belong to which update: a function of the seed and the update's number alone.
+"""
+
+from enum import IntEnum
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.randomness import Purpose, keys
 from convoy.errors import ConvoyError
+from convoy.splitmix64 import GOLDEN, mix, word
+
+
+class Purpose(IntEnum):
+    """What numbers are drawn for. Each purpose has a stream of its own, so switching one on changes no other."""
+
+    ORDER = 1
+    SPLIT = 2
+    CROP = 3
+    FLIP = 4
+    JITTER = 5
+    PCA = 6
+    RAND_AUGMENT = 7
+    MIX = 8
+
+
+def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One 64-bit number for each sample [n]; different samples always get different numbers."""
+    state = np.zeros(1, np.uint64)
+    for part in (seed, purpose, epoch):
+        state = mix((state + GOLDEN) ^ word(int(part)))
+    return mix((state + GOLDEN) ^ samples.astype(np.uint64))
+
+
+def uniforms(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64], num: int) -> NDArray[np.float64]:
+    """`num` numbers in [0, 1) for each sample: [n, num]."""
+    counters = np.arange(1, num + 1, dtype=np.uint64) * GOLDEN
+    bits = mix(keys(seed, purpose, epoch, samples)[:, None] + counters)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def normals(uniform: NDArray[np.float64]) -> list[float]:
+    """Standard normal numbers from a row of uniform ones [n], by inversion."""
+    inverse = NormalDist().inv_cdf
+    return [inverse(max(u, 2.0**-54)) for u in uniform.tolist()]
 
 
 class Order:
@@ -42,3 +88,19 @@ class Order:
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_latest": None}
+
+
+def stratified_split(
+    labels: NDArray[np.int64], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices to train on and to hold out, both ascending; at least one sample in each.
+
+    Samples are lined up class by class, shuffled within a class, and every (1/fraction)-th is held out. So the
+    number held out is exact, and a class of n samples gives n·fraction of them, rounded up or down.
+    """
+    num = len(labels)
+    num_test = min(max(round(num * fraction), 1), num - 1)
+    line = np.lexsort((keys(seed, Purpose.SPLIT, 0, np.arange(num)), labels))
+    place = np.arange(num, dtype=np.int64)
+    held_out = (place + 1) * num_test // num > place * num_test // num
+    return np.sort(line[~held_out]), np.sort(line[held_out])

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, held_out, reading, shards, shown
+from convoy.data.files import Opened, check_range, held_out, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
-from convoy.data.labels import check_range, numbered_classes
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
-from convoy.printable import printable
+from convoy.terminal import printable
 
 _MAX_LABEL_BYTES = 2**20
 CLASS_NAMES = "classes.txt"

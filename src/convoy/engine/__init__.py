@@ -1,20 +1,18 @@
 """Runs a network so that its numbers depend on the recipe alone: microbatches, random numbers, batch norm."""
 
-from convoy.engine.batch_norm import MicrobatchNorm
+from convoy.engine.batch_norm import MicrobatchNorm, prepare
 from convoy.engine.class_parallel import cross_entropy
 from convoy.engine.context import StepContext
+from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.dropout import SampleDropout
 from convoy.engine.explain import explain
 from convoy.engine.gradient_tree import GradientTree
-from convoy.engine.merge import Probe, probe
-from convoy.engine.microbatches import microbatch_sizes, passes
 from convoy.engine.parallelize import (
     accumulate,
     clip_grad_norm_,
     local_samples,
     parallelize,
 )
-from convoy.engine.prepare import prepare
 
 __all__ = [
     "GradientTree",

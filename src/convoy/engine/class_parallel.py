@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from convoy.engine.collectives import all_gather, all_reduce
-from convoy.engine.groups import Groups
+from convoy.comm.collectives import all_gather, all_reduce
+from convoy.comm.groups import Groups
+from convoy.comm.redistribution import redistribute
 from convoy.engine.network import Network, network_of
-from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
 from convoy.plans import Layout, transfer
 from convoy.plans.layout import Indices

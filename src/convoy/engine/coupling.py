@@ -1,12 +1,89 @@
-"""Networks that compute with several samples at once, and so cannot be given microbatches side by side."""
+"""How many microbatches may run as one pass: a probe of the network, not a list of known layers.
 
-from torch import nn
+One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
+would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
+do. Whether anything else in the network couples samples or draws is seen by running it both ways. A branch whose first
+weights are zero or next to it, as the last of a residual block often are, shows nothing: where there are such weights,
+the network is run both ways with others in their place too.
+
+Which call of a network computes with several samples of a batch at once.
+
+How a global batch is cut into microbatches, and which of them run together in one pass.
+
+Networks that compute with several samples at once, and so cannot be given microbatches side by side.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from convoy.engine.batch_norm import MicrobatchNorm
+from convoy.engine.context import StepContext
+from convoy.engine.dropout import SampleDropout
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.graph.graph import Call
-from convoy.plans.coupling import coupling
+from convoy.graph.graph import Call, Graph
+from convoy.plans.layout import Layout, balanced
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import PlacedCall, place
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+
+_HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
+
+
+def coupling(graph: Graph) -> Call | None:
+    """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside.
+
+    A call that nobody has a rule for is taken for one.
+
+    Args:
+        graph: the network, captured with at least two samples.
+    """
+    batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
+    placement = place(graph, _HALVES, batch, [])
+    return next((placed.call for placed in placement.calls if _couples(placed, graph)), None)
+
+
+def _couples(placed: PlacedCall, graph: Graph) -> bool:
+    call = placed.call
+    if call.op == "batch_norm":
+        return False
+    sent = any(graph.values[name].origin in ("call", "input") for name in placed.transfers)
+    partial = any(layout.partial for layout in placed.placed.outputs.values())
+    along = call.op == "softmax" and _divides(placed.placed.inputs[call.attributes["input"]], call.attributes["dim"])
+    return sent or partial or along
+
+
+def _divides(layout: Layout, dim: int) -> bool:
+    return layout.split(dim) is not None
+
+
+def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
+    """Cut `batch` samples into microbatches as even as can be, the larger ones first.
+
+    Returns:
+        `num_microbatches` sizes that add up to `batch` and differ by one sample at most.
+    """
+    assert 1 <= num_microbatches <= batch, f"{num_microbatches} microbatches of {batch} samples"
+    size, larger = divmod(batch, num_microbatches)
+    return (size + 1,) * larger + (size,) * (num_microbatches - larger)
+
+
+def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
+    """Group consecutive microbatches into passes of at most `merge` microbatches, as even as can be."""
+    counts = microbatch_sizes(len(sizes), -(-len(sizes) // merge))
+    groups, start = [], 0
+    for count in counts:
+        groups.append(sizes[start : start + count])
+        start += count
+    return groups
 
 
 def coupled_in_training(net: nn.Module) -> str | None:
@@ -51,3 +128,187 @@ def coupled(net: nn.Module) -> str | None:
 def _name(call: Call) -> str:
     function = getattr(call.function, "__name__", "a call").strip("_")
     return f"{function} in {f'layer {call.layer}' if call.layer else 'the network itself'}"
+
+
+PROBE_SAMPLES = 2
+TOLERANCE = 1e-2
+CPU_BUDGET = 16 * 2**20
+CUDA_SHARE = 0.5
+ASLEEP = 0.2
+"""Weights that are smaller than so much of what is usual let a branch do next to nothing."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What two microbatches of two samples showed.
+
+    Attributes:
+        separable: microbatches that run in one pass give what they give one after the other; where the network draws
+            random numbers, in evaluation mode.
+        draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
+        bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
+        normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
+            would take all microbatches of one call before those of the next.
+        outputs: tensors that it gives in training: with auxiliary heads more than one.
+    """
+
+    separable: bool
+    draws: bool
+    bytes_per_sample: int
+    normed_again: bool
+    outputs: int = 1
+
+    def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
+        """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
+
+        Where several devices are `sharing` the work on a pass, each keeps a part of it.
+
+        A GPU's budget is half of its memory. On a CPU large passes fall out of the caches and are slower than small
+        ones, so that a pass keeps 16 MiB for the backward pass at most.
+        """
+        if self.draws or not self.separable:
+            return 1
+        budget = (
+            CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else CPU_BUDGET
+        )
+        return max(1, min(len(sizes), int(sharing * budget // max(1, self.bytes_per_sample * max(sizes)))))
+
+
+def probe(
+    model: nn.Module,
+    context: StepContext,
+    image_shape: tuple[int, ...],
+    device: torch.device,
+    samples: int = PROBE_SAMPLES,
+) -> Probe:
+    """Run the network in training mode on random images, together and one microbatch at a time.
+
+    Weights, buffers, the mode and torch's random state are left as they were.
+
+    Args:
+        model: the network, prepared by `convoy.engine.batch_norm`.
+        context: its step context.
+        image_shape: (channels, height, width).
+        device: where the network lives.
+        samples: size of each of the two microbatches.
+    """
+    sizes = (samples, samples)
+    images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    with _untouched(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.train()
+        before = _random_state(device)
+        context.enter(0, 0, sizes, device)
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _calls(model) as ran:
+            together = list(_tensors(model(images)))
+        outputs = len(together)
+        again = [layer for layer, number in ran.items() if number > 1]
+        draws = not torch.equal(before, _random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
+        if draws:
+            model.eval()
+            together = _run(model, context, images, 0, sizes)
+        weights = {p.data_ptr() for p in model.parameters()}
+        separable = _alike([each.detach() for each in together], model, context, images, samples)
+        asleep = list(_asleep(model))
+        if separable and asleep:
+            with _awake(asleep):
+                together = _run(model, context, images, 0, sizes)
+                finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
+                separable = not finite or _alike(together, model, context, images, samples)
+    total = sum(size for pointer, size in kept.items() if pointer not in weights)
+    return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
+
+
+def _run(
+    model: nn.Module, context: StepContext, images: Tensor, first_sample: int, sizes: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    context.enter(0, first_sample, sizes or (len(images),), images.device)
+    with torch.no_grad():
+        return list(_tensors(model(images)))
+
+
+def _alike(together: list[Tensor], model: nn.Module, context: StepContext, images: Tensor, samples: int) -> bool:
+    """Whether two microbatches one after the other give what they gave together."""
+    apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
+    return all(_close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together))
+
+
+def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
+    """Weights so small that what they multiply hardly counts, with their usual size; biases multiply nothing."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or not weight.numel() or name.rpartition(".")[2] == "bias":
+            continue
+        usual = (len(weight) / weight.numel()) ** 0.5 if weight.dim() > 1 else 1.0
+        if weight.detach().float().square().mean().sqrt() < ASLEEP * usual:
+            yield weight.detach(), usual
+
+
+@contextmanager
+def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
+    """Random numbers of the usual size in place of weights."""
+    generator = torch.Generator().manual_seed(0)
+    kept = [weight.clone() for weight, _ in weights]
+    try:
+        for weight, usual in weights:
+            weight.copy_(usual * torch.randn(weight.shape, generator=generator))
+        yield
+    finally:
+        for (weight, _), before in zip(weights, kept, strict=True):
+            weight.copy_(before)
+
+
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """How often each dropout and batch norm layer runs: the second mask of a dropout layer is another one, which it
+    cannot know by itself."""
+    ran: Counter[nn.Module] = Counter()
+    drops = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
+    layers = [*drops, *(layer for layer in model.modules() if isinstance(layer, MicrobatchNorm))]
+    handles = [layer.register_forward_hook(lambda layer, *_: ran.update([layer])) for layer in layers]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    scale = b.abs().max().clamp(min=1e-12)
+    return bool((a - b).abs().max() <= TOLERANCE * scale)
+
+
+def _note(tensor: Tensor, kept: dict[int, int]) -> Tensor:
+    kept[tensor.data_ptr()] = max(kept.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, dict):
+        yield from _tensors(tuple(outputs.values()))
+    elif isinstance(outputs, Iterable):
+        for output in outputs:
+            yield from _tensors(output)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, training in modes.items():
+            module.training = training
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
+    return torch.get_rng_state()

@@ -7,9 +7,8 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.plans.explain import Setting, listed, text_of
+from convoy.plans.explain import Setting, explanation, listed, text_of, together
 from convoy.plans.explain import explain as text_of_placement
-from convoy.plans.explanation import explanation, together
 from convoy.plans.plan import Plan
 
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from convoy.comm.collectives import all_gather, broadcast, gather_ints
 from convoy.engine import optimizers
-from convoy.engine.collectives import all_gather, broadcast, gather_ints
 from convoy.engine.contents import named_tensors
 from convoy.engine.gradients.backward import at_end_of_backward, current_backward
 from convoy.engine.gradients.buckets import flat, is_dense

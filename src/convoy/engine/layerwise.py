@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from convoy.comm.redistribution import redistribute
+from convoy.engine.agreement import Form, arguments
 from convoy.engine.contents import plain_forward
 from convoy.engine.network import Network
 from convoy.engine.output import writable
-from convoy.engine.signature import Form, arguments
-from convoy.engine.transfer import redistribute
 from convoy.errors import ConvoyError
-from convoy.graph.errors import CaptureError
+from convoy.graph.graph import CaptureError
 from convoy.graph.tree import replace
 from convoy.plans import Layout, transfer
 from convoy.plans.layout import WHOLE, consecutive

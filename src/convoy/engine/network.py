@@ -11,22 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from convoy.engine.agreement import exchange_samples
+from convoy.comm.groups import Groups
+from convoy.engine.agreement import Form, Kind, Signature, arguments, exchange_samples, kinds
 from convoy.engine.contents import named_tensors, owners, plain_forward
 from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
-from convoy.engine.groups import Groups
 from convoy.engine.output import scale_gradient, undo_scale, writable
 from convoy.engine.program import Program, Watch
 from convoy.engine.shards import collect, cut
-from convoy.engine.signature import Form, Kind, Signature, arguments, kinds
 from convoy.engine.unchanged import Unchanged
 from convoy.errors import ConvoyError
 from convoy.graph.capture import capture
-from convoy.graph.errors import CaptureError
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive

@@ -1,23 +1,134 @@
-"""A placed network on one rank: kernels and transfers in the order in which they run."""
+"""A placed network on one rank: kernels and transfers in the order in which they run.
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+Calls that may overwrite what they are given: each saves a tensor, and a pass over fresh memory.
+
+Stretches of a program that only compute, compiled by `torch.compile`; what lies between them runs as it is.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from convoy.comm.groups import Groups
+from convoy.comm.position import here
+from convoy.comm.redistribution import redistribute
 from convoy.engine.context import StepContext
-from convoy.engine.groups import Groups
-from convoy.engine.in_place import Overwriting
-from convoy.engine.kernels import Alone, Recorded, Site, build_kernel
-from convoy.engine.position import here
+from convoy.engine.kernels import Alone, Kernel, Recorded, Site, build_kernel
 from convoy.engine.shards import cut
-from convoy.engine.stretches import Instruction, compiled
-from convoy.engine.transfer import redistribute
 from convoy.plans.layout import Layout
-from convoy.plans.place import Placement
+from convoy.plans.memory import Readers, overwritten
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.transfer import Step
+
+
+class Overwriting:
+    """Finds the calls of a placed network whose input nobody else reads.
+
+    Args:
+        placement: of the network.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._readers = Readers(placement.graph, placement.outputs)
+
+    def kernel(self, placed: PlacedCall) -> Kernel | None:
+        """The version of a call that writes its result over an input, or None where it must not."""
+        name = overwritten(placed.call, lambda source: self._is_spare(placed, source))
+        if name is None:
+            return None
+        if len(placed.call.inputs) == 1:
+            return _relu
+        return _add_to_first if name == placed.call.inputs[0] else _add_to_second
+
+    def _is_spare(self, placed: PlacedCall, name: str) -> bool:
+        return self._readers.is_spare(name, placed.transfers)
+
+
+def _relu(x: Tensor) -> Sequence[Tensor]:
+    return [torch.relu_(x)]
+
+
+def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    alike = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
+    return [x.add_(y) if alike else x + y]
+
+
+def _add_to_second(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    return _add_to_first(y, x)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Takes what is in some slots, fills others, and empties those that nobody reads any more.
+
+    Attributes:
+        alone: it does more than compute: it talks to other ranks, or keeps something.
+        name: of the call that it is, empty where it is none or several.
+        layer: what it belongs to, for people.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    alone: bool
+    free: tuple[int, ...] = ()
+    name: str = ""
+    layer: str = ""
+
+
+def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> list[Instruction]:
+    """The same program with every stretch of instructions that only compute as one.
+
+    Args:
+        instructions: of the program, in order.
+        results: slots that are read after the last one.
+    """
+    wanted = set(results)
+    found: list[Instruction] = []
+    stretch: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if instruction.alone:
+            found += [*_joined(stretch, wanted), instruction]
+            stretch = []
+            wanted |= set(instruction.inputs)
+        else:
+            stretch.insert(0, instruction)
+    found += _joined(stretch, wanted)
+    return found[::-1]
+
+
+def _joined(stretch: Sequence[Instruction], wanted: set[int]) -> list[Instruction]:
+    """One instruction for a stretch; what it needs from before is `wanted` from then on."""
+    if not stretch:
+        return []
+    made: set[int] = set()
+    needed: dict[int, None] = {}
+    for instruction in stretch:
+        needed |= dict.fromkeys(slot for slot in instruction.inputs if slot not in made)
+        made |= set(instruction.outputs)
+    inputs, outputs = tuple(needed), tuple(sorted(made & wanted))
+    wanted |= set(inputs)
+    return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
+
+
+def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int]) -> Callable[..., Any]:
+    def run(*tensors: Any) -> list[Any]:
+        slots = dict(zip(inputs, tensors, strict=True))
+        for instruction in stretch:
+            values = instruction.run(*[slots[slot] for slot in instruction.inputs])
+            for slot, value in zip(instruction.outputs, values, strict=True):
+                slots[slot] = value
+        return [slots[slot] for slot in outputs]
+
+    # torch.compile keeps what it has made by code object, and only so much for each: every stretch needs its own
+    code = run.__code__.replace(co_name="stretch")
+    own = types.FunctionType(code, run.__globals__, "stretch", None, run.__closure__)
+    return torch.compile(own, dynamic=False)
+
 
 LOW_PRECISION = {"conv", "linear"}
 """Calls that autocast computes in low precision: what they need is sent so."""

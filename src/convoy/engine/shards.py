@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from convoy.engine.groups import Groups
-from convoy.engine.transfer import redistribute
+from convoy.comm.groups import Groups
+from convoy.comm.redistribution import redistribute
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.transfer import transfer

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from convoy.engine.collectives import all_gather, all_reduce
-from convoy.engine.groups import Groups
+from convoy.comm.collectives import all_gather, all_reduce
+from convoy.comm.groups import Groups
 from convoy.plans.mesh import Axes
 
 Term = tuple[Tensor, Tensor]

@@ -19,7 +19,7 @@ from convoy.engine.gradients.backward import at_end_of_backward
 from convoy.plans.place import Placement
 
 Kind = Literal["input", "forward", "backward", "copy", "transfer", "gradient", "update", "rest"]
-"""What began: as in `convoy.cost.task`, with `input`, and `rest` for all that has no name of its own."""
+"""What began: as in `convoy.planner.cost.timeline`, with `input`, and `rest` for all that has no name of its own."""
 
 
 class DeviceClock:

@@ -2,26 +2,155 @@
 
 The network runs once on tensors without numbers while every torch function it calls is written down, so python's own
 control flow over shapes and modes is followed as it is. A graph therefore holds for one mode and one size of input.
+
+Custom autograd functions are one call each: what they do inside has a backward pass of their own.
+
+Fake tensors in the places of a module's parameters and buffers.
+
+A forward pass that leaves no trace: in modules, in what they keep in lists and dicts, in random states.
 """
 
 import inspect
+import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from convoy.graph import tree
-from convoy.graph.autograd import custom_functions
-from convoy.graph.errors import CaptureError
 from convoy.graph.fake import Fakes
-from convoy.graph.graph import Call, Graph, Ref
-from convoy.graph.layers import LayerStack
+from convoy.graph.graph import Apply, Call, CaptureError, Graph, LayerStack, Ref
 from convoy.graph.recorder import Recorder
-from convoy.graph.stand_ins import Shapes, stand_ins, swapped
-from convoy.graph.untouched import untouched
+
+Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
+
+
+@contextmanager
+def custom_functions(record: Record, recomputed: Callable[[], None]) -> Iterator[None]:
+    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`.
+
+    Activation checkpointing, which is such a function too, runs what it is given as if it were called directly.
+    `recomputed()` is called where it begins, and where autograd is asked in another way not to keep what it needs.
+    """
+    enter = saved_tensors_hooks.__enter__
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            recomputed()
+            return args[0](*args[2:])
+        if cls.__module__ == CheckpointFunction.__module__:  # torch 2.11 keeps the inputs by one, of no result
+            return original.__get__(None, cls)(*args, **kwargs)
+        return record(Apply(cls), args, kwargs, original.__get__(None, cls))
+
+    def noting(self: saved_tensors_hooks) -> None:
+        recomputed()
+        enter(self)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.device) -> dict[str, Tensor]:
+    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself.
+
+    To be called under the fake mode. Tensors on the meta device, which fakes know not, are taken to `device`.
+    """
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        shape, dtype = shapes.get(name) or (tensor.shape, tensor.dtype)
+        fake = torch.empty(tuple(shape), dtype=dtype, device=device if tensor.is_meta else tensor.device)
+        made[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return made
+
+
+@contextmanager
+def swapped(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    fakes: Mapping[str, Tensor],
+    constant: Callable[[Tensor], bool],
+) -> Iterator[None]:
+    """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
+
+    Raises CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`:
+    then it is a table made at first use.
+    """
+    places = {id(tensor): fakes[name] for name, tensor in tensors.items()}
+    names = {id(fake): name for name, fake in fakes.items()}
+    held = [
+        (vars(module), kind, vars(module)[kind]) for module in model.modules() for kind in ("_parameters", "_buffers")
+    ]
+    expected = []
+    for attributes, kind, own in held:
+        attributes[kind] = {name: places.get(id(tensor), tensor) for name, tensor in own.items()}
+        expected.append(dict(attributes[kind]))
+    try:
+        yield
+        for (attributes, kind, _), before in zip(held, expected, strict=True):
+            for name, tensor in before.items():
+                now = attributes[kind].get(name)
+                if now is not tensor and not (now is not None and constant(now)) and name != "num_batches_tracked":
+                    raise CaptureError(f"it replaces {names.get(id(tensor), name)} in its forward pass")
+    finally:
+        for attributes, kind, own in held:
+            attributes[kind] = own
+
+
+_DEPTH = 3
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what is left behind by what runs within it.
+
+    Raises CaptureError where it has drawn from the random numbers of python or numpy, which a graph cannot repeat.
+    """
+    kept: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        _keep(vars(module), kept, _DEPTH)
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+        if random.getstate() != python or not _same(np.random.get_state(), numpy):
+            raise CaptureError("it draws from the random numbers of python or numpy in its forward pass")
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for container, before in kept.values():
+            if isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
+
+
+def _keep(container: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> None:
+    if depth == 0 or id(container) in kept or type(container) not in (dict, list, set):
+        return
+    kept[id(container)] = (container, type(container)(container))
+    if not isinstance(container, set):
+        for item in container.values() if isinstance(container, dict) else container:
+            _keep(item, kept, depth - 1)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def capture(

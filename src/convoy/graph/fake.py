@@ -1,4 +1,7 @@
-"""Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module."""
+"""Tensors that share memory: a change of one in place is a change of the others, which a graph cannot say.
+
+Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -7,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "Fakes", "storage"]
+from convoy.graph.graph import CaptureError
 
 
 class Fakes(FakeTensorMode):
@@ -65,3 +69,38 @@ class _Count(TorchDispatchMode):
 def storage(tensor: Tensor) -> int:
     """The same number for tensors that share their memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class Aliases:
+    """Every tensor of a capture by the memory it uses; keeps them alive, so that ids and memory stay theirs."""
+
+    def __init__(self) -> None:
+        self._sharing: dict[int, dict[int, Tensor]] = {}
+        self._protected: dict[int, str] = {}
+        self._outdated: dict[int, str] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """A tensor that has the right numbers now."""
+        self._sharing.setdefault(storage(tensor), {})[id(tensor)] = tensor
+        self._outdated.pop(id(tensor), None)
+
+    def protect(self, tensor: Tensor, name: str) -> None:
+        """A parameter or buffer, which nothing may change."""
+        self._protected[storage(tensor)] = name
+        self.add(tensor)
+
+    def write(self, tensor: Tensor, layer: str) -> None:
+        """`tensor` is changed in place: the others that share its memory are not to be used again."""
+        for other in self._sharing.get(storage(tensor), {}):
+            if other != id(tensor):
+                self._outdated[other] = layer
+
+    def check(self, tensor: Tensor, layer: str) -> None:
+        """Raise CaptureError where something else has changed this tensor in place."""
+        if (changed_by := self._outdated.get(id(tensor))) is not None:
+            raise CaptureError(f"it uses a tensor that {changed_by or 'the network'} changed through a view", layer)
+
+    def check_writable(self, tensor: Tensor, function: str, layer: str) -> None:
+        """Raise CaptureError where a tensor's memory is that of a parameter or buffer."""
+        if (name := self._protected.get(storage(tensor))) is not None:
+            raise CaptureError(f"{function} changes {name} in place", layer)

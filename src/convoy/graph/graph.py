@@ -1,10 +1,63 @@
-"""What a network computes, as a list of calls on named values: nothing here knows of devices."""
+"""Which layer is running: a stack that follows the calls of a network's modules.
+
+Why a network could not be captured.
+
+Functions that a captured graph calls where torch has no single one.
+
+What a network computes, as a list of calls on named values: nothing here knows of devices.
+"""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class CaptureError(Exception):
+    """The network does something in its forward pass that a graph cannot say.
+
+    Attributes:
+        reason: what it does, without the layer.
+        layer: qualified name of the innermost module that does it; empty for the network itself.
+    """
+
+    def __init__(self, reason: str, layer: str = "") -> None:
+        self.reason = reason
+        self.layer = layer
+        super().__init__(f"layer {layer}: {reason}" if layer else reason)
+
+
+def draw(kind: str, p: float | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers: zeros and ones with probability `p` of a one (`bernoulli`), or 0 <= x < 1 (`uniform`)."""
+    if kind == "uniform":
+        return torch.rand(shape, dtype=dtype, device=device)
+    assert p is not None
+    return torch.empty(shape, dtype=dtype, device=device).bernoulli_(p)
+
+
+def expand_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """`tensor` broadcast to what it and `other` have in common."""
+    return tensor.expand(torch.broadcast_shapes(tensor.shape, other.shape))
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A custom `torch.autograd.Function` as one call."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call its `apply`."""
+        return self.function.apply(*args, **kwargs)
+
 
 Origin = Literal["input", "parameter", "buffer", "constant", "call"]
 
@@ -118,3 +171,42 @@ class Graph:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if name else prefix
+
+
+class LayerStack:
+    """Follows the modules of a network as they are called; modules that are not its own count to their callers.
+
+    When a call raises, the stack stays where it was, so that the error can name the layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[tuple[str, nn.Module]] = [("", model)]
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the innermost module; empty for the network itself."""
+        return self._stack[-1][0]
+
+    @property
+    def module(self) -> nn.Module:
+        """The innermost module."""
+        return self._stack[-1][1]
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Follow the calls made within it."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            name = self._names.get(id(module))
+            self._stack.append((name, module) if name is not None else self._stack[-1])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,24 +1,40 @@
-"""Writes down the torch functions that a network calls."""
+"""Writes down the torch functions that a network calls.
+
+Functions that change a tensor, and those that give the same as a new one.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from convoy.graph import tree
-from convoy.graph.aliases import Aliases
-from convoy.graph.blanks import Blanks, probability
-from convoy.graph.constants import Constants
-from convoy.graph.errors import CaptureError
+from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
-from convoy.graph.fake import Fakes, FakeTensor
-from convoy.graph.functions import draw
-from convoy.graph.graph import Call, Origin, Ref, Value
-from convoy.graph.in_place import out_of_place
-from convoy.graph.layers import LayerStack
+from convoy.graph.fake import Aliases, Fakes, FakeTensor
+from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
 from convoy.graph.normalise import Normal, Seen, normalise
+
+Replacement = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replacement | None:
+    """The call that gives as a new tensor what `func` writes into its first argument; None where it writes nothing."""
+    if kwargs.get("inplace"):
+        return func, args, {**kwargs, "inplace": False}
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else None
+    if plain is None and name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"):
+        plain = f"__{name[3:]}" if name not in ("__int__", "__invert__", "__index__", "__init__") else None
+    if not plain:
+        return None
+    for home in (Tensor, torch, F):
+        if callable(found := getattr(home, plain, None)):
+            return found, args, kwargs
+    return None
+
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
 FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}

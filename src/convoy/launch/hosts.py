@@ -10,7 +10,7 @@ from convoy import interfaces
 from convoy.errors import ConvoyError
 
 Rendezvous = Literal["convoy", "c10d", "static"]
-"""`convoy` is c10d that listens on one address (`convoy.launch.rendezvous`); the other two are torch's own, which
+"""`convoy` is c10d that listens on one address (`convoy.launch.torchrun`); the other two are torch's own, which
 listen on all interfaces."""
 
 _HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")

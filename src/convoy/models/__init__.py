@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.models.by_name import accepts, create, describe
     from convoy.models.counting import Counts, count
+    from convoy.models.factory import accepts, create, describe
     from convoy.models.googlenet import GoogLeNetOutputs
     from convoy.models.heads import classifier_names, image_channels
     from convoy.models.registry import ModelInfo, list_models
@@ -32,11 +32,11 @@ __getattr__ = lazily(
         "Counts": "counting",
         "GoogLeNetOutputs": "googlenet",
         "ModelInfo": "registry",
-        "accepts": "by_name",
+        "accepts": "factory",
         "classifier_names": "heads",
         "count": "counting",
-        "create": "by_name",
-        "describe": "by_name",
+        "create": "factory",
+        "describe": "factory",
         "image_channels": "heads",
         "list_models": "registry",
         "load_weights": "weights",

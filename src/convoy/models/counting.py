@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import ConvoyError
-from convoy.models.by_name import create, describe
+from convoy.models.factory import create, describe
 from convoy.models.registry import REGISTRY
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
-from convoy.models.names import did_you_mean
-from convoy.printable import brief
+from convoy.models.heads import did_you_mean
+from convoy.terminal import brief
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,11 +1,204 @@
-"""A plan's explanation for people: a table of the layers, and what the plan costs in all."""
+"""A plan's explanation for people: a table of the layers, and what the plan costs in all.
 
+What every layer does under a plan, what is sent for it and what each rank holds, in numbers.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from convoy.plans.explanation import Explanation, Row, explanation
-from convoy.plans.place import COMPUTE, Placement
+from convoy.plans.check import axis_names
+from convoy.plans.memory import Memory, predict_memory
+from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.plan import Plan
+from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call in the explanation; every number is in bytes, of the rank that has most of it.
+
+    Attributes:
+        layer: name of the module.
+        op: kind of work.
+        strategy: on each mesh axis; empty for calls that follow their input.
+        gives: layout of the output, for people.
+        sent: the steps for its inputs in which something is sent, each as `kind over axes`.
+        traffic: what a rank sends in these steps.
+        gradients: what a rank sends to add up the gradients of its parameters.
+        parameters: held by a rank.
+        note: why it runs whole on every rank.
+    """
+
+    layer: str
+    op: str
+    strategy: tuple[str, ...]
+    gives: str
+    sent: tuple[str, ...]
+    traffic: Traffic
+    gradients: int
+    parameters: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does with a network.
+
+    Attributes:
+        rows: every call that a plan divides, has parameters, is sent something or runs whole for want of a rule.
+        others: number of calls that take what they are given and send nothing.
+        output: what is sent for the network's output, if anything is.
+        traffic: bytes of the rank that sends most in the forward, and in the backward pass, all steps together.
+        gradients: likewise, for the gradients of all parameters.
+        memory: of the rank that needs most.
+        whole: bytes of all parameters.
+        unmatched: layers with work to divide that no pattern matches.
+    """
+
+    rows: tuple[Row, ...]
+    others: int
+    output: Row | None
+    traffic: Traffic
+    gradients: int
+    memory: Memory
+    whole: int
+    unmatched: tuple[str, ...]
+
+
+def explanation(placement: Placement, plan: Plan | None = None) -> Explanation:
+    """What a plan does with a network, in numbers.
+
+    Args:
+        placement: the network on the mesh.
+        plan: to say which layers no pattern matches.
+    """
+    graph = placement.graph
+    sent = transfer_traffic(placement)
+    gradients = gradient_traffic(placement)
+    used: set[str] = set()
+    rows = []
+    for placed in placement.calls:
+        own = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in used]
+        used |= set(own)
+        mine = [each for each in sent if each.call == placed.call.name]
+        row = _row(placement, placed, mine, own, gradients)
+        if row.sent or own or row.note or row.op in COMPUTE:
+            rows.append(row)
+    last = [each for each in sent if not each.call]
+    steps = _steps(placement, last)
+    return Explanation(
+        tuple(rows),
+        len(placement.calls) - len(rows),
+        Row("", "output", (), "", steps, _most(last), 0, 0, "") if steps else None,
+        _most(sent),
+        max(sum(numbers[rank] for numbers in gradients.values()) for rank in range(placement.mesh.num_devices)),
+        max(predict_memory(placement), key=lambda memory: memory.total),
+        sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
+        _unmatched(placement, plan),
+    )
+
+
+def together(parts: Sequence[tuple[str, Explanation]], rest: int) -> Explanation:
+    """The explanation of a network whose layers are placed one by one.
+
+    Args:
+        parts: each layer's name and explanation.
+        rest: bytes of the parameters that are in none of them; every rank has them whole.
+    """
+    rows = []
+    for layer, part in parts:
+        rows += [*part.rows, *([replace(part.output, layer=layer)] if part.output else [])]
+    if rest:
+        rows.append(Row("", "parameters", (), "", (), Traffic(), 0, rest, ""))
+    found = [part for _, part in parts]
+    memory = [part.memory for part in found]
+    parameters, gradients = rest + sum(m.parameters for m in memory), rest + sum(m.gradients for m in memory)
+    held = Memory(parameters, gradients, sum(m.buffers for m in memory), sum(m.activations for m in memory))
+    return Explanation(
+        tuple(rows),
+        sum(part.others for part in found),
+        None,
+        sum((part.traffic for part in found), Traffic()),
+        sum(part.gradients for part in found),
+        held,
+        sum(part.whole for part in found) + rest,
+        tuple(layer for part in found for layer in part.unmatched),
+    )
+
+
+def _unmatched(placement: Placement, plan: Plan | None) -> tuple[str, ...]:
+    if plan is None or plan.mesh.num_devices == 1:
+        return ()
+    layers = dict.fromkeys(placed.call.layer for placed in placement.calls if placed.call.op in COMPUTE)
+    return tuple(layer for layer in layers if plan.pattern(layer) is None)
+
+
+def _row(
+    placement: Placement,
+    placed: PlacedCall,
+    sent: Sequence[Sent],
+    parameters: Sequence[str],
+    gradients: dict[str, tuple[int, ...]],
+) -> Row:
+    mesh, graph = placement.mesh, placement.graph
+    ranks = range(mesh.num_devices)
+
+    def held(rank: int) -> int:
+        return sum(
+            math.prod(placement.layouts[name].local_shape(graph.shape(name), mesh, mesh.coordinates(rank)))
+            * graph.values[name].dtype.itemsize
+            for name in parameters
+        )
+
+    return Row(
+        placed.call.layer,
+        placed.call.op,
+        placed.strategy if placed.call.op in COMPUTE else (),
+        _gives(placement, placed),
+        _steps(placement, sent),
+        _most(sent),
+        max(sum(gradients[name][rank] for name in parameters if name in gradients) for rank in ranks),
+        max(map(held, ranks)),
+        placed.placed.note,
+    )
+
+
+def _steps(placement: Placement, sent: Sequence[Sent]) -> tuple[str, ...]:
+    busy = [each.step for each in sent if any(traffic != Traffic() for traffic in each.ranks)]
+    return tuple(f"{step.kind} over {axis_names(placement.mesh, step.axes)}" for step in busy)
+
+
+def _most(sent: Sequence[Sent]) -> Traffic:
+    """What the rank sends that sends most forward, and the one that sends most backward."""
+    if not sent:
+        return Traffic()
+    sums = [sum(numbers, Traffic()) for numbers in zip(*(each.ranks for each in sent), strict=True)]
+    return Traffic(max(traffic.forward for traffic in sums), max(traffic.backward for traffic in sums))
+
+
+def _gives(placement: Placement, placed: PlacedCall) -> str:
+    """The layout of a call's first output, its dimensions by their names: `channels over filter`."""
+    if not placed.call.outputs:
+        return ""
+    layout, mesh = placed.placed.outputs[placed.call.outputs[0]], placement.mesh
+    count = len(placement.graph.shape(placed.call.outputs[0]))
+    words = [f"{_dim(dim, count)} over {axis_names(mesh, split.axes)}" for dim, split in layout.splits]
+    words += [f"partial over {mesh.names[axis]}" for axis in sorted(layout.partial)]
+    return ", ".join(words) or "whole"
+
+
+def _dim(dim: int, count: int) -> str:
+    """What a dimension of an activation is called."""
+    if dim == 0:
+        return "samples"
+    if count == 2:
+        return "features"
+    if dim == 1 and count in (3, 4, 5):
+        return "channels"
+    names = {(3, 2): "length", (4, 2): "rows", (4, 3): "columns", (5, 3): "rows", (5, 4): "columns"}
+    return names.get((count, dim), f"dim {dim}")
+
 
 _NUMBERS = ("forward", "backward", "gradients", "parameters")
 _HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)

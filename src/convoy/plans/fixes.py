@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES, strategy_error
-from convoy.printable import brief
+from convoy.terminal import brief
 
 _SHOWN = 12
 _FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one strategy for each axis, 'fc=sample,filter'"

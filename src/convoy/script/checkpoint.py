@@ -15,16 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, Checkpoint
-from convoy.checkpoint.store import Draft, read_checkpoint
-from convoy.checkpoint.writing import snapshot, stamp
+from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
+from convoy.comm.messages import broadcast_object, broadcast_tensors, gather_objects
 from convoy.engine.agreement import agree
 from convoy.engine.gradients.sharded import ShardedOptimizer
-from convoy.engine.messages import broadcast_object, broadcast_tensors, gather_objects
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
 from convoy.script.state import Entries, NamedOptimizer, Parts
-from convoy.script.together import alike, together
-from convoy.script.values import Packed, Whole, unpacked
+from convoy.script.values import Packed, Whole, alike, together, unpacked
 
 _OWN = ("net", "optimizer", "scheduler")
 _IDENTITY = "convoy.save"

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, Sampler
 
+from convoy.comm.collectives import all_reduce, gather_ints
+from convoy.comm.groups import Groups
 from convoy.data.order import Order
 from convoy.engine.agreement import agree
-from convoy.engine.collectives import all_reduce, gather_ints
-from convoy.engine.groups import Groups
 from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from convoy.plans.layout import balanced, consecutive, proportional

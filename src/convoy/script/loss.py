@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
-from convoy.engine.collectives import Group, all_reduce
+from convoy.comm.collectives import Group, all_reduce
 from convoy.engine.network import Network, network_of
 from convoy.engine.output import gradient_scale, graph_of
 from convoy.errors import ConvoyError

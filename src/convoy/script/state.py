@@ -17,8 +17,7 @@ from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.engine.optimizers import PART
 from convoy.errors import ConvoyError
-from convoy.script.together import alike, together
-from convoy.script.values import Whole
+from convoy.script.values import Whole, alike, together
 
 _NOT_SAVED = ("params", PART)
 Entries = Mapping[str, Mapping[str, Any]]

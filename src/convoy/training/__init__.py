@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
+    from convoy.training.devices import Devices
     from convoy.training.environment import choose_device
     from convoy.training.progress import ConsoleReporter, Reporter
-    from convoy.training.ranks.devices import Devices
     from convoy.training.recipe import Recipe, load_recipe, recipe_names
     from convoy.training.run import Outcome, train
+    from convoy.training.run_directory import RunDirectory
     from convoy.training.session import Session
-    from convoy.training.storage.run_directory import RunDirectory
 
 __all__ = [
     "ConsoleReporter",
@@ -31,11 +31,11 @@ __getattr__ = lazily(
     __name__,
     {
         "ConsoleReporter": "progress",
-        "Devices": "ranks.devices",
+        "Devices": "devices",
         "Outcome": "run",
         "Recipe": "recipe",
         "Reporter": "progress",
-        "RunDirectory": "storage.run_directory",
+        "RunDirectory": "run_directory",
         "Session": "session",
         "choose_device": "environment",
         "load_recipe": "recipe",

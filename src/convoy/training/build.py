@@ -12,7 +12,7 @@ from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.training.recipe import Recipe
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """What can be refused at once: before ranks are started, data are opened or a network is built."""
 
-from convoy.engine.microbatches import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.plans.plan import Plan
 from convoy.training.derived import num_microbatches
+from convoy.training.division import divide
 from convoy.training.parallel_config import check_shares, plan_of
-from convoy.training.ranks.division import divide
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import check_same
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory
 
 
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from convoy.engine.microbatches import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.training.config.duration import Duration
+from convoy.training.config import Duration
 from convoy.training.environment import num_cores
-from convoy.training.optimization.optimizers import REFERENCE_BATCH, learning_rate
-from convoy.training.optimization.schedules import Schedule, StepConfig, create_schedule
+from convoy.training.optimizers import REFERENCE_BATCH, learning_rate
 from convoy.training.recipe import Recipe
+from convoy.training.schedules import Schedule, StepConfig, create_schedule
 
 LOG_UPDATES, LOG_LINES = 20, 50
 """With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so

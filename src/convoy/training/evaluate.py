@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from convoy.comm.position import here
 from convoy.data import Batch
-from convoy.engine.position import here
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
-from convoy.training.optimization.loss import heads
-from convoy.training.ranks.devices import Devices
+from convoy.training.devices import Devices
+from convoy.training.loss import heads
 
 NUM_MISTAKES = 24
 

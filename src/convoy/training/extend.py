@@ -10,13 +10,12 @@ from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.data import DataSet
 from convoy.errors import ConvoyError
-from convoy.training.config.overrides import show
 from convoy.training.derived import resolve
-from convoy.training.ranks.devices import Devices
+from convoy.training.devices import Devices
+from convoy.training.documents import show
 from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.resume import check_data, differences, identity
-from convoy.training.saving import load_latest
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training.resume import check_data, differences, identity, load_latest
+from convoy.training.run_directory import RunDirectory
 
 MAY_CHANGE = (
     "epochs",

@@ -9,29 +9,25 @@ from typing import NoReturn
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.engine.position import here
+from convoy.comm.position import here
 from convoy.files import write_json, write_text
-from convoy.planning.comparison import Comparison
-from convoy.training.checkpoints.saver import TIMEOUT_S, Tally
+from convoy.planner.comparison import Comparison
+from convoy.training.checkpoints import TIMEOUT_S, Tally
+from convoy.training.division import text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.extend import extended, state_at_end
-from convoy.training.failures.agreement import Stop
-from convoy.training.failures.finite import NotFiniteError
-from convoy.training.failures.interrupt import HANDED_ON, SIGNALS, Interrupt
-from convoy.training.left_out import LeftOut
-from convoy.training.log import Log
+from convoy.training.finite import NotFiniteError
+from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
+from convoy.training.log import Log, Window
+from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.ranks.division import text
-from convoy.training.ranks.speed import SpeedTest
-from convoy.training.resume import identity, moved_data
-from convoy.training.saving import create_saver, load_latest
+from convoy.training.resume import create_saver, identity, load_latest, moved_data
+from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.slow import SpeedTest
 from convoy.training.step import TrainingStep
-from convoy.training.storage.metrics import MetricsWriter
-from convoy.training.storage.run_directory import RunDirectory
-from convoy.training.summary import Progress
-from convoy.training.window import Window
+from convoy.training.summary import LeftOut, Progress
 
 _DECIDED_ANEW = "checkpoint every "
 

@@ -14,25 +14,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from convoy.cost.device import Device
-from convoy.cost.piece import Piece
-from convoy.cost.store import ProfileStore
-from convoy.cost.times import Times
-from convoy.cost.trace import Event, events, trace
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.graph.precision import under_autocast
-from convoy.planning import Scored
-from convoy.planning.comparison import Both, Comparison, groups_beside, parts_beside, predicted
-from convoy.planning.observed import Observed, mean, middle, observed, observed_pieces
-from convoy.planning.observed_events import observed_events, typical
-from convoy.planning.remembered import recalled
+from convoy.planner import Scored
+from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside, predicted
+from convoy.planner.cost.device import Device
+from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.times import Times
+from convoy.planner.cost.trace import Event, events, trace
+from convoy.planner.observed import Observed, mean, middle, observed, observed_events, observed_pieces, typical
+from convoy.planner.remembered import recalled
 from convoy.plans.place import Placement
-from convoy.training.planning.workloads import measuring, workload_precision
-from convoy.training.ranks.under_plan import UnderPlan
+from convoy.training.parallel import UnderPlan
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
+from convoy.training.workloads import measuring, workload_precision
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""

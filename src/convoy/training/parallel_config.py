@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from convoy.errors import ConvoyError
 from convoy.plans.fit import fit
 from convoy.plans.plan import Plan, plan_text
-from convoy.training.config.section import Section
+from convoy.training.config import Section
 
 PLACEMENT = ("devices", "plan", "shares", "cores_per_device", "lost_group")
 """Keys that change where and how fast a run goes, but not its result."""

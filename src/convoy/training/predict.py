@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from convoy.data import BadImage, Normalise
+from convoy.training.devices import Devices
 from convoy.training.environment import num_cores
-from convoy.training.numerics import autocast_of, set_numerics
-from convoy.training.optimization.loss import heads
-from convoy.training.ranks.devices import Devices
+from convoy.training.loss import heads
+from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
 _MAX_THREADS = 16

@@ -10,22 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
-from convoy.data_path import MNIST_MINI, existing
 from convoy.errors import ConvoyError
-from convoy.files import expanded
+from convoy.files import MNIST_MINI, existing, expanded
 from convoy.models.registry import check_name
-from convoy.printable import brief
-from convoy.training.checkpoints.config import CheckpointConfig
-from convoy.training.config.documents import dump, parse, read_mapping
-from convoy.training.config.duration import Duration
-from convoy.training.config.mistakes import sentence
-from convoy.training.config.overrides import apply_overrides, parse_overrides
-from convoy.training.config.schema import all_keys, is_text
-from convoy.training.config.section import AbsoluteDuration, PositiveDuration, Section
-from convoy.training.optimization.ema import EmaConfig
-from convoy.training.optimization.optimizers import OptimizerConfig, SgdConfig
-from convoy.training.optimization.schedules import CosineConfig, ScheduleConfig, StepConfig
+from convoy.terminal import brief
+from convoy.training.checkpoints import CheckpointConfig
+from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section
+from convoy.training.documents import apply_overrides, dump, parse, parse_overrides, read_mapping
+from convoy.training.ema import EmaConfig
+from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.parallel_config import ParallelConfig
+from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
+from convoy.training.schema import all_keys, is_text, sentence
 
 DEFAULT_MICROBATCH = 32
 _FROM_THE_DATA = ("num_classes", "in_channels")

@@ -19,18 +19,18 @@ from convoy.data import BadImage, DataConfig, DataSet, Normalise, evaluation_bat
 from convoy.data.batch import evaluation_pixels, in_channels
 from convoy.data.config import AugmentConfig
 from convoy.data.decode import finish_picture, open_picture
+from convoy.data.files import relabel
 from convoy.data.folder import SUFFIXES, picture_bytes
-from convoy.data.geometry import Geometry
-from convoy.data.labels import relabel
+from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
-from convoy.printable import printable
+from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
+from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.numerics import autocast_of, set_numerics
-from convoy.training.ranks.devices import Devices
+from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.recipe import Recipe, load_recipe
+from convoy.training.run_directory import RunDirectory
 from convoy.training.step import InputPipeline
-from convoy.training.storage.run_directory import RunDirectory
 
 EVALUATION_BATCH = 256
 

@@ -1,4 +1,7 @@
-"""Begins a run, or goes on with one, and leaves its folder complete."""
+"""Begins a run, or goes on with one, and leaves its folder complete.
+
+Finds the update in which the loss of a run that failed stopped being finite, by doing the last ones again.
+"""
 
 import contextlib
 import gc
@@ -9,32 +12,70 @@ from pathlib import Path
 
 import torch
 
-from convoy.engine.groups import meeting_store
-from convoy.engine.position import here
+from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.groups import meeting_store
+from convoy.comm.position import here
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
-from convoy.planning.comparison import Comparison
+from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.checks import check_run
+from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
 from convoy.training.extend import check_extension
-from convoy.training.failures.finite import NotFiniteError
-from convoy.training.failures.watchdog import Watchdog, say_and_end
-from convoy.training.last_words import briefly, sentence_of
+from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
-from convoy.training.ranks.devices import Devices
 from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.resume import check_data, moved_data
+from convoy.training.resume import check_data, load_latest, moved_data
+from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.storage.disk import disk_explained
-from convoy.training.storage.run_directory import RunDirectory
-from convoy.training.storage.weights import save_weights
-from convoy.training.summary import Progress, Status, note_failure, write_summary
-from convoy.training.trace_back import trace_back
+from convoy.training.summary import Progress, Status, briefly, note_failure, sentence_of, write_summary
+from convoy.training.watchdog import Watchdog, say_and_end
+
+LIMIT_S = 600.0
+"""Seconds that it may take."""
+
+
+def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
+    """Do the updates after the newest checkpoint again until the first that is not finite. All ranks call it.
+
+    Args:
+        session: a fresh one of the run.
+        store: of its checkpoints.
+        identity: of the run.
+        error: how it ended.
+        update_s: seconds of an update.
+
+    Returns:
+        The sentence to end with.
+    """
+    checkpoint, _ = load_latest(store, identity, session.devices)
+    begin = 0
+    if checkpoint is not None:
+        session.state.unpack(checkpoint)
+        begin = checkpoint.step
+    (too_long,) = session.devices.largest(int((error.by - begin) * update_s > LIMIT_S))
+    if too_long:
+        return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
+    step, averaged = session.step(), session.state.averaged
+    step.guard = session.guard()
+    session.model.train()
+    batches = session.batches(begin, error.by - begin)
+    try:
+        for update, batch in enumerate(batches, begin):
+            result = step(batch, update)
+            if result.bad is not None:
+                return f"{result.bad}: {ADVICE}{SKIP} ({error.saved})"
+            if averaged is not None:
+                averaged.update(session.model)
+    finally:
+        batches.close()
+    return f"{error}; done again, all updates were finite"
+
 
 LOCK_PATIENCE_S = 30.0
 """Seconds in which a process that is about to end lets go of the run."""

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from convoy import models
-from convoy.cost.store import ProfileStore
 from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
 from convoy.engine import Probe
-from convoy.planning import Scored
+from convoy.planner import Scored
+from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities
+from convoy.training.devices import Devices
+from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.failures.finite import Guard
-from convoy.training.numerics import autocast_of
-from convoy.training.optimization.loss import ClassificationLoss
-from convoy.training.ranks.devices import Devices
-from convoy.training.ranks.division import Division
-from convoy.training.ranks.parallel import TrainedNetwork
+from convoy.training.finite import Guard
+from convoy.training.loss import ClassificationLoss
+from convoy.training.parallel import TrainedNetwork
+from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep

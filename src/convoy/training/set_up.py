@@ -8,27 +8,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
-from convoy.cost.store import ProfileStore
 from convoy.data import DataSet, Order, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.errors import ConvoyError
-from convoy.plans.hosts import note_on_hosts
+from convoy.planner.cost.store import ProfileStore
+from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
+from convoy.training.auto_plan import Choice, Chosen, Shares, describe, method_of
 from convoy.training.build import build_model
 from convoy.training.checks import check_devices
 from convoy.training.derived import Derived, Quantities, derive, resolve
-from convoy.training.numerics import set_numerics
-from convoy.training.optimization.ema import AveragedWeights
-from convoy.training.optimization.optimizers import create_optimizer
-from convoy.training.optimization.precision import Scaler, check_precision
+from convoy.training.devices import Devices
+from convoy.training.division import Division, divide
+from convoy.training.ema import AveragedWeights
+from convoy.training.optimizers import create_optimizer
+from convoy.training.parallel import OneDevice, TrainedNetwork, UnderPlan
 from convoy.training.parallel_config import plan_of
-from convoy.training.planning.auto_plan import Choice, Chosen, Shares
-from convoy.training.planning.from_recipe import describe, method_of
-from convoy.training.ranks.devices import Devices
-from convoy.training.ranks.division import Division, divide
-from convoy.training.ranks.parallel import OneDevice, TrainedNetwork
-from convoy.training.ranks.under_plan import UnderPlan
+from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.session import Session
 from convoy.training.state import RunState

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
 from convoy.script.state import Entries, NamedOptimizer, Parts
-from convoy.training.optimization.ema import AveragedWeights
-from convoy.training.ranks.parallel import TrainedNetwork
+from convoy.training.ema import AveragedWeights
+from convoy.training.parallel import TrainedNetwork
 
 
 @dataclass

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from convoy.comm.position import here
 from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
-from convoy.engine.position import here
 from convoy.engine.random import fold
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
-from convoy.training.failures.finite import Bad, Guard
-from convoy.training.optimization.loss import ClassificationLoss, heads, num_correct
-from convoy.training.ranks.division import Pass
-from convoy.training.ranks.parallel import TrainedNetwork
+from convoy.training.division import Pass
+from convoy.training.finite import Bad, Guard
+from convoy.training.loss import ClassificationLoss, heads, num_correct
+from convoy.training.parallel import TrainedNetwork
 
 
 class InputPipeline:

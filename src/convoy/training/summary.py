@@ -1,12 +1,23 @@
-"""How a run stands, in one file: `summary.json`."""
+"""What a run that fails leaves behind: why, in one sentence, without waiting for a disk that does not answer.
 
+How a run stands, in one file: `summary.json`.
+
+Updates that are left out because loss or gradient is not finite: counted, told of, and not without end.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from convoy.errors import ConvoyError
+from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
+from convoy.training.finite import ADVICE, Bad
+from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.storage.run_directory import RunDirectory
 
 Status = Literal["running", "stopped", "finished", "failed"]
 
@@ -24,7 +35,7 @@ class Progress:
         to_evaluate: an evaluation was stopped, and is to be done again.
         left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
-        checkpoints: what they have cost (`convoy.training.checkpoints.saver.Tally`).
+        checkpoints: what they have cost (`convoy.training.checkpoints.Tally`).
     """
 
     time_s: float = 0.0
@@ -97,3 +108,90 @@ def note_failure(run: RunDirectory, sentence: str) -> None:
     found = run.summary()
     if found and found.get("status") != "finished":
         write_json(run.summary_file, {**found, "status": "failed", "error": sentence})
+
+
+GIVE_UP = 20
+"""Updates left out in a row after which the run ends."""
+TOLD = 5
+"""Updates that were left out, of which something is said."""
+
+
+class LeftOut:
+    """Knows how many there were in a row; all of them are counted in the run's progress.
+
+    Args:
+        tell: takes a sentence that stays with the run.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._in_a_row = 0
+
+    def made(self) -> None:
+        """An update was made."""
+        self._in_a_row = 0
+
+    def add(self, bad: Bad, progress: Progress) -> None:
+        """An update was not made.
+
+        Raises:
+            ConvoyError: there were too many in a row.
+        """
+        progress.left_out += 1
+        self._in_a_row += 1
+        if self._in_a_row == GIVE_UP:
+            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
+        if progress.left_out <= TOLD:
+            last = "; others are only counted" if progress.left_out == TOLD else ""
+            self._tell(f"{bad}: left out, with {progress.left_out} so far{last}")
+
+
+WRITE_S = 5.0
+"""Seconds that a file system is given to answer when the run has failed."""
+
+
+def sentence_of(error: BaseException, rank: int) -> str:
+    """An exception of a rank in one sentence, as it is printed."""
+    return failure_of(rank, error).sentence
+
+
+def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
+    """Write something if that can be, but do not wait for a file system that does not answer."""
+
+    def try_it() -> None:
+        with contextlib.suppress(Exception):
+            write()
+
+    thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
+    thread.start()
+    thread.join(seconds)
+
+
+class Witness:
+    """Notes from outside why a run's processes failed: those that are killed cannot do so themselves.
+
+    Args:
+        run: that they are about to begin, or to go on with.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._before = self._stamp()
+
+    def note(self, sentence: str) -> None:
+        """Put it into the summary, if it was they who wrote that, and nobody goes on with the run already.
+
+        A run that was stopped stays so: all that it had done was saved before.
+        """
+        with contextlib.suppress(OSError, ConvoyError):
+            if self._stamp() != self._before:
+                with self._run.lock():
+                    if self._run.summary().get("status") != "stopped":
+                        note_failure(self._run, sentence)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self._run.summary_file.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

@@ -11,8 +11,8 @@ from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.script.data import evaluating
-from convoy.training.optimization.loss import heads
-from convoy.training.ranks.devices import Devices
+from convoy.training.devices import Devices
+from convoy.training.loss import heads
 from convoy.training.recipe import Recipe
 
 

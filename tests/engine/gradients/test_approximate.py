@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from convoy.comm.groups import Groups
 from convoy.engine.gradients import GradientReducer, LocalSgd, Sizes
-from convoy.engine.groups import Groups
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import Item, Sizes, flat, is_dense, laid_out, plan_buckets, shaped
+from convoy.engine.gradients.buckets import flat, is_dense, laid_out, shaped
+from convoy.plans.buckets import Item, Sizes, plan_buckets
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from convoy.comm.groups import Groups
 from convoy.engine.gradients import WholeNorms, clip_grad_norm, global_norm, shard_norms
-from convoy.engine.groups import Groups
 from convoy.plans.mesh import Mesh
-from convoy.training.optimization.optimizers import LambConfig, LarsConfig, create_optimizer
+from convoy.training.optimizers import LambConfig, LarsConfig, create_optimizer
 from ranks import run_ranks
 
 MESH = Mesh(("sample", "filter"), (2, 2))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from convoy.comm.groups import Groups
 from convoy.engine.gradients import GradientReducer, Sizes
-from convoy.engine.groups import Groups
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from convoy.comm.groups import Groups
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, Sizes, global_norm, sharding_pays
-from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.training.optimization.optimizers import LarsConfig, create_optimizer
+from convoy.training.optimizers import LarsConfig, create_optimizer
 from ranks import run_ranks
 
 SMALL = Sizes(alone=400, bucket=200, first=64)

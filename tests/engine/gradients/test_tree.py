@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from convoy.comm.groups import Groups
 from convoy.engine import GradientTree
 from convoy.engine.gradients import GradientReducer, Sizes, TreeReducer
 from convoy.engine.gradients.tree import TreeSum, middle, subtrees
-from convoy.engine.groups import Groups
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

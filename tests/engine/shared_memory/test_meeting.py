@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from convoy.engine import collectives
-from convoy.engine.shared_memory.meeting import SWITCH
+from convoy.comm import collectives
+from convoy.comm.shared_memory import SWITCH
 from ranks import RankFailed, run_ranks
 
 

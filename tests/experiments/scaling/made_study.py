@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.study.configuration import Configuration, configurations
-from convoy.experiments.scaling.study.made_data import Made
-from convoy.experiments.scaling.study.study import Study
-from convoy.experiments.scaling.visits.forecast import Forecast, Prediction
-from convoy.experiments.scaling.visits.stopwatch import Lap
-from convoy.experiments.scaling.visits.task import RankTimes
+from convoy.bench.configuration import Configuration, configurations
+from convoy.bench.forecast import Forecast, Prediction
+from convoy.bench.measurement import Lap, RankTimes
+from convoy.bench.store import Store
+from convoy.bench.study import Made, Study
 from convoy.training import load_recipe
 
 MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}

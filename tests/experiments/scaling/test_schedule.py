@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
+from convoy.bench import command
+from convoy.bench.command import Schedule
+from convoy.bench.configuration import configurations
+from convoy.bench.forecast import Forecast
+from convoy.bench.processes import RankFailed, Seats
+from convoy.bench.store import Store
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling import schedule
-from convoy.experiments.scaling.ranks.processes import RankFailed
-from convoy.experiments.scaling.ranks.seats import Seats
-from convoy.experiments.scaling.schedule import Schedule
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.visits.forecast import Forecast
 from experiments.scaling.made_study import MACHINE, ranks, study
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}
@@ -27,14 +26,14 @@ def measure(
     store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
 
     def run_ranks(function: Any, seats: Any, task: Any, *_: Any, **__: Any) -> Any:
-        if function is schedule.forecast:
+        if function is command.forecast:
             return [Forecast(f"filter={len(seats)}")]
         plan = task.recipe.parallel.plan or f"sample={len(seats)}"
         if plan in WRONG:
             raise WRONG[plan]
         return ranks(0.1, len(seats))
 
-    monkeypatch.setattr(schedule, "run_ranks", run_ranks)
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
     Schedule(study(updates=updates), rows, store, Seats(1, []), 1, predict=False, tell=said.append)()
     return store, said
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from convoy.experiments.scaling import training_runs
-from convoy.experiments.scaling.ranks.processes import RankFailed
-from convoy.experiments.scaling.ranks.seats import Seats
-from convoy.experiments.scaling.results.results import results
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.training_runs import TrainingRuns
+from convoy.bench import training_runs
+from convoy.bench.configuration import configurations
+from convoy.bench.processes import RankFailed, Seats
+from convoy.bench.results import results
+from convoy.bench.store import Store
+from convoy.bench.training_runs import TrainingRuns
 from experiments.scaling.made_study import MACHINE, study
 
 

@@ -11,7 +11,7 @@ import manifests
 from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, SecretVariable, manifest, to_yaml
-from convoy.launch.kubernetes.arguments import complete, name_for
+from convoy.launch.kubernetes.training import complete, name_for
 
 HOSTILE = [
     "a'b",

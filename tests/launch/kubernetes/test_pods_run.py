@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import manifests
-from convoy.launch.kubernetes.arguments import complete
+from convoy.launch.kubernetes.training import complete
 from processes import children
 
 TRAIN = ("lenet", "--data", "mnist-mini", "--batch", "256", "--reproducible", "--seed", "1", "--workers", "0")

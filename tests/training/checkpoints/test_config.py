@@ -3,8 +3,8 @@
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.config.documents import parse
 from convoy.training.derived import derive
+from convoy.training.documents import parse
 from convoy.training.recipe import Recipe, load_recipe, to_yaml, validate
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.training import saving
-from convoy.training.checkpoints import when
-from convoy.training.checkpoints.when import Young
+from convoy.training import checkpoints as when
+from convoy.training import resume
+from convoy.training.checkpoints import Young
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here
@@ -49,7 +49,7 @@ def _local_sgd(data: Path, out: Path, settings: dict[str, str], at_any_update: b
     with as_before() as patch:
         patch.setattr(when, "FIRST_UPDATES", 3)
         if at_any_update:
-            patch.setattr(saving, "Young", lambda mtbf, multiple: Young(mtbf))
+            patch.setattr(resume, "Young", lambda mtbf, multiple: Young(mtbf))
         return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
 
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.checkpoint import writing
+from convoy.checkpoint import store as writing
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError, MachineError
-from convoy.planning import Ranks
-from convoy.training.checkpoints import saver as saving
-from convoy.training.checkpoints.saver import Saver
-from convoy.training.checkpoints.when import Every
-from convoy.training.ranks.devices import Devices
+from convoy.planner import Ranks
+from convoy.training import checkpoints as saving
+from convoy.training.checkpoints import Every, Saver
+from convoy.training.devices import Devices
 from ranks import run_ranks
 
 BIG = 40_000

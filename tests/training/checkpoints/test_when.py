@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.planning import Ranks
-from convoy.training.checkpoints.when import FIRST_UPDATES, Automatic, Every, Pace, Young
-from convoy.training.config.timespan import TimeSpan, in_words
-from convoy.training.ranks.devices import Devices
+from convoy.planner import Ranks
+from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
+from convoy.training.devices import Devices
+from convoy.training.timespan import TimeSpan, in_words
 from ranks import run_ranks
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.config.documents import dump, parse, read_mapping
+from convoy.training.documents import dump, parse, read_mapping
 
 
 @pytest.mark.parametrize(

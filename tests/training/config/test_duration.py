@@ -1,7 +1,7 @@
 import pytest
 from pydantic import TypeAdapter
 
-from convoy.training.config.duration import Duration
+from convoy.training.config import Duration
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.config.overrides import apply_overrides, parse_overrides
-from convoy.training.optimization.schedules import CosineConfig, PolynomialConfig
+from convoy.training.documents import apply_overrides, parse_overrides
 from convoy.training.recipe import load_recipe
+from convoy.training.schedules import CosineConfig, PolynomialConfig
 
 
 def test_values_are_yaml() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from convoy.errors import ConvoyError
-from convoy.training import load_recipe, train
-from convoy.training.failures import finite
+from convoy.training import finite, load_recipe, train
 from convoy.training.loop import Loop
 from convoy.training.progress import Silence
 from convoy.training.session import Session
@@ -148,7 +147,7 @@ class _Spoilt(torch.autograd.Function):
 
 
 def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
-    from convoy.engine.origin import Origin
+    from convoy.training.finite import Origin
 
     class Middle(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

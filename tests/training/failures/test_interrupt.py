@@ -6,8 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from convoy.training.failures.agreement import Stop
-from convoy.training.failures.interrupt import SIGNALS, Interrupt
+from convoy.training.interrupt import SIGNALS, Interrupt, Stop
 
 
 @pytest.mark.parametrize("number", SIGNALS)

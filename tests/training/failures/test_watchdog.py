@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.engine.groups import join, leave, meeting_store
-from convoy.engine.position import Position
-from convoy.training.failures import watchdog as module
-from convoy.training.failures.watchdog import Seen, Watchdog, explain
-from convoy.training.ranks.devices import Devices
+from convoy.comm.groups import join, leave, meeting_store
+from convoy.comm.position import Position
+from convoy.training import watchdog as module
+from convoy.training.devices import Devices
+from convoy.training.watchdog import Seen, Watchdog, explain
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import as_before, train_here

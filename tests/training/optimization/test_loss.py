@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from convoy.errors import ConvoyError
-from convoy.training.optimization.loss import ClassificationLoss, heads, num_correct
+from convoy.training.loss import ClassificationLoss, heads, num_correct
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 AUX = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

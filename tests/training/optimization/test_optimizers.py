@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.training.optimization.optimizers import (
+from convoy.training.optimizers import (
     AdamWConfig,
     LambConfig,
     LarsConfig,

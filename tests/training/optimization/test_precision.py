@@ -8,8 +8,8 @@ from torch import nn
 import convoy
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
-from convoy.training.optimization.precision import Scaler, check_precision
-from convoy.training.ranks.devices import Devices
+from convoy.training.devices import Devices
+from convoy.training.precision import Scaler, check_precision
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from convoy.training.derived import resolve
-from convoy.training.optimization.schedules import Schedule
 from convoy.training.recipe import load_recipe
+from convoy.training.schedules import Schedule
 
 IMAGENET = 1_281_167
 

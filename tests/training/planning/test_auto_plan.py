@@ -7,13 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.cost.costs import Around
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.planning import Planned, make_plan, measured
+from convoy.planner import Planned, make_plan, measured
+from convoy.planner.cost.costs import Around
 from convoy.plans.plan import Plan
-from convoy.training import Devices, Session, load_recipe
-from convoy.training.planning import auto_plan
+from convoy.training import Devices, Session, auto_plan, load_recipe
 from convoy.training.set_up import set_up
 from convoy.training.step import TrainingStep
 from ranks import run_ranks

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.cost.control_groups import memory_limits
-from convoy.training.planning.device_memory import SHARE, device_memory
+from convoy.planner.cost.device import memory_limits
+from convoy.training.workloads import SHARE, device_memory
 
 
 def write(path: Path, text: str) -> None:

@@ -6,12 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.cost.costs import Around
 from convoy.data import Batch, open_data
 from convoy.errors import ConvoyError
-from convoy.training import Devices, load_recipe
-from convoy.training.planning import input_rate
-from convoy.training.planning.input_rate import measure_input
+from convoy.planner.cost.costs import Around
+from convoy.training import Devices, auto_plan, load_recipe
+from convoy.training.auto_plan import measure_input
 from tiny import write_mnist
 
 
@@ -34,8 +33,8 @@ def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 
             yield Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
 
     with (
-        patch.object(input_rate, "training_batches", batches),
-        patch.object(input_rate.time, "perf_counter", lambda: now[0]),
+        patch.object(auto_plan, "training_batches", batches),
+        patch.object(auto_plan.time, "perf_counter", lambda: now[0]),
     ):
         return measure_input(recipe, opened, torch.device("cpu"), Devices())
 
@@ -58,5 +57,5 @@ def test_real_pictures_take_some_time(data: Path, workers: int) -> None:
 
 
 def test_what_cannot_be_read_costs_nothing(data: Path) -> None:
-    with patch.object(input_rate, "_seconds", side_effect=ConvoyError("train/3.png is no picture")):
+    with patch.object(auto_plan, "_seconds", side_effect=ConvoyError("train/3.png is no picture")):
         assert measured(data) is None

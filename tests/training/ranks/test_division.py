@@ -1,9 +1,9 @@
 import pytest
 
-from convoy.engine.microbatches import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
-from convoy.training.ranks.division import divide
+from convoy.training.division import divide
 
 
 @pytest.mark.parametrize(

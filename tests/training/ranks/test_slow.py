@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.training.ranks import slow
-from convoy.training.ranks.devices import Devices
-from convoy.training.ranks.division import Division, divide
-from convoy.training.ranks.slow import SlowRanks
+from convoy.training import slow
+from convoy.training.devices import Devices
+from convoy.training.division import Division, divide
+from convoy.training.slow import SlowRanks
 from convoy.training.step import InputPipeline
 from ranks import run_ranks
 from tiny import write_mnist

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.storage.disk import disk_explained
+from convoy.training.run_directory import disk_explained
 
 
 @pytest.mark.parametrize(

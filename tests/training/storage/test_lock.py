@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.storage import lock
+from convoy.training import lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from convoy.training.storage.lock import locked
+from convoy.training.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)

@@ -10,8 +10,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter, masked_crc32c
 
 from convoy.errors import ConvoyError
-from convoy.training.storage import events
-from convoy.training.storage.metrics import MetricsWriter
+from convoy.training import events
+from convoy.training.metrics import MetricsWriter
 from ranks import run_ranks
 
 

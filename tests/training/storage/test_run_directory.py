@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.storage import lock
-from convoy.training.storage.run_directory import RunDirectory
+from convoy.training import lock
+from convoy.training.run_directory import RunDirectory
 
 
 def test_a_run_a_file_and_a_full_folder_are_not_overwritten(tmp_path: Path) -> None:

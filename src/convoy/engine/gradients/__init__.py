@@ -1,12 +1,11 @@
 """Gradients, weights and their norms over the ranks: reduction, fixed tree, sharded optimiser, approximations."""
 
-from convoy.engine.gradients.buckets import Sizes
 from convoy.engine.gradients.local_sgd import LocalSgd
-from convoy.engine.gradients.norms import clip_grad_norm, global_norm, shard_norms
+from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm, global_norm, shard_norms
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.sharded import ShardedOptimizer, sharding_pays
-from convoy.engine.gradients.tree_reducer import TreeReducer
-from convoy.engine.gradients.whole_norms import WholeNorms
+from convoy.engine.gradients.tree import TreeReducer
+from convoy.plans.buckets import Sizes
 
 __all__ = [
     "GradientReducer",

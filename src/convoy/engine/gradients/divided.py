@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.engine.collectives import all_gather, all_reduce
+from convoy.comm.collectives import all_gather, all_reduce
+from convoy.comm.groups import Groups
 from convoy.engine.gradients.backward import at_end_of_backward, current_backward
-from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from convoy.engine.collectives import start_all_reduce
+from convoy.comm.collectives import start_all_reduce
+from convoy.comm.groups import Groups
 from convoy.engine.gradients.buckets import flat, is_dense
-from convoy.engine.groups import Groups
 from convoy.plans.mesh import Axes
 
 

@@ -2,25 +2,93 @@
 
 Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
 rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss.
+
+Numbers that all ranks agree on.
+
+Starts messages in their order, each as soon as its gradients are ready.
+
+All ranks must start the same collectives in the same order, whatever becomes ready first.
+
+Gradients sent in a shorter type: approximate.
+
+Every rank's gradient is rounded before it is sent and every partial sum after each addition; in bfloat16, with its 8
+bits of precision, that is an error of about 0.4 % of each element. Nothing corrects it afterwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from convoy.engine.collectives import Group, Pending, place, start_all_reduce
+from convoy.comm.collectives import Group, Pending, gather_ints, place, start_all_reduce
+from convoy.comm.groups import Groups
+from convoy.comm.position import here
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import Bucket, Item, Sizes, copy_all, flat, laid_out, plan_buckets, shaped
-from convoy.engine.gradients.compression import CompressedSum
-from convoy.engine.gradients.order import largest, of_first_rank
-from convoy.engine.gradients.pieces import ReduceScatter, own_piece, pieces_of, start_gather
-from convoy.engine.gradients.queue import MessageQueue
-from convoy.engine.groups import Groups
-from convoy.engine.position import here
+from convoy.engine.gradients.buckets import (
+    ReduceScatter,
+    copy_all,
+    flat,
+    laid_out,
+    own_piece,
+    pieces_of,
+    shaped,
+    start_gather,
+)
 from convoy.errors import ConvoyError
+from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
+
+
+def largest(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
+    """The largest of each number on any rank."""
+    return [max(column) for column in zip(*gather_ints(numbers, group, device), strict=True)]
+
+
+def of_first_rank(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
+    """Rank 0's numbers."""
+    return gather_ints(numbers, group, device)[0]
+
+
+class MessageQueue:
+    """Calls `start(number)` for one bucket after the other."""
+
+    def __init__(self, buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
+        self._buckets = buckets
+        self._start = start
+        self._bucket_of = {member: number for number, bucket in enumerate(buckets) for member in bucket.members}
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is ready, nothing started."""
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._next = 0
+
+    def ready(self, member: int) -> None:
+        """Note a gradient and start what can be started."""
+        self._missing[self._bucket_of[member]] -= 1
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._next += 1
+            self._start(self._next - 1)
+
+    def rest(self) -> None:
+        """Start all that is left, ready or not."""
+        while self._next < len(self._buckets):
+            self._next += 1
+            self._start(self._next - 1)
+
+
+class CompressedSum:
+    """Begins to add `tensor` over the group, in place, rounded to `dtype` on the way."""
+
+    def __init__(self, tensor: Tensor, group: Group, dtype: torch.dtype) -> None:
+        self._target = tensor
+        self._work = start_all_reduce(tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor, group)
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        total = self._work.wait()
+        return total if total is self._target else self._target.copy_(total)
 
 
 class GradientReducer:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from convoy.engine.collectives import Pending, gather_ints
-from convoy.engine.gradients.buckets import flat, is_dense, laid_out, shaped
-from convoy.engine.gradients.pieces import own_piece, start_gather
+from convoy.comm.collectives import Pending, gather_ints
+from convoy.comm.groups import Groups
+from convoy.engine.gradients.buckets import flat, is_dense, laid_out, own_piece, shaped, start_gather
 from convoy.engine.gradients.reducer import GradientReducer
-from convoy.engine.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import WORTH_DIVIDING, Sizes
 from convoy.plans.mesh import Axes

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from convoy.comm.groups import Groups
 from convoy.engine.context import StepContext
-from convoy.engine.groups import Groups
 from convoy.graph.graph import Call, Graph
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from convoy.engine.collectives import all_gather, all_reduce
+from convoy.comm.collectives import all_gather, all_reduce
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from convoy.graph.functions import expand_like
-from convoy.graph.graph import Ref
+from convoy.graph.graph import Ref, expand_like
 from convoy.graph.normalise.seen import Normal, Normaliser, Seen
 
 ACTIVATIONS = (

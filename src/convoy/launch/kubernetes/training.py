@@ -1,11 +1,54 @@
-"""What a training on Kubernetes needs to be told."""
+"""The arguments of `convoy train` in a pod: the user's, and those without which a restarted pod would begin anew.
 
-from collections.abc import Mapping
+What must not stand in a manifest, which is kept in repositories and read by many.
+
+What a training on Kubernetes needs to be told.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import names
-from convoy.launch.kubernetes.secrecy import check_arguments, check_not_secret
+from convoy.launch.kubernetes.names import label_of
+
+_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|(?:KEYS?|_PWD|_PAT|_AUTH)$")
+_VALUE = re.compile(
+    r"://[^/@\s]*:[^/@\s]+@"  # https://user:password@host
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|\b(?:hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{20,})"
+)
+
+
+def check_not_secret(option: str, name: str, value: str) -> None:
+    """Refuse a variable that by its name or its value holds a secret.
+
+    Raises:
+        ConvoyError: it does; the value is not repeated.
+    """
+    if _NAME.search(name.upper()) or _VALUE.search(value):
+        raise ConvoyError(
+            f"{option} {name} looks like a secret, and a manifest is no place for one: put it into a Kubernetes "
+            f"Secret and give --env-from-secret {name}=SECRET/KEY"
+        )
+
+
+def check_arguments(arguments: tuple[str, ...]) -> None:
+    """Refuse an argument for `convoy train` that holds a secret.
+
+    Raises:
+        ConvoyError: it does; the argument is not repeated.
+    """
+    for number, argument in enumerate(arguments, 1):
+        if _VALUE.search(argument):
+            raise ConvoyError(
+                f"argument {number} after -- looks like it holds a password or a token, and a manifest is no place for "
+                "one: mount the data as a claim, or give the secret by --env-from-secret"
+            )
+
 
 DATA_PATH, RUN_PATH = "/data", "/runs"
 """Where the claims are mounted."""
@@ -138,3 +181,56 @@ def _check_text(what: str, text: str) -> None:
         raise ConvoyError(f"{what} is not text in UTF-8 ({text!a}): rename it") from None
     if "\0" in text:
         raise ConvoyError(f"{what} has a zero byte in it: leave it away")
+
+
+def complete(
+    arguments: Sequence[str],
+    said: Mapping[str, Any],
+    name: str,
+    num_devices: int,
+    elastic: bool = False,
+    data_claim: bool = True,
+) -> tuple[str, ...]:
+    """Arguments with `--out /runs/NAME` and `--resume`, where they lack them.
+
+    Args:
+        arguments: what the user wrote after `--`.
+        said: the options that it says, by name, as far as they are `out`, `data`, `devices` and `resume`.
+        name: of the job.
+        num_devices: of the whole job, which `--devices` must not contradict.
+        elastic: whether it may run on fewer, so that no number is right.
+        data_claim: whether there is anything at `/data`.
+
+    Raises:
+        ConvoyError: there are none, the run would be written where it is lost, the data are on no volume, or
+            `--devices` says another number.
+    """
+    if not arguments:
+        raise ConvoyError("nothing to train: write -- and what convoy train would be given, e.g. -- resnet50")
+    out, data, devices = (said.get(option) for option in ("out", "data", "devices"))
+    if devices is not None and elastic:
+        raise ConvoyError(f"--devices {devices} contradicts --min-nodes, which lets the number change: leave it away")
+    if devices is not None and devices != num_devices:
+        raise ConvoyError(
+            f"--devices {devices} contradicts --nodes and --devices-per-node, which make {num_devices}: leave it away"
+        )
+    if out is not None and not _below(str(out), RUN_PATH):
+        raise ConvoyError(
+            f"--out {out} would be lost with the pod: name a folder below {RUN_PATH}, where --run-claim is mounted"
+        )
+    if data is not None and _below(data, DATA_PATH, itself=True) and not data_claim:
+        raise ConvoyError(f"--data {data} is on no volume: give the claim that has it by --data-claim")
+    added = [] if out is not None else ["--out", f"{RUN_PATH}/{name}"]
+    if not said.get("resume"):
+        added.append("--resume")
+    return (*arguments, *added)
+
+
+def name_for(model: str | None, recipe: str | None) -> str:
+    """A name for the job, made from that of the model or the recipe."""
+    return label_of(model or recipe or "convoy")
+
+
+def _below(path: str, folder: str, itself: bool = False) -> bool:
+    place, root = PurePosixPath(path), PurePosixPath(folder)
+    return ".." not in place.parts and root in (*place.parents, *([place] if itself else []))

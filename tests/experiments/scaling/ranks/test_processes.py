@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from convoy.bench.processes import RankFailed, Say, Seat, run_ranks
 from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.ranks.processes import RankFailed, Say, Seat, run_ranks
 from processes import alive
 from started import wait_for
 from tiny import write_mnist
@@ -95,7 +95,7 @@ def load_pictures(folder: Path, say: Say) -> None:
 _STARTS_A_RANK = """
 import sys
 from pathlib import Path
-from convoy.experiments.scaling.ranks.processes import Seat, run_ranks
+from convoy.bench.processes import Seat, run_ranks
 from experiments.scaling.ranks.test_processes import load_pictures
 
 if __name__ == "__main__":

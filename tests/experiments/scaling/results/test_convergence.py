@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from convoy.errors import ConvoyError
-from convoy.experiments.scaling.results.convergence_table import (
+from convoy.bench.curves import Convergence, convergence, training_facts
+from convoy.bench.store import Store
+from convoy.bench.table import (
     convergence_csv,
     convergence_latex,
     convergence_lines,
@@ -16,9 +17,8 @@ from convoy.experiments.scaling.results.convergence_table import (
     convergence_remarks,
     curves_csv,
 )
-from convoy.experiments.scaling.results.curves import Convergence, convergence, training_facts
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.training_runs import recipe_for_training
+from convoy.bench.training_runs import recipe_for_training
+from convoy.errors import ConvoyError
 from convoy.training import load_recipe
 from experiments.scaling.made_study import document, study, write_study, write_trainings
 

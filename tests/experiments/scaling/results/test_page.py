@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from convoy.experiments.scaling.results.files import write_files
-from convoy.experiments.scaling.results.table import lines
+from convoy.bench.page import write_files
+from convoy.bench.table import lines
 from experiments.scaling.made_study import write_study, write_trainings
 from experiments.test_browser import BROWSER, look
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from convoy.experiments import axes as ax
-from convoy.experiments.scaling.results.plots import PLOT, legend_above, legend_room, panel_axes
+from convoy.bench.plots import PLOT, legend_above, legend_room, panel_axes
+from convoy.report import axes as ax
 
 SHORT = ["one device", "sample=2, shares auto", "filter=2"]
 LONG = ["sample=4, shares auto", "sample=2, shares auto", "sample=2,filter=2, shares auto"]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from convoy.experiments import formats
-from convoy.experiments.scaling.results.files import write_files
-from convoy.experiments.scaling.results.remarks import _above_ideal, _one_device, _over, remarks
-from convoy.experiments.scaling.results.results import Results, results
-from convoy.experiments.scaling.results.table import csv_text, latex_text, lines, plus_minus
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.visits.forecast import Forecast, Prediction
+from convoy.bench.configuration import configurations
+from convoy.bench.forecast import Forecast, Prediction
+from convoy.bench.page import write_files
+from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
+from convoy.bench.results import Results, results
+from convoy.bench.store import Store
+from convoy.bench.table import csv_text, latex_text, lines, plus_minus
+from convoy.report import formats
 from experiments.scaling.made_study import AUTO, document, ranks, study, write_study
 
 

@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pytest
 
-from convoy.experiments.scaling.results.spread import repeatability
+from convoy.bench.results import repeatability
 
 
 @pytest.mark.parametrize("rounds", [3, 5, 9, 20])

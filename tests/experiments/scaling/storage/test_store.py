@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from convoy.bench.configuration import configurations
+from convoy.bench.forecast import Forecast
+from convoy.bench.store import Store, read
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.storage.store import Store, read
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.visits.forecast import Forecast
 from experiments.scaling.made_study import MACHINE, document, study, write_study
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.experiments.scaling.study.coarseness import best_reach, reach, too_coarse
+from convoy.bench.study import best_reach, reach, too_coarse
 
 
 @pytest.mark.parametrize(

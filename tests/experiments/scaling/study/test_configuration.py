@@ -2,9 +2,9 @@
 
 import pytest
 
+from convoy.bench.configuration import configurations
+from convoy.bench.study import Made, assumed
 from convoy.errors import ConvoyError
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.study.made_data import Made, assumed
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 

@@ -9,19 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from convoy.cost.assumed import Rate
-from convoy.cost.link import Links
-from convoy.engine.rehearsal import CallTimes, Rehearsal
-from convoy.experiments.scaling.storage.store import Store
-from convoy.experiments.scaling.study.configuration import configurations
-from convoy.experiments.scaling.study.study import Study
-from convoy.experiments.scaling.visits.forecast import Forecast, forecast
-from convoy.experiments.scaling.visits.task import Task
-from convoy.experiments.scaling.visits.visit import visit
-from convoy.planning import make_plan
+from convoy.bench.configuration import configurations
+from convoy.bench.forecast import Forecast, forecast
+from convoy.bench.measure import visit
+from convoy.bench.measurement import Task
+from convoy.bench.store import Store
+from convoy.bench.study import Study
+from convoy.engine.profiling import CallTimes, Rehearsal
+from convoy.planner import make_plan
+from convoy.planner.cost.link import Links, Rate
 from convoy.plans.plan import Plan
-from convoy.training import load_recipe
-from convoy.training.planning import auto_plan
+from convoy.training import auto_plan, load_recipe
 from experiments.scaling.made_study import study
 from ranks import run_ranks
 

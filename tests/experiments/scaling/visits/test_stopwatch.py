@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.engine.waits import waits
-from convoy.experiments.scaling.visits import stopwatch as module
-from convoy.experiments.scaling.visits.parts import COMMUNICATION, INPUT, OPTIMIZER
-from convoy.experiments.scaling.visits.stopwatch import Stopwatch
+from convoy.bench import measurement as module
+from convoy.bench.measurement import COMMUNICATION, INPUT, OPTIMIZER, Stopwatch
+from convoy.comm.collectives import waits
 
 
 class Clock:

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from convoy.engine.position import here
-from convoy.experiments.scaling.visits import training as training_visit
-from convoy.experiments.scaling.visits.training import Heard
+from convoy.bench import training_runs as training_visit
+from convoy.bench.training_runs import Heard
+from convoy.comm.position import here
 from started import wait_for
 
 

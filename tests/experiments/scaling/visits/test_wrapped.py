@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.experiments.scaling.ranks.processes import Say, Seat, run_ranks
-from convoy.experiments.scaling.study.peers import missing
-from convoy.experiments.scaling.visits.wrapped import wrap
+from convoy.bench.configuration import missing
+from convoy.bench.measure import wrap
+from convoy.bench.processes import Say, Seat, run_ranks
 from emulated_hosts import listening
 
 

@@ -1,0 +1,192 @@
+"""What the command line asks of a study, and what can be refused of it without torch and the network."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.bench.configuration import check_installed, check_peers, check_plans, configurations
+from convoy.bench.emulated import Cluster
+from convoy.errors import ConvoyError
+from convoy.files import expanded, unwritable
+from convoy.training.recipe import Recipe, check_names, load_recipe
+
+DEFAULT_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line says; None where it says nothing."""
+
+    command: str
+    model: str
+    devices: str | None = None
+    plans: str = "sample;auto"
+    batch: int | None = None
+    batch_per_device: int | None = None
+    peers: str = ""
+    shares: str = ""
+    data: str | None = None
+    image_size: int | None = None
+    classes: int | None = None
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    train_epochs: float | None = None
+    rounds: int = 5
+    updates: int | None = None
+    warm_up: int = 2
+    epochs: float | None = None
+    dataset_size: int | None = None
+    cores_per_device: int | None = None
+    emulate: str | None = None
+    predict: bool = True
+    timeout: float = 600.0
+    out: Path | None = None
+    device: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the study."""
+        name = self.model.replace(":", "-").replace("/", "-")
+        return self.out or Path("runs") / f"bench-{name}"
+
+    def check(self) -> None:
+        """Refuse what cannot be, whatever the network and the machine.
+
+        Raises:
+            ConvoyError: some cannot.
+        """
+        for sentence in (*self._contradictions(), *self._too_small()):
+            raise ConvoyError(sentence)
+        check_peers(self.peers_of())
+        for peer in self.peers_of():
+            check_installed(peer)
+        cluster, _ = self.cluster()
+        self._check_rows(len(cluster.devices) if cluster is not None else None)
+        reason = unwritable(self.folder)
+        if reason is not None:
+            raise ConvoyError(f"--out {self.folder} cannot be written ({reason}): choose another place")
+        check_names(self.recipe_of())
+
+    def recipe_of(self) -> Recipe:
+        """How the network is trained; its batch is that of a device where it grows with the devices.
+
+        Raises:
+            ConvoyError: there is no such recipe, or a key cannot be so.
+        """
+        given = [f"model.name={self.model}"] if self.model else []
+        given.append(f"data.path={self.data or 'mnist-mini'}")
+        batch = self.batch or self.batch_per_device or (DEFAULT_BATCH if self.recipe is None else None)
+        given += [f"batch={batch}"] if batch is not None else []
+        return load_recipe(self.recipe or "default", [*given, *self.settings])
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.batch is not None and self.batch_per_device is not None:
+            yield "--batch is one batch for any number of devices, --batch-per-device lets it grow with them: give one"
+        if self.data is not None and (self.image_size is not None or self.classes is not None):
+            option = "--image-size" if self.image_size is not None else "--classes"
+            yield f"{option} is for made-up pictures, but --data names real ones: leave one out"
+        if self.train_epochs is not None and self.data is None:
+            yield "--train-epochs trains on real pictures: name them with --data, e.g. --data mnist-mini"
+        if self.train_epochs is not None and self.batch_per_device is not None:
+            yield (
+                "--train-epochs compares one experiment on any number of devices, but --batch-per-device makes it "
+                "another on each: give --batch"
+            )
+        if self.dataset_size is not None and self.epochs is None:
+            yield "--dataset-size is for the days that --epochs would take: give --epochs, too"
+        if self.cores_per_device is not None and self.emulate is not None:
+            yield "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
+
+    def _too_small(self) -> Iterator[str]:
+        for option, number, least in (
+            ("--batch", self.batch, 1),
+            ("--batch-per-device", self.batch_per_device, 1),
+            ("--image-size", self.image_size, 1),
+            ("--classes", self.classes, 1),
+            ("--rounds", self.rounds, 1 if self.train_epochs is None else 0),
+            ("--updates", self.updates, 1),
+            ("--warm-up", self.warm_up, 0),
+            ("--dataset-size", self.dataset_size, 1),
+            ("--cores-per-device", self.cores_per_device, 1),
+        ):
+            if number is not None and number < least:
+                yield f"{option} is {number}: give a whole number of at least {least}"
+        for option, amount in (
+            ("--epochs", self.epochs),
+            ("--timeout", self.timeout),
+            ("--train-epochs", self.train_epochs),
+        ):
+            if amount is not None and not 0 < amount < math.inf:
+                yield f"{option} is {amount:g}: give a number above 0"
+
+    def _check_rows(self, emulated: int | None) -> None:
+        """Refuse plans, shares and numbers of devices that are none, or that do not go together."""
+        plans, shares = self.plans_of(), self.shares_of()
+        if self.devices is None and emulated is None:
+            check_plans(plans)
+            return
+        numbers = self.numbers(emulated or 1)
+        if emulated is not None and max(numbers) > emulated:
+            raise ConvoyError(
+                f"--devices {max(numbers)}, but the cluster of --emulate has {emulated}: add devices to the file"
+            )
+        if not configurations(numbers, plans, self.peers_of(), shares):
+            raise ConvoyError("--plans names none: write e.g. sample;auto")
+
+    def plans_of(self) -> list[str]:
+        """Texts of plans."""
+        return [text.strip() for text in self.plans.split(";") if text.strip()]
+
+    def peers_of(self) -> list[str]:
+        """Names of peers."""
+        return [text.strip() for text in self.peers.split(",") if text.strip()]
+
+    def numbers(self, available: int) -> list[int]:
+        """The numbers of devices.
+
+        Args:
+            available: that there are, for the default.
+
+        Raises:
+            ConvoyError: they are no numbers.
+        """
+        if self.devices is None:
+            return list(dict.fromkeys((1, available)))
+        found = []
+        for part in self.devices.split(","):
+            if not part.strip().isdecimal() or int(part) < 1:
+                raise ConvoyError(f"--devices {self.devices} is no list of numbers: write e.g. 1,2,4")
+            found.append(int(part))
+        return found
+
+    def shares_of(self) -> list[str]:
+        """Shares that plans have, as `Configuration` has them.
+
+        Raises:
+            ConvoyError: they are no numbers.
+        """
+        found = []
+        for text in (part.strip() for part in self.shares.split(";")):
+            if text not in ("", "even", "auto") and not _positive(text.split(",")):
+                raise ConvoyError(f"--shares {text} are no shares: write even, auto or numbers such as 3,3,2")
+            found.append("" if text == "even" else text)
+        return found
+
+    def cluster(self) -> tuple[Cluster | None, str]:
+        """The cluster to emulate, and the text of its file.
+
+        Raises:
+            ConvoyError: the file cannot be read or is no cluster.
+        """
+        if self.emulate is None:
+            return None, ""
+        return Cluster.read(self.emulate), expanded(self.emulate).read_text(encoding="utf-8")
+
+
+def _positive(parts: Sequence[str]) -> bool:
+    """Whether all are numbers above 0."""
+    try:
+        return all(0 < float(part) < math.inf for part in parts)
+    except ValueError:
+        return False

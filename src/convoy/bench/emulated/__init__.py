@@ -1,0 +1,13 @@
+"""Emulates a cluster on one Linux machine: devices with a share of a core each, hosts that only a link joins.
+
+cluster = Cluster.read("four.yaml")
+with emulate(cluster) as places:
+    ...                                # in the process of a rank, before torch starts threads:
+    places[rank].enter()
+    os.environ |= places[rank].environment
+"""
+
+from convoy.bench.emulated.cluster import Cluster, Device
+from convoy.bench.emulated.emulation import Place, emulate
+
+__all__ = ["Cluster", "Device", "Place", "emulate"]

@@ -1,0 +1,289 @@
+"""What is emulated: devices, the hosts that they are in, and the links that join the hosts.
+
+The devices of an emulated cluster, and what may be said of them and of the links of their hosts.
+
+Clusters as YAML: a mapping with `devices` and `links`.
+
+    devices: {count: 4, speed: 0.5}         # each in a host of its own; with `hosts: 2`, two in each
+    links: {rate: 3gbit}
+
+or, where they are unequal,
+
+    devices:
+      - {speed: 0.5, host: a}
+      - {speed: 0.25, host: b, count: 2}
+    links: {rate: 3gbit, hosts: {b: 1gbit}}
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from convoy.errors import ConvoyError
+from convoy.files import expanded, read_text
+
+_SLOWEST = 0.01
+MOST = 250
+"""Devices of a cluster."""
+_RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of a cluster.
+
+    Attributes:
+        speed: the share of a core that it has, up to 1.
+        host: the name of the host that it is in.
+    """
+
+    speed: float
+    host: str
+
+
+def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
+    """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
+
+    Raises:
+        ConvoyError: there are no devices, or more hosts than devices.
+    """
+    if not 1 <= count <= MOST:
+        raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {MOST}")
+    hosts = count if hosts is None else hosts
+    if not 1 <= hosts <= count:
+        raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
+    return tuple(Device(speed, f"host{number * hosts // count}") for number in range(count))
+
+
+def check_speed(speed: object, what: str) -> float:
+    """Refuse a share of a core that cannot be.
+
+    Raises:
+        ConvoyError: it is no number, or none from 0.01 to 1.
+    """
+    number = isinstance(speed, int | float) and not isinstance(speed, bool)
+    if not number or not math.isfinite(speed) or not _SLOWEST <= speed <= 1:  # type: ignore[operator,arg-type]
+        raise ConvoyError(
+            f"the speed of {what} is {speed!r}: write the share of a core that it has, from {_SLOWEST} to 1"
+        )
+    return float(speed)  # type: ignore[arg-type]
+
+
+def check_rate(rate: object) -> None:
+    """Refuse what `tc` would not take, or would take for something else.
+
+    Raises:
+        ConvoyError: it is such.
+    """
+    match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
+    if match is None or float(match[1]) == 0:
+        raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")
+
+
+_FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file says.
+
+    Raises:
+        ConvoyError: it cannot be read or is no YAML; the sentence has the file.
+    """
+    text = read_text(path, "cluster")
+    try:
+        _check_twice(yaml.compose(text, yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConvoyError(f"{path}{line}: this is no YAML ({error.problem}): {_FORM}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConvoyError(f"{path}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
+
+
+def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
+    """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
+
+    Raises:
+        ConvoyError: it describes none.
+    """
+    if not isinstance(document, Mapping):
+        raise ConvoyError(f"a cluster has the keys devices and links: {_FORM}")
+    _check_keys(document, ("devices", "links"), "a cluster")
+    if document.get("devices") is None:
+        raise ConvoyError(f"devices is missing: {_FORM}")
+    rate, rates = _links(document.get("links"))
+    devices = document["devices"]
+    if isinstance(devices, Mapping):
+        _check_keys(devices, ("count", "speed", "hosts"), "devices")
+        if "count" not in devices:
+            raise ConvoyError("devices has no count: write e.g. `devices: {count: 4, speed: 0.5}`")
+        count = _whole(devices["count"], "count of devices")
+        hosts = _whole(devices["hosts"], "number of hosts") if "hosts" in devices else None
+        speed = check_speed(devices.get("speed", 1.0), "the devices")
+        return alike(count, speed, hosts), rate, rates
+    if isinstance(devices, list):
+        return tuple(_listed(devices)), rate, rates
+    raise ConvoyError(f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices")
+
+
+def _listed(entries: list[Any]) -> list[Device]:
+    """Devices one by one; those that name no host are in one of their own."""
+    found: list[Device] = []
+    for number, entry in enumerate(entries):
+        what = f"entry {number + 1} of devices"
+        if not isinstance(entry, Mapping):
+            raise ConvoyError(f"{what} is {entry!r}: write e.g. `- {{speed: 0.5, host: a}}`")
+        _check_keys(entry, ("speed", "host", "count"), what)
+        speed = check_speed(entry.get("speed", 1.0), what)
+        for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
+            host = entry.get("host")
+            found.append(Device(speed, f"host{len(found)}" if host is None else str(host)))
+    return found
+
+
+def _links(links: Any) -> tuple[str, dict[str, str]]:
+    if links is None:
+        return "", {}
+    if not isinstance(links, Mapping):
+        raise ConvoyError(f"links is {links!r}: write e.g. `links: {{rate: 3gbit}}`")
+    if "latency" in links:
+        raise ConvoyError(
+            "links has a latency, which is not emulated (links have what the machine's own network stack takes): "
+            "leave latency out"
+        )
+    _check_keys(links, ("rate", "hosts"), "links")
+    hosts = links.get("hosts") or {}
+    if not isinstance(hosts, Mapping):
+        raise ConvoyError(f"hosts of links is {hosts!r}: write a rate for each host, e.g. `hosts: {{b: 1gbit}}`")
+    rate = links.get("rate")
+    for given in (*([] if rate is None else [rate]), *hosts.values()):
+        check_rate(given)
+    return rate or "", {str(host): given for host, given in hosts.items()}
+
+
+def _check_twice(node: yaml.Node | None) -> None:
+    """Refuse a key that is there twice, of which YAML would silently take the last."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} is there twice")
+    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in child if isinstance(child, tuple) else (child,):
+            _check_twice(part)
+
+
+def _check_keys(given: Mapping[Any, Any], known: Collection[str], what: str) -> None:
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConvoyError(f"{what} has no key {key!r}: {hint}")
+
+
+def _whole(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConvoyError(f"the {what} is {value!r}: write a whole number from 1")
+    return value
+
+
+_HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in hosts that a switch joins; device `i` is for rank `i`.
+
+    Devices in one host talk through the memory of that host, all others through the links of their hosts.
+
+    Attributes:
+        devices: at least one.
+        rate: of the link of a host to the switch, in each direction, in the words of `tc`: `3gbit`, `300mbit`. It may
+            be empty where there is one host only, or where `rates` has all.
+        rates: by name of the host, where a link has another rate.
+
+    Raises:
+        ConvoyError: speeds, names or rates that cannot be.
+    """
+
+    devices: tuple[Device, ...]
+    rate: str = ""
+    rates: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConvoyError("a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`")
+        if len(self.devices) > MOST:
+            raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
+        for number, device in enumerate(self.devices):
+            check_speed(device.speed, f"device {number}")
+            if not _HOST.fullmatch(device.host) or len(device.host) > 63:
+                raise ConvoyError(f"device {number} has the host {device.host!r}: use letters, digits and hyphens")
+        for host, rate in self.rates.items():
+            if host not in self.hosts:
+                raise ConvoyError(f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one")
+            check_rate(rate)
+        if self.rate:
+            check_rate(self.rate)
+        missing = [host for host in self.hosts if host not in self.rates]
+        if not self.rate and missing and len(self.hosts) > 1:
+            raise ConvoyError(f"the link of host {missing[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`")
+
+    @staticmethod
+    def alike(count: int, speed: float = 1.0, rate: str = "", hosts: int | None = None) -> "Cluster":
+        """A cluster of devices that are alike.
+
+        Args:
+            count: of the devices.
+            speed: of each, as a share of a core.
+            rate: of all links.
+            hosts: how many there are, with consecutive devices in each; None for one for each device.
+
+        Raises:
+            ConvoyError: there is no such cluster.
+        """
+        return Cluster(alike(count, speed, hosts), rate)
+
+    @staticmethod
+    def read(path: str | Path) -> "Cluster":
+        """The cluster in a YAML file.
+
+        Raises:
+            ConvoyError: it cannot be read or is no cluster; the sentence has the file.
+        """
+        document = read_yaml(expanded(path))
+        try:
+            return Cluster(*parse(document))
+        except ConvoyError as error:
+            raise ConvoyError(f"{path}: {error}") from error
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts, in the order of their first devices."""
+        return tuple(dict.fromkeys(device.host for device in self.devices))
+
+    def rate_of(self, host: str) -> str:
+        """The rate of the link of a host; empty for as fast as the machine can."""
+        return self.rates.get(host, self.rate)
+
+    def __str__(self) -> str:
+        """In one line."""
+        speeds = [device.speed for device in self.devices]
+        rates = [self.rate_of(host) for host in self.hosts]
+        if len(speeds) == 1:
+            said = f"1 device with {speeds[0]:g} of a core"
+        elif len(set(speeds)) == 1:
+            said = f"{len(speeds)} devices with {speeds[0]:g} of a core each"
+        else:
+            said = f"{len(speeds)} devices with {', '.join(f'{speed:g}' for speed in speeds)} of a core"
+        if len(rates) == 1:
+            return f"{said} in one host"
+        links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
+        return f"{said} in {len(rates)} hosts, links of {links}"

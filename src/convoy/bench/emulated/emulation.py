@@ -1,0 +1,164 @@
+"""Makes an emulated cluster, and removes it.
+
+What the process of a rank has to do to run on an emulated device.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.bench.emulated import network, quota
+from convoy.bench.emulated.cluster import Cluster
+from convoy.bench.emulated.network import INTERFACE, Host, prefix
+from convoy.bench.emulated.pulse import pulses
+from convoy.errors import ConvoyError
+from convoy.launch import place as cores
+from convoy.launch.place import own_cores
+
+PORT = 29_500
+
+
+@dataclass(frozen=True)
+class Place:
+    """An emulated device, for the process of one rank.
+
+    Attributes:
+        rank: the number of the device.
+        speed: the share of a core that it has.
+        name: of the host that it is in.
+        host: the host.
+        master: address of the host of device 0.
+        core: of this machine, on which the process runs.
+        group: the control group that limits it; None where it has the whole core.
+    """
+
+    rank: int
+    speed: float
+    name: str
+    host: Host
+    master: str
+    core: int
+    group: Path | None
+
+    def enter(self) -> None:
+        """Put the calling process here, for good: in the host's network, with the share of its core.
+
+        To be called before torch starts threads, by a process of the user root. All threads of the process together
+        have the share, those of gloo too.
+
+        Raises:
+            ConvoyError: the cluster is gone, or this process may not.
+        """
+        if self.group is not None:
+            quota.enter(self.group)
+        self.host.enter()
+        cores.pin([self.core])
+        # gloo's thread tries again and again for a lock that the thread which it has just pushed off the core holds,
+        # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the rank is to have: one thread, the interface for gloo, and where rank 0 is to be found.
+
+        The numbers of ranks (`RANK`, `WORLD_SIZE`, …) are up to whoever starts them.
+        """
+        return {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "MASTER_ADDR": self.master,
+            "MASTER_PORT": str(PORT),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # not a warning for each connection that the hosts' names are not known
+            cores.PINNED: str(self.core),
+        }
+
+
+def cores_for(speeds: Sequence[float], own: Sequence[int]) -> list[int]:
+    """A core for each device, so that none has to give more than it has and all give alike.
+
+    Args:
+        speeds: shares of a core.
+        own: the cores that may be used.
+
+    Raises:
+        ConvoyError: they are too few.
+    """
+    given = dict.fromkeys(own, 0.0)
+    chosen: dict[int, int] = {}
+    for device in sorted(range(len(speeds)), key=lambda device: -speeds[device]):
+        core = min(given, key=lambda core: round(given[core], 6))
+        given[core] += speeds[device]
+        chosen[device] = core
+    if max(given.values()) > 1 + 1e-6:
+        total = sum(speeds)
+        have = f"{len(own)} core{'s' if len(own) > 1 else ''}"
+        if total > len(own) + 1e-6:
+            raise ConvoyError(
+                f"the speeds of the devices add up to {total:g} cores, but here {'are' if len(own) > 1 else 'is'} "
+                f"{have}: multiply all speeds by {int(100 * len(own) / total) / 100:g} or less"
+            )
+        raise ConvoyError(f"devices of speed {', '.join(f'{s:g}' for s in speeds)} do not fit on {have}: lower some")
+    return [chosen[device] for device in range(len(speeds))]
+
+
+@contextmanager
+def emulate(cluster: Cluster) -> Iterator[list[Place]]:
+    """A cluster on this machine, gone when the context is left.
+
+    What a process that was killed has left of its own cluster is removed by the next that makes one.
+
+    Returns:
+        A place for each device, in order; they can be pickled and sent to the processes of the ranks.
+
+    Raises:
+        ConvoyError: the machine has too few cores, this process may not make it, or a tool is missing.
+    """
+    _check_rights()
+    network.check_tools()
+    speeds = [device.speed for device in cluster.devices]
+    cores = cores_for(speeds, own_cores())
+    made = ExitStack()
+    try:
+        with _undisturbed():
+            network.sweep()
+            quota.sweep()
+            name = prefix()
+            hosts = made.enter_context(
+                network.made_hosts(name, {host: cluster.rate_of(host) for host in cluster.hosts})
+            )
+            groups = made.enter_context(quota.made_groups(name, speeds))
+            shared = {core for core, group in zip(cores, groups, strict=True) if group is not None}
+            made.enter_context(pulses(sorted(shared)))
+        master = hosts[cluster.devices[0].host].address
+        yield [
+            Place(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
+            for rank, device in enumerate(cluster.devices)
+        ]
+    finally:
+        with _undisturbed():
+            made.close()
+
+
+def _check_rights() -> None:
+    if sys.platform != "linux":
+        raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")
+    if os.geteuid() != 0:
+        raise ConvoyError("emulated hosts are network namespaces, which only root can make: run this as root")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM wait for what must not be left half done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

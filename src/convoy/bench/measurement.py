@@ -1,0 +1,266 @@
+"""The updates of a visit: some to warm up, then those that are timed.
+
+Where the time of an update goes, in the words of the files of a study.
+
+Where the time of an update goes: the input, waiting for other ranks, the optimiser, and all the rest, computing.
+
+What a rank is asked to do when a configuration has its turn, and what it answers.
+
+How much memory a visit takes.
+
+The ranks of a configuration, and the device of this one.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from convoy.bench.study import Made
+from convoy.comm.collectives import watching
+from convoy.data import Batch
+from convoy.engine.allocation import keep_freed_memory
+from convoy.training import Devices, Recipe, choose_device
+
+COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"
+
+
+_PAIRS = 2000
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds of an update, and of its parts."""
+
+    seconds: float
+    communication: float
+    input: float
+    optimizer: float
+
+
+@dataclass
+class Stopwatch:
+    """Takes the time of updates. What lies inside of something else counts there no more.
+
+    On a GPU marks are events in its stream, so that what is waited for is what its computing waits for.
+    """
+
+    device: torch.device
+    _laps: list[Any] = field(default_factory=list)
+    _sections: list[list[tuple[str, Any, Any]]] = field(default_factory=list)
+    _stack: list[str] = field(default_factory=list)
+    _since: Any = None
+    _num_marks: int = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """While entered, waits of the engine and steps of optimisers are seen."""
+        with ExitStack() as stack:
+            stack.enter_context(watching(_Waits(self)))
+            for handle in (
+                register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
+                register_optimizer_step_post_hook(lambda *_: self.leave()),
+            ):
+                stack.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def section(self, part: str) -> Iterator[None]:
+        """What is done inside belongs to a part."""
+        self.enter(part)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, part: str) -> None:
+        """A part begins."""
+        if not self._stack or self._stack[-1] != part:
+            self._close()
+        self._stack.append(part)
+
+    def leave(self) -> None:
+        """It ends."""
+        part = self._stack[-1]
+        if len(self._stack) < 2 or self._stack[-2] != part:
+            self._close()
+        self._stack.pop()
+
+    def lap(self) -> None:
+        """An update begins, and the one before it ends."""
+        self._close()
+        self._laps.append(self._since)
+        self._sections.append([])
+
+    def clear(self) -> None:
+        """Forget all updates so far."""
+        self._laps.clear()
+        self._sections.clear()
+        self._num_marks = 0
+
+    def laps(self) -> list[Lap]:
+        """All updates between two laps."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found = []
+        for number, (start, end) in enumerate(zip(self._laps, self._laps[1:], strict=False)):
+            parts = dict.fromkeys((COMMUNICATION, INPUT, OPTIMIZER), 0.0)
+            for part, begun, ended in self._sections[number]:
+                parts[part] += self._between(begun, ended)
+            found.append(Lap(self._between(start, end), **parts))
+        return found
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that taking the time has added to an update."""
+        probe = Stopwatch(self.device)
+        probe.lap()
+        start = time.perf_counter()
+        for _ in range(_PAIRS):
+            probe.enter(COMMUNICATION)
+            probe.leave()
+        each = (time.perf_counter() - start) / (2 * _PAIRS)
+        return each * self._num_marks / max(1, len(self._laps) - 1)
+
+    def _close(self) -> None:
+        """End what is running, in favour of what is next."""
+        now = self._now()
+        if self._stack and self._sections:
+            self._sections[-1].append((self._stack[-1], self._since, now))
+        self._since = now
+
+    def _now(self) -> Any:
+        self._num_marks += 1
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self.device.type == "cuda" else float(end - start)
+
+
+class _Waits:
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+
+    def enter(self) -> None:
+        """A wait for other ranks begins."""
+        self._stopwatch.enter(COMMUNICATION)
+
+    def leave(self) -> None:
+        """It is over."""
+        self._stopwatch.leave()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A visit to a configuration.
+
+    Attributes:
+        kind: of the configuration.
+        recipe: of the configuration, with its devices and its plan.
+        made: made-up pictures; None for those of the recipe.
+        device_type: `cpu` or `cuda`.
+        updates: that are timed.
+        warm_up: that come before them.
+    """
+
+    kind: str
+    recipe: Recipe
+    made: Made | None
+    device_type: str
+    updates: int
+    warm_up: int
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the configuration."""
+        return self.recipe.parallel.devices or 1
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank measured.
+
+    Attributes:
+        laps: of the timed updates.
+        memory: bytes at the peak, beyond what the process had before the network was built.
+        loss: this rank's part of the mean loss of the first update; the parts of all ranks add up to it.
+        overhead: seconds that taking the time has added to an update.
+        without: seconds of updates without exchange of gradients, where that is how the exchange is measured.
+        microbatches: of an update, that were this rank's.
+    """
+
+    laps: list[Lap]
+    memory: int
+    loss: float
+    overhead: float
+    without: list[float] = field(default_factory=list)
+    microbatches: int = 0
+
+
+_STATUS = Path("/proc/self/status")
+
+
+class Memory:
+    """The most that this process has had since, beyond what it had at the beginning."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._before = self._now("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes."""
+        return max(0, self._now("VmHWM") - self._before)
+
+    def _now(self, name: str) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) if name == "VmHWM" else 0
+        if not _STATUS.exists():
+            return 0
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+
+def join(task: Task) -> tuple[Devices, torch.device]:
+    """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
+    if task.num_devices > 1:
+        devices, own = Devices.join()
+        return devices, own if task.device_type == "cuda" else torch.device("cpu")
+    device = choose_device(task.device_type)
+    keep_freed_memory(device)
+    return Devices(), device
+
+
+def run_updates(
+    batches: Generator[Batch, None, None],
+    update: Callable[[Batch, int], None],
+    stopwatch: Stopwatch,
+    warm_up: int,
+    barrier: Callable[[], None],
+) -> None:
+    """Do updates as long as there are batches, and take the time of those after the warm-up."""
+    number = 0
+    with closing(batches):
+        while True:
+            if number == warm_up:
+                barrier()
+                stopwatch.clear()
+            stopwatch.lap()
+            with stopwatch.section(INPUT):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            update(batch, number)
+            number += 1

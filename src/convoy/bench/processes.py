@@ -1,0 +1,312 @@
+"""Where the ranks of a configuration run: on places of an emulated cluster, on blocks of cores, or on GPUs.
+
+Fresh processes for each measurement, one a device, each on its own cores.
+
+They are forked from a server that has torch imported, so that starting them takes no time worth mentioning, and nothing
+that one configuration leaves in memory or in caches of the allocator meets the next one.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from convoy import interfaces
+from convoy.errors import ConvoyError
+from convoy.failure import end_of
+from convoy.launch.place import PINNED, own_cores
+from convoy.launch.rank import end_with_parent
+
+Say = Callable[[str, int, int], None]
+"""Is told of long work: what, done, of how many."""
+
+_PORT = 29500
+_PATIENCE_S = 60.0
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "convoy.training",
+    "convoy.planner",
+    "convoy.bench.measure",
+]
+
+
+class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
+    """A rank raised an unexpected error, was killed or did not come back."""
+
+    @property
+    def reason(self) -> str:
+        """The first line of it, without where in the code that was."""
+        return str(self).strip().partition("\n")[0]
+
+
+class Place(Protocol):
+    """Where a rank runs, if not simply on this machine: `convoy.bench.emulated` has such."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables for the rank."""
+
+    def enter(self) -> None:
+        """Go there, in the rank's own process."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place among the others, and on the machine.
+
+    Attributes:
+        cores: that it may use; none leaves those that there are.
+        place: where it goes before it begins.
+    """
+
+    rank: int
+    num: int
+    cores: tuple[int, ...] = ()
+    place: Place | None = None
+
+    @property
+    def threads(self) -> int:
+        """That compute, on the cores of the rank's process."""
+        said = self.place.environment.get("OMP_NUM_THREADS") if self.place is not None else None
+        return int(said) if said else len(own_cores())
+
+    def environment(self, port: int) -> dict[str, str]:
+        """As torchrun sets it, where there are others; all ranks count as local, since they share the machine."""
+        found = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
+        if self.num > 1:
+            found |= {
+                "RANK": str(self.rank),
+                "LOCAL_RANK": str(self.rank),
+                "GROUP_RANK": "0",
+                "WORLD_SIZE": str(self.num),
+                "LOCAL_WORLD_SIZE": str(self.num),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "convoy-bench",
+            }
+            loopback = interfaces.loopback()
+            if loopback is not None:
+                found["GLOO_SOCKET_IFNAME"] = loopback
+        return found | dict(self.place.environment if self.place is not None else {})
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    seats: Sequence[Seat],
+    *args: Any,
+    seconds: float = 600.0,
+    renewed: bool = False,
+    say: Say | None = None,
+    quiet: bool = False,
+    end_softly: bool = False,
+) -> list[Any]:
+    """What `function(*args, say)` returns on each of the ranks.
+
+    Args:
+        function: of a module's top level.
+        seats: of all ranks.
+        args: for the function; they and the results are pickled.
+        seconds: until all are ended.
+        renewed: the seconds begin again with all that rank 0 says.
+        say: is told what rank 0 says.
+        quiet: what the ranks print is lost. Otherwise it goes to the standard error, all of it.
+        end_softly: on Ctrl-C the ranks have it too, and some time to save what they have.
+
+    Raises:
+        ConvoyError: a rank found a mistake of the user.
+        RankFailed: with what the first rank to fail has said.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    port = _PORT if any(seat.place is not None for seat in seats) else _free_port()
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    try:
+        for seat in seats:
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(
+                target=_serve,
+                args=(theirs, seat, port, quiet, function, args),
+                daemon=False,  # a daemon may not start processes that load pictures
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        return _collect(pipes, processes, seconds, renewed, say or _silent)
+    except KeyboardInterrupt:
+        if end_softly:
+            _end_softly(pipes, processes)
+        raise
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
+    """Ask the ranks to end until they have, and hear what they still say."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and any(process.is_alive() for process in processes):
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGINT)  # ignored by those that do not save, and after the first
+        for pipe in wait(pipes, timeout=0.2):
+            with contextlib.suppress(EOFError, OSError):
+                assert isinstance(pipe, Connection)
+                pipe.recv()
+        time.sleep(0.05)
+
+
+def _collect(
+    pipes: list[Connection], processes: list[BaseProcess], seconds: float, renewed: bool, say: Say
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + seconds
+    while len(results) < len(pipes):
+        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"rank {min(left.values())} did not come back in time (--timeout)")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = left[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionError) as error:
+                processes[rank].join(5)
+                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
+            if kind == "says":
+                say(*value)
+                deadline = time.monotonic() + seconds if renewed else deadline
+            elif kind == "mistake":
+                raise ConvoyError(value)
+            elif kind == "failed":
+                raise RankFailed(f"rank {rank} failed: {value}")
+            else:
+                results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _serve(
+    pipe: Connection, seat: Seat, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """A rank's whole life."""
+    _redirect(quiet)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
+    end_with_parent()
+    faulthandler.enable()
+    answer: tuple[str, Any]
+    try:
+        if seat.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, seat.cores)
+        if seat.place is not None:
+            seat.place.enter()
+        _follow_parent()
+        os.environ.update(seat.environment(port))
+
+        def say(what: str, done: int, total: int) -> None:
+            if seat.rank == 0:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.send(("says", (what, done, total)))
+
+        answer = "done", _call(function, args, say, seat)
+    except ConvoyError as error:
+        answer = "mistake", str(error)
+    except BaseException as error:
+        answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(answer)
+
+
+def _follow_parent() -> None:
+    """End with the process that wants the result, however that ended.
+
+    The server that forked this one, whose end ends it too, stays as long as it has such children.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True, name="convoy-follow").start()
+
+
+def _redirect(quiet: bool) -> None:
+    """Keep the standard output for the table."""
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say, seat: Seat) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(seat.threads)
+    torch.manual_seed(0)
+    result = function(*args, say)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early would cut the connections of the others
+        dist.destroy_process_group()
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Seats:
+    """All that there are.
+
+    Attributes:
+        cores_per_device: on a CPU; 0 on others, and in an emulated cluster.
+        places: of an emulated cluster, one for each device.
+    """
+
+    cores_per_device: int
+    places: Sequence[Place] = ()
+
+    def of(self, num: int, round_: int = 1, first: int = 0) -> list[Seat]:
+        """Those of some ranks.
+
+        Args:
+            num: how many ranks.
+            round_: from round to round they move on by one over equal devices.
+            first: the device of rank 0, counted from 0.
+        """
+        if self.places:
+            return [Seat(rank, num, place=self.places[first + rank]) for rank in range(num)]
+        each = self.cores_per_device
+        if not each:
+            return [Seat(rank, num) for rank in range(num)]
+        cores = own_cores()
+        blocks = len(cores) // each
+        begins = [(rank + first + round_ - 1) % blocks * each for rank in range(num)]
+        return [Seat(rank, num, tuple(cores[begin : begin + each])) for rank, begin in enumerate(begins)]

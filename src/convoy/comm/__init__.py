@@ -1,0 +1,1 @@
+"""Communication: process groups, collectives, shared memory, and redistribution of tensors between layouts."""

@@ -1,0 +1,353 @@
+"""The collectives, the only place that calls torch.distributed's.
+
+Plain functions of tensors and a group; a group of None is one rank alone. All ranks of a group must call the same
+function with shapes and dtypes that fit together, and wait for pending results in the same order. None has a gradient:
+`engine/transfer.py` builds on them what has.
+
+CPU tensors go through memory that the ranks share where all are on one host. Over gloo everything but the sum of a
+large tensor goes straight from every rank to every other (`engine/point_to_point.py`). gloo gets tensors of other
+devices by way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
+private module that only this file knows.
+
+Tells a measurement, and who watches over the run, when a collective holds up the thread that computes.
+"""
+
+import functools
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from convoy.comm import point_to_point, shared_memory
+from convoy.comm import shared_memory as operations
+from convoy.comm.position import here
+from convoy.comm.shared_memory import Channel
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Watch(Protocol):
+    """Is told of every wait in this process; waits may lie in each other."""
+
+    def enter(self) -> None:
+        """A wait begins."""
+
+    def leave(self) -> None:
+        """It is over."""
+
+
+_watch: Watch | None = None
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Let `watch` be told, while entered. What a user has compiled waits unseen."""
+    global _watch
+    before, _watch = _watch, watch
+    try:
+        yield
+    finally:
+        _watch = before
+
+
+def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make a function that waits for other ranks, and does nothing else, one that says so."""
+
+    name = function.__name__.replace("_", " ")
+
+    @functools.wraps(function)
+    def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if torch.compiler.is_compiling() or here.collective:
+            return function(*args, **kwargs)
+        watch = _watch
+        if watch is not None:
+            watch.enter()
+        began = here.moved = time.monotonic()
+        here.collective = name
+        try:
+            return function(*args, **kwargs)
+        finally:
+            here.collective = ""
+            here.moved = time.monotonic()
+            here.waited_s += here.moved - began
+            if watch is not None:
+                watch.leave()
+
+    return watched
+
+
+Group = dist.ProcessGroup | None
+
+_SMALL = 1 << 18
+"""Bytes over all ranks up to which gloo adds faster by sending everything to everyone."""
+
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weakref.WeakKeyDictionary()
+
+
+class Pending:
+    """A collective that may still run, or that runs when it is waited for; `wait` gives its result, once."""
+
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs while this rank computes, not only when it is waited for."""
+        return bool(self._works)
+
+    @waits
+    def wait(self) -> Tensor:
+        """Wait for the other ranks; the result."""
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+def size(group: Group) -> int:
+    """Number of ranks."""
+    return 1 if group is None else group.size()
+
+
+def place(group: Group) -> int:
+    """This rank's number in the group."""
+    return 0 if group is None else group.rank()
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Add a contiguous `x` over the ranks, in place; the sum has the same bits on every rank."""
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return x.copy_(functional.all_reduce(x, "sum", group))
+    return start_all_reduce(x, group).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """As `all_reduce`, but without waiting."""
+    if group is None or x.numel() == 0:
+        return Pending((), lambda: x)
+    assert x.is_contiguous(), "in-place collectives need one piece of memory"
+    if (channel := _channel(x, group)) is not None:
+        return Pending((), lambda: operations.all_reduce(x, channel))
+    if not _is_gloo(x, group):
+        return Pending([dist.all_reduce(x, group=group, async_op=True)], lambda: x)
+    if size(group) * x.nbytes <= _SMALL:
+        received = start_all_gather(x, group)
+        return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
+    here = x.cpu()
+    return Pending([dist.all_reduce(here, group=group, async_op=True)], lambda: x if here is x else x.copy_(here))
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Tensors of one shape from all ranks, stacked: [ranks, *x.shape]."""
+    if group is not None and torch.compiler.is_compiling():
+        return all_to_all(x.expand(size(group), *x.shape).contiguous(), group)
+    return start_all_gather(x, group).wait()
+
+
+def start_all_gather(x: Tensor, group: Group) -> Pending:
+    """As `all_gather`, but without waiting."""
+    if group is None:
+        return Pending((), lambda: x.unsqueeze(0))
+    if (channel := _channel(x, group)) is not None:
+        return Pending((), lambda: operations.all_gather(x, channel))
+    ranks = size(group)
+    here = _for(group, x).contiguous()
+    received = here.new_empty(ranks, *x.shape)
+    if _is_gloo(x, group):
+        received[place(group)] = here
+        works = point_to_point.start_all_to_all([here] * ranks, list(received), group)
+        return Pending(works, lambda: received.to(x.device))
+    work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
+    return Pending([work], lambda: received)
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """[ranks, ...] to [ranks, ...]: row q goes to rank q, row p of the result comes from rank p."""
+    if group is not None and torch.compiler.is_compiling():
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
+        return received
+    return start_all_to_all(x, group).wait()
+
+
+def start_all_to_all(x: Tensor, group: Group) -> Pending:
+    """As `all_to_all`, but without waiting."""
+    if group is None:
+        return Pending((), lambda: x)
+    if (channel := _channel(x, group)) is not None:
+        return Pending((), lambda: operations.all_to_all(x, channel))
+    here = _for(group, x).contiguous()
+    received = torch.empty_like(here)
+    if _is_gloo(x, group):
+        received[place(group)] = here[place(group)]
+        works = point_to_point.start_all_to_all(list(here), list(received), group)
+        return Pending(works, lambda: received.to(x.device))
+    work = dist.all_to_all_single(received, here, group=group, async_op=True)
+    return Pending([work], lambda: received)
+
+
+@waits
+def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
+    """A tensor of any shape to every rank, one from every rank.
+
+    Args:
+        sends: one for each rank of the group, all of one dtype; None for nothing. At least one must be a tensor, if
+            only an empty one.
+        shapes: what comes from each rank; None for nothing.
+        group: the ranks.
+
+    Returns:
+        Contiguous tensors in the order of ranks, perhaps views of one buffer; those of `shapes` None are empty.
+    """
+    some = next(x for x in sends if x is not None)
+    if group is not None and not torch.compiler.is_compiling() and (channel := _channel(some, group)) is not None:
+        return operations.exchange(sends, shapes, channel)
+    wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
+    if group is not None and not torch.compiler.is_compiling() and _is_gloo(some, group):
+        received = _exchange_over_gloo(sends, wanted, some, group)
+    else:
+        received = _exchange_at_once(sends, wanted, group)
+    parts = torch.split(received, wanted)
+    return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _exchange_over_gloo(
+    sends: Sequence[Tensor | None], wanted: list[int], like: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """What comes, flat and in the order of ranks."""
+    leaving = [None if x is None else _for(group, x).reshape(-1).contiguous() for x in sends]
+    received = torch.empty(sum(wanted), dtype=like.dtype)
+    parts = received.split(wanted)
+    own = leaving[place(group)]
+    if own is not None:
+        parts[place(group)].copy_(own)
+    for work in point_to_point.start_all_to_all(leaving, parts, group):
+        work.wait()
+    return received.to(like.device)
+
+
+def _exchange_at_once(sends: Sequence[Tensor | None], wanted: list[int], group: Group) -> Tensor:
+    given = [0 if x is None else x.numel() for x in sends]
+    pieces = [x.reshape(-1) for x in sends if x is not None]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if group is None:
+        return flat
+    if torch.compiler.is_compiling():
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
+        return received
+    received = flat.new_empty(sum(wanted))
+    dist.all_to_all_single(received, flat, wanted, given, group=group)
+    return received
+
+
+def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
+    """Send `sends[q]` to rank q and fill `receives[q]` from it, without copies on the way.
+
+    All tensors are flat, of one dtype, and may be empty; what stands at the own place is left alone. Gives the tensor
+    received from the rank before this one, in the circle.
+    """
+    if group is None:
+        return Pending((), lambda: receives[0])
+    here = group.rank()
+    if (channel := _channel(receives[here], group)) is not None:
+        return Pending((), lambda: operations.exchange_into(sends, receives, channel)[here - 1])
+    if not _is_gloo(receives[here], group):
+        nothing = receives[here].new_empty(0)
+        taken = [nothing if q == here else x for q, x in enumerate(receives)]
+        given = [nothing if q == here else x for q, x in enumerate(sends)]
+        return Pending([dist.all_to_all(taken, given, group=group, async_op=True)], lambda: receives[here - 1])
+    arriving = [_for(group, x) for x in receives]
+    works = point_to_point.start_all_to_all([_for(group, x) for x in sends], arriving, group)
+    return Pending(works, lambda: _arrived(arriving, receives, here))
+
+
+def _arrived(arriving: Sequence[Tensor], receives: Sequence[Tensor], here: int) -> Tensor:
+    for q, (found, target) in enumerate(zip(arriving, receives, strict=True)):
+        if q != here and found is not target:
+            target.copy_(found)
+    return receives[here - 1]
+
+
+@waits
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
+    if group is None:
+        return x[0]
+    if not torch.compiler.is_compiling() and (channel := _channel(x, group)) is not None:
+        return operations.reduce_scatter(x, channel)
+    if torch.compiler.is_compiling() or _is_gloo(x, group):
+        return all_to_all(x, group).sum(0)
+    found = x.new_empty(x.shape[1:])
+    _scatter_single(found.view(-1), x.contiguous().view(-1), group=group)
+    return found
+
+
+@waits
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Overwrite a contiguous `x` by that of the rank numbered `source` in the group."""
+    if group is None or x.numel() == 0:
+        return x
+    assert x.is_contiguous(), "in-place collectives need one piece of memory"
+    here = _for(group, x)
+    dist.broadcast(here, group=group, group_src=source)
+    return x if here is x else x.copy_(here)
+
+
+def gather_ints(numbers: Sequence[int], group: Group, device: torch.device | None = None) -> list[list[int]]:
+    """Equally many whole numbers from every rank; `device` is needed where the group only serves that one."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    rows: list[list[int]] = all_gather(mine, group).tolist()
+    return rows
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Nothing comes from this rank any more through the memory that it shares with the group: who waits there fails."""
+    channel = _channels.pop(group, None)
+    if channel is not None:
+        channel.close()
+
+
+def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether gloo carries tensors of this device."""
+    return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """The tensor where the group can send it from."""
+    return x.cpu() if not x.is_cpu and _is_gloo(x, group) else x
+
+
+def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
+    """The memory that the group's ranks share, if they do and `x` can go through it; made at the first call."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return None
+    if group not in _channels:
+        _channels[group] = _meet(group) if _is_gloo(x, group) else None
+    return _channels[group]
+
+
+def _meet(group: dist.ProcessGroup) -> Channel | None:
+    def gather(numbers: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        rows = mine.new_empty(group.size(), len(mine))
+        _gather_single(rows.view(-1), mine, group=group)
+        found: list[list[int]] = rows.tolist()
+        return found
+
+    timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
+    channel = shared_memory.meet(group.rank(), names, timeout, gather)
+    if channel is not None:
+        weakref.finalize(group, channel.close)
+    return channel

@@ -1,0 +1,328 @@
+"""Joining the other ranks, and the process groups over the axes of a mesh.
+
+Where the ranks meet before they have a process group: a key-value store, which listens on one address alone.
+
+A key-value store that several generations of ranks use one after the other, without finding each other's keys.
+
+torch's elastic launcher keeps one store for all restarts of a job. In it ranks find the addresses of those before them,
+and call processes that are gone. How often ranks were restarted they cannot ask: each host counts for itself.
+"""
+
+import gc
+import itertools
+import json
+import os
+import time
+import traceback
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from convoy import interfaces
+from convoy.comm.collectives import close
+from convoy.errors import ConvoyError, MeetingError
+from convoy.failure import say_uncaught
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+
+
+def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT.
+
+    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR alone;
+    torch would listen on all interfaces.
+
+    Args:
+        rank: this one.
+        num_ranks: of all.
+        timeout: to wait for rank 0.
+
+    Raises:
+        ConvoyError: others could not reach rank 0 where they look for it.
+        MeetingError: rank 0 cannot listen there.
+        RuntimeError: the store is not to be reached.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank > 0 or kept:
+        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+    address = interfaces.meeting_address(host, alone=num_ranks <= _num_local(num_ranks))
+    try:
+        listening = interfaces.listen(address, port)
+    except OSError as error:
+        raise MeetingError(f"rank 0 {error.strerror}: set MASTER_PORT to a free port") from error
+    port = listening.getsockname()[1]
+    return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
+
+
+def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo talk on the network on which the ranks meet, unless an interface was chosen.
+
+    By itself it would take the one that this host's name belongs to, which need not be one that others reach.
+    """
+    if interfaces.VARIABLES[0] in environment:
+        return
+    host = environment["MASTER_ADDR"]
+    address = interfaces.towards(host)
+    alone = interfaces.says_local(host) or num_ranks <= _num_local(num_ranks, environment)
+    if address is None or (interfaces.is_loopback(address) and not alone):
+        return
+    name = interfaces.interface_with(address)
+    if name is not None:
+        environment[interfaces.VARIABLES[0]] = name
+
+
+def _num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
+    """Ranks of this host, as the launcher says; all where it does not."""
+    text = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else num_ranks
+
+
+_POLL_S = 0.01
+_PATIENCE_S = 0.5
+
+
+def fresh(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """The part of a store that only the ranks which call this now use.
+
+    Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
+    so nobody takes a generation for the present one that is past.
+
+    Args:
+        store: that all of them have.
+        rank: this one.
+        num_ranks: that call it.
+        timeout: for all of it.
+
+    Raises:
+        RuntimeError: the others do not come.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("generation", own)
+        names = [f"{own}/{other}" for other in range(1, num_ranks)]
+        if names:
+            store.wait(names, timeout)
+        store.set(f"{own}/all", json.dumps([store.get(name).decode() for name in names]))
+        return PrefixStore(own, store)
+    until = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        store.wait(["generation"], timeout)
+        generation = store.get("generation").decode()
+        store.set(f"{generation}/{rank}", own)
+        soon = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < soon:
+            if store.check([f"{generation}/all"]) and own in json.loads(store.get(f"{generation}/all")):
+                return PrefixStore(generation, store)
+            if store.get("generation").decode() != generation:
+                break
+            time.sleep(_POLL_S)
+    raise RuntimeError(f"rank {rank} has waited {timeout.total_seconds():g} s for rank 0 to see all {num_ranks} ranks")
+
+
+_store: Store | None = None
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join(timeout: float = 600.0) -> torch.device:
+    """Join the process group that torchrun's variables describe, unless some group is joined already.
+
+    CPU tensors go through gloo. Where every local rank can have a CUDA device of its own, CUDA tensors go through NCCL;
+    where ranks share a device all goes through gloo. The rank's device is made the current one. Without the variables
+    nothing is joined: one device.
+
+    Args:
+        timeout: seconds that ranks wait for each other, here and in every collective.
+
+    Returns:
+        The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
+
+    Raises:
+        ConvoyError: only some of the variables are set, or they are no numbers.
+        MeetingError: the other ranks are not to be reached.
+    """
+    local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % devices) if devices else torch.device("cpu")
+    own_device = devices >= max(local_size, local_rank + 1)
+    if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        say_uncaught(_first_to_say)
+        _check_variables(os.environ)
+        if devices:
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
+        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        choose_interface(world)
+        try:
+            limit = timedelta(seconds=timeout)
+            global _store
+            _store = fresh(open_store(rank, world, limit), rank, world, limit)
+            dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=limit)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise MeetingError(
+                f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
+            ) from error
+    say_uncaught(
+        _first_to_say
+    )  # torch, too, takes exceptions when it joins, and would hold them back until all is said
+    return device
+
+
+def _first_to_say() -> bool:
+    """Whether no other rank has said why it failed."""
+    if _store is None:
+        return True
+    try:
+        _store.set_timeout(timedelta(seconds=2))
+        return bool(_store.add("convoy/failed", 1) == 1)
+    except RuntimeError:  # who keeps the store has ended
+        return True
+
+
+def meeting_store() -> Store | None:
+    """The key-value store by which the ranks have met in `join`; None where they have not."""
+    return _store
+
+
+def leave() -> None:
+    """Leave the process group, if one is joined."""
+    global _store
+    _store = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def num_ranks() -> int:
+    """How many ranks have joined; without a process group this one alone."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """All ranks that have joined, in a group that carries tensors on the CPU; None for one alone. All ranks call it."""
+    if num_ranks() == 1:
+        return None
+    if not _temporary and "cpu:gloo" in dist.get_backend_config().split(","):
+        return dist.group.WORLD
+    own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    if _temporary:
+        _temporary[-1].append(own)
+    return own
+
+
+_temporary: list[list[dist.ProcessGroup]] = []
+"""What was made within each `temporary` that is entered."""
+
+
+@contextmanager
+def temporary() -> Iterator[None]:
+    """Groups that are made within are for what is done there alone, those of all ranks too, and end with it.
+
+    All ranks enter it. One that leaves it with an error takes its groups with it: whoever waits there for its messages
+    gets an error too, while the groups outside still serve. That holds for messages through gloo and shared memory.
+    """
+    made: list[dist.ProcessGroup] = []
+    _temporary.append(made)
+    failed = False
+    try:
+        yield
+    except Exception as error:
+        failed = True
+        traceback.clear_frames(error.__traceback__)  # as long as anything knows a group, its connections stay
+        raise
+    finally:
+        _temporary.pop()
+        while made:
+            close(made[-1])
+            dist.destroy_process_group(made.pop())
+        if failed:
+            gc.collect()
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    missing = [name for name in _VARIABLES if not environment.get(name)]
+    if missing:
+        present = [name for name in _VARIABLES if environment.get(name)]
+        raise ConvoyError(
+            f"{' and '.join(present)} set but not {' and '.join(missing)}: start the ranks with torchrun, "
+            "which sets all of them, or unset them to run on one device"
+        )
+    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= world:
+        raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={world}")
+    _number("MASTER_PORT", 0)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConvoyError(f"{name}={text!r} must be a whole number")
+    return int(text)
+
+
+class Groups:
+    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
+
+    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once within
+    `temporary`, after which there are none.
+
+    Args:
+        mesh: its number of devices must be the number of ranks, if a process group is joined.
+        rank: this one; by default its number in the process group, 0 without one.
+        subsets: axes whose groups are made at once.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int | None = None, subsets: Iterable[Axes] = ()) -> None:
+        world = num_ranks()
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            if mesh.num_devices != world:
+                raise ConvoyError(
+                    f"The plan's mesh {mesh} is for {mesh.num_devices} devices, but {world} ranks run: "
+                    f"start {mesh.num_devices} ranks or change the sizes of the axes"
+                )
+        self.mesh = mesh
+        self.rank = rank
+        self.coordinates: Coordinates = mesh.coordinates(rank)
+        self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        for axes in _all_subsets(mesh) if _temporary else subsets:
+            self.of(axes)
+
+    def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
+        wide = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
+        if not wide:
+            return None
+        if wide not in self._made:
+            self._made[wide] = self._make(wide)
+        return self._made[wide]
+
+    def _make(self, axes: Axes) -> dist.ProcessGroup:
+        assert dist.is_initialized(), "several devices without a process group"
+        if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.mesh.groups(axes):
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        if _temporary:
+            _temporary[-1].append(mine)
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":
+        return self
+
+
+def _all_subsets(mesh: Mesh) -> Iterator[Axes]:
+    wide = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+    for count in range(1, len(wide) + 1):
+        yield from itertools.combinations(wide, count)

@@ -1,0 +1,332 @@
+"""The steps of `plans/transfer.py` on real tensors, each with its conjugate as backward pass.
+
+What travels within a group when a tensor changes its layout, planned once by the indices that ranks hold.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.comm import collectives
+from convoy.comm.collectives import Group
+from convoy.comm.groups import Groups
+from convoy.comm.position import here
+from convoy.comm.regions import Assembly, Box, Region, extents, is_empty
+from convoy.plans.layout import Indices, Layout, common, without
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.transfer import Step
+
+
+class Collect:
+    """Every rank gives its part, all get all parts in one tensor; `transposed` adds and leaves each rank its part.
+
+    Args:
+        shape: of the tensor of all parts.
+        regions: where the part of each rank of the group lies in it. Parts that overlap are added, and elements in no
+            part are zero.
+        group: the ranks.
+        index: this rank's number in the group.
+    """
+
+    def __init__(self, shape: Sequence[int], regions: Sequence[Region], group: Group, index: int) -> None:
+        self.regions = tuple(regions)
+        self.mine = self.regions[index]
+        self._index = index
+        self._group = group
+        self._assembly = Assembly(shape, regions)
+        self._is_idle = sum(not region.empty for region in regions) == 0
+        self._dim = self._dim_of_equal_parts()
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no element is in two parts."""
+        return self._assembly.disjoint
+
+    def _dim_of_equal_parts(self) -> int | None:
+        """The dimension along which parts of one shape stand in the order of the ranks, if that is how they lie."""
+        dim = self._assembly.dim
+        equal = all(region.shape == self.mine.shape for region in self.regions)
+        return dim if equal and self._assembly.kept == list(range(len(self.regions))) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From this rank's part to the tensor of all parts."""
+        x = x.contiguous()
+        if len(self.regions) == 1 or self._is_idle:
+            return self._assembly([x] * len(self.regions))
+        if self._dim is not None:
+            parts = collectives.all_gather(x, self._group)
+            if all(size == 1 for size in x.shape[: self._dim]):
+                return parts.view(self._assembly.shape)
+            return torch.cat(parts.unbind(0), self._dim)
+        sends = [None if rank == self._index else x for rank in range(len(self.regions))]
+        shapes = [None if rank == self._index else region.shape for rank, region in enumerate(self.regions)]
+        sends[self._index] = x.new_empty(0)
+        found = collectives.exchange(sends, shapes, self._group)
+        found[self._index] = x
+        return self._assembly(found)
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """From a tensor of all parts on every rank to the sum over the ranks of this rank's part."""
+        if len(self.regions) == 1 or self._is_idle:
+            return self.mine.take(x)
+        if self._dim is not None:
+            ranks = len(self.regions)
+            parts = x.unflatten(self._dim, (ranks, -1)).movedim(self._dim, 0)
+            return collectives.reduce_scatter(parts.contiguous(), self._group)
+        sends: list[Tensor | None] = [region.select(x) for region in self.regions]
+        own = self.mine.select(x)
+        sends[self._index] = x.new_empty(0)
+        shapes = [None if rank == self._index else self.mine.shape for rank in range(len(self.regions))]
+        found = collectives.exchange(sends, shapes, self._group)
+        found[self._index] = own
+        total = found[0] + found[1]
+        for part in found[2:]:
+            total += part
+        return total
+
+
+class Exchange:
+    """Every rank gets the indices that it wants from ranks that hold them; `transposed` sends back and adds.
+
+    Args:
+        held: what each rank of the group has.
+        wanted: what each rank of the group is to have.
+        positions: which part of every dimension each rank holds. Where parts overlap, a rank takes what it holds
+            itself and the rest from the first other part.
+        group: the ranks.
+        index: this rank's number in the group.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Box],
+        wanted: Sequence[Box],
+        positions: Sequence[tuple[int, ...]],
+        group: Group,
+        index: int,
+    ) -> None:
+        ranks = range(len(held))
+        routes = [_Routes(held, positions, wanted[receiver], receiver) for receiver in ranks]
+        boxes = {(sender, receiver): routes[receiver].box(sender) for sender in ranks for receiver in ranks}
+        self._is_idle = all(is_empty(box) for (sender, receiver), box in boxes.items() if sender != receiver)
+        self._index = index
+        self._group = group
+        given = [Region(boxes[index, rank], held[index]) for rank in ranks]
+        taken = [Region(boxes[rank, index], wanted[index]) for rank in ranks]
+        self._given = Assembly(extents(held[index]), given)
+        self._taken = Assembly(extents(wanted[index]), taken)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From what this rank has to what it wants."""
+        return self._send(x, self._given, self._taken)
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """From the gradient of what this rank wanted to that of what it had."""
+        return self._send(x, self._taken, self._given)
+
+    def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
+        own = source.regions[self._index].select(x)
+        if self._is_idle:
+            return target([own] * len(target.regions))
+        sends = [None if region.empty else region.select(x) for region in source.regions]
+        sends[self._index] = x.new_empty(0)
+        shapes = [None if region.empty else region.shape for region in target.regions]
+        shapes[self._index] = None
+        found = collectives.exchange(sends, shapes, self._group)
+        found[self._index] = own
+        return target(found)
+
+
+class _Routes:
+    """From whom one rank gets what it wants."""
+
+    def __init__(self, held: Sequence[Box], positions: Sequence[tuple[int, ...]], wanted: Box, receiver: int) -> None:
+        self._positions = positions
+        self._parts: list[dict[int, Indices]] = []
+        for dim, needed in enumerate(wanted):
+            parts = {place[dim]: box[dim] for place, box in zip(positions, held, strict=True)}
+            own = positions[receiver][dim]
+            left = needed
+            found: dict[int, Indices] = {}
+            for position in sorted(parts, key=lambda position: (position != own, position)):
+                found[position] = common(parts[position], left)
+                left = without(left, parts[position])
+            assert not len(left), f"nobody in the group holds {left} of dimension {dim}"
+            self._parts.append(found)
+
+    def box(self, sender: int) -> Box:
+        """What a rank sends."""
+        return tuple(found[position] for found, position in zip(self._parts, self._positions[sender], strict=True))
+
+
+Move = Callable[[Tensor], Tensor]
+
+
+class Transfer:
+    """One step on one rank: takes its tensor in `step.source` and gives its tensor in `step.target`.
+
+    All ranks build the same transfers in the same order and call them in the same order.
+
+    Args:
+        step: what to do.
+        mesh: the devices.
+        coordinates: this rank's place.
+        groups: the process groups.
+        shape: of the whole tensor.
+        channels_last: whether 4-d and 5-d tensors travel, and are given, with the channels innermost in memory.
+            Inputs and gradients may lie in any order; the right one saves a copy. Must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        mesh: Mesh,
+        coordinates: Coordinates,
+        groups: Groups,
+        shape: Sequence[int],
+        channels_last: bool = False,
+    ) -> None:
+        self.step = step
+        dims = tuple(range(len(shape)))
+        self._order = (0, *dims[2:], 1) if channels_last and len(shape) in (4, 5) else dims
+        self._back = tuple(self._order.index(dim) for dim in dims)
+        self._is_plain = self._order == dims
+        self._whole_shape = tuple(shape)
+        self._mesh = mesh
+        self._groups = groups
+        self.source_shape = step.source.local_shape(shape, mesh, coordinates)
+        self.target_shape = step.target.local_shape(shape, mesh, coordinates)
+        make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
+            "reduce": self._reduce,
+            "copy": self._copy,
+            "keep": self._keep,
+            "slice": self._slice,
+            "gather": self._gather,
+            "move": self._move,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        self._forward, self._backward = make[step.kind](coordinates)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rank's tensor after the step."""
+        assert x.shape == self.source_shape, f"{tuple(x.shape)} is not {self.source_shape} of {self.step}"
+        found: Tensor = _Function.apply(x, self)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The step without autograd."""
+        return self._in_order(self._forward, x)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The conjugate of the step: from the gradient of its result to that of its input."""
+        return self._in_order(self._backward, gradient)
+
+    def _in_order(self, move: Move, x: Tensor) -> Tensor:
+        if self._is_plain:
+            return move(x)
+        return move(x.permute(self._order)).permute(self._back)
+
+    def _box(self, layout: Layout, place: Coordinates) -> Box:
+        """The indices that a rank holds, dimensions in the order of memory."""
+        return tuple(layout.parts(dim, self._mesh, place, self._whole_shape[dim]) for dim in self._order)
+
+    def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Collect:
+        """Every rank of the group over `axes` gives its part in `layout`; each gets all of them in `whole`."""
+        members = self._mesh.group(place, axes)
+        regions = [Region(self._box(layout, member), whole) for member in members]
+        return Collect(extents(whole), regions, self._groups.of(axes), members.index(place))
+
+    def _reduce(self, place: Coordinates) -> tuple[Move, Move]:
+        return self._sum(), _same
+
+    def _copy(self, place: Coordinates) -> tuple[Move, Move]:
+        return _same, self._sum()
+
+    def _sum(self) -> Move:
+        group = self._groups.of(self.step.axes)
+        return lambda x: collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    def _keep(self, place: Coordinates) -> tuple[Move, Move]:
+        first = self._mesh.index(place, self.step.axes) == 0
+        return _same, _same if first else torch.zeros_like
+
+    def _slice(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        whole = self._box(source, place)
+        axes = tuple(axis for axis in self.step.axes if axis not in source.copied)
+        return Region(self._box(target, place), whole).take, self._collect(target, whole, place, axes)
+
+    def _gather(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        whole = self._box(target, place)
+        collect = self._collect(source, whole, place, self.step.axes)
+        assert collect.disjoint, f"parts that overlap cannot be gathered: {self.step}"
+        return collect, Region(self._box(source, place), whole).take
+
+    def _reduce_scatter(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target = self.step.source, self.step.target
+        collect = self._collect(target, self._box(source, place), place, self.step.axes)
+        return collect.transposed, collect
+
+    def _move(self, place: Coordinates) -> tuple[Move, Move]:
+        source, target, axes = self.step.source, self.step.target, self.step.axes
+        assert set(axes) <= source.split_axes, f"ranks that hold the same cannot all send it: {self.step}"
+        members = self._mesh.group(place, axes)
+        wanted = [self._box(target, member) for member in members]
+        if all(box == wanted[0] for box in wanted):
+            collect = self._collect(source, wanted[0], place, axes)
+            if collect.disjoint:
+                return collect, collect.transposed
+        held = [self._box(source, member) for member in members]
+        places = [self._positions(member) for member in members]
+        exchange = Exchange(held, wanted, places, self._groups.of(axes), members.index(place))
+        return exchange, exchange.transposed
+
+    def _positions(self, place: Coordinates) -> tuple[int, ...]:
+        """Which part of every dimension, in the order of memory, a rank holds before the step."""
+        splits = (self.step.source.split(dim) for dim in self._order)
+        return tuple(self._mesh.index(place, split.axes) if split else 0 for split in splits)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer, ctx.layer = transfer, "" if torch.compiler.is_compiling() else here.layer
+        return transfer.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if not torch.compiler.is_compiling():
+            here.at(ctx.layer)
+        return ctx.transfer.backward(gradient), None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class Redistribution:
+    """Several steps one after another; without any, the tensor itself."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.transfers = tuple(transfers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rank's tensor after all steps."""
+        for transfer in self.transfers:
+            x = transfer(x)
+        return x
+
+
+def redistribute(
+    steps: Sequence[Step],
+    mesh: Mesh,
+    coordinates: Coordinates,
+    groups: Groups,
+    shape: Sequence[int],
+    channels_last: bool = False,
+) -> Redistribution:
+    """The steps of one tensor on one rank; arguments as for `Transfer`."""
+    return Redistribution([Transfer(step, mesh, coordinates, groups, shape, channels_last) for step in steps])

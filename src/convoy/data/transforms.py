@@ -1,0 +1,291 @@
+"""From bytes to the numbers a net likes.
+
+Where a picture is cut and how it is resized: in training at random, in evaluation always the centre.
+
+Random changes of colour: jitter of brightness, contrast and saturation, PCA noise, RandAugment.
+
+Mixup and CutMix: blends of two samples of a microbatch and of their labels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+from torch import Tensor
+
+from convoy.data.config import AugmentConfig, MixConfig
+from convoy.data.decode import finish_picture, upright_size
+from convoy.data.order import Purpose, keys, normals, uniforms
+from convoy.errors import ConvoyError
+
+DEFAULT_PAD = 4
+DEFAULT_SCALE = (0.08, 1.0)
+DEFAULT_RATIO = (3 / 4, 4 / 3)
+_ATTEMPTS = 10
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How pictures get the size of the net's input.
+
+    Attributes:
+        image_size: side of the result.
+        resize: short side before the centre, or crop=pad's piece, is taken.
+        augment: what training does.
+    """
+
+    image_size: int
+    resize: int
+    augment: AugmentConfig
+
+    @property
+    def _resample(self) -> Image.Resampling:
+        return Image.Resampling[(self.augment.interpolation or "bilinear").upper()]
+
+    @property
+    def pad(self) -> int:
+        """Pixels added on each side before crop=pad."""
+        return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
+
+    def centre(self, image: Image.Image, name: str) -> Image.Image:
+        """The centre of the picture after its short side was resized. Raises BadImage."""
+        image = finish_picture(image, name)
+        width, height = image.size
+        side = min(width, height) * self.image_size / self.resize
+        left, top = (width - side) / 2, (height - side) / 2
+        return self._cut(image, (left, top, left + side, top + side))
+
+    def draws(self, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The random numbers in [0, 1) that `crop` needs for each sample: [n, some]."""
+        num = {"none": 0, "pad": 2, "random-resized": 2 * _ATTEMPTS + 2}[self.augment.crop]
+        return uniforms(seed, Purpose.CROP, epoch, samples, num)
+
+    def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64]) -> Image.Image:
+        """Training's piece of the picture, as `augment.crop` says. Raises BadImage."""
+        if self.augment.crop == "none":
+            return self.centre(image, name)
+        if self.augment.crop == "pad":
+            return self._padded_crop(finish_picture(image, name), draws)
+        width, height = upright_size(image)
+        box = self._random_box(width, height, draws)
+        # As small as may be decoded, so that the box still has image_size pixels on its short side.
+        factor = self.image_size / min(box[2] - box[0], box[3] - box[1])
+        image = finish_picture(image, name, (math.ceil(width * factor), math.ceil(height * factor)))
+        across, down = image.width / width, image.height / height
+        return self._cut(image, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
+
+    def pad_offsets(self, width: int, height: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Left and top corner [n, 2] of crop=pad's pieces in padded pictures of this size, from draws [n, 2]."""
+        room = np.array([width, height]) + 2 * self.pad - self.image_size + 1
+        corners: NDArray[np.int64] = np.floor(draws * room).astype(np.int64)
+        return corners
+
+    def _padded_crop(self, image: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
+        width, height = image.size
+        if min(width, height) != self.resize:
+            factor = self.resize / min(width, height)
+            image = image.resize(
+                (max(round(width * factor), self.resize), max(round(height * factor), self.resize)), self._resample
+            )
+        left, top = (self.pad_offsets(*image.size, draws[None])[0] - self.pad).tolist()
+        return image.crop((left, top, left + self.image_size, top + self.image_size))
+
+    def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> Box:
+        """A random part of the area with a random shape, as in torchvision: ten tries, then the middle."""
+        low, high = self.augment.scale or DEFAULT_SCALE
+        narrow, wide = self.augment.ratio or DEFAULT_RATIO
+        u = draws.tolist()
+        for attempt in range(_ATTEMPTS):
+            area = width * height * (low + (high - low) * u[2 * attempt])
+            shape = math.exp(math.log(narrow) + (math.log(wide) - math.log(narrow)) * u[2 * attempt + 1])
+            w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = math.floor(u[-2] * (width - w + 1)), math.floor(u[-1] * (height - h + 1))
+                return left, top, left + w, top + h
+        shape = min(max(width / height, narrow), wide)
+        w, h = min(width, max(1, round(height * shape))), min(height, max(1, round(width / shape)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+    def _cut(self, image: Image.Image, box: Box) -> Image.Image:
+        return image.resize((self.image_size, self.image_size), self._resample, box=box)
+
+
+# Eigenvalues and eigenvectors (in columns) of the covariance of ImageNet's RGB values, scaled from 0 to 1.
+_PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
+_PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+
+
+class ColourAugment:
+    """The changes of colour that a recipe asks for, each a function of (seed, epoch, sample)."""
+
+    def __init__(self, config: AugmentConfig, seed: int) -> None:
+        """Raises ConvoyError when RandAugment is asked for and kornia is not installed."""
+        self._config = config
+        self._seed = seed
+        if config.rand_augment and find_spec("kornia") is None:
+            raise ConvoyError(
+                f"augment.rand_augment={config.rand_augment} needs kornia, which is not installed: "
+                "pip install 'convoy-nn[augment]'"
+            )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is changed at all."""
+        return bool(self._config.rand_augment or self._config.color_jitter or self._config.pca_noise)
+
+    def __call__(self, image: Image.Image, epoch: int, sample: int) -> Image.Image:
+        """The picture (L or RGB) with its colours changed."""
+        numbers = np.array([sample], np.int64)
+        if self._config.rand_augment_numbers:
+            key = int(keys(self._seed, Purpose.RAND_AUGMENT, epoch, numbers)[0])
+            image = rand_augment(image, self._config.rand_augment_numbers, key)
+        if self._config.color_jitter:
+            draws = uniforms(self._seed, Purpose.JITTER, epoch, numbers, 6)[0]
+            image = jitter(image, self._config.color_jitter, draws)
+        if self._config.pca_noise:
+            draws = uniforms(self._seed, Purpose.PCA, epoch, numbers, 3)[0]
+            image = pca_noise(image, self._config.pca_noise, draws)
+        return image
+
+
+def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> Image.Image:
+    """Brightness, contrast and saturation times a factor from 1 - strength to 1 + strength, in random order.
+
+    Args:
+        image: L or RGB; grey has no saturation to change.
+        strength: 0 to 1.
+        draws: six numbers in [0, 1): the factors, then the order.
+    """
+    enhancers: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+    for which in np.argsort(draws[3:], kind="stable").tolist():
+        if image.mode == "RGB" or which != 2:
+            image = enhancers[which](image).enhance(1 + strength * (2 * float(draws[which]) - 1))
+    return image
+
+
+def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) -> Image.Image:
+    """Adds one colour to the whole RGB picture, along the main directions of ImageNet's colours.
+
+    Krizhevsky, Sutskever, Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given
+    standard deviation (0.1 there). `draws` are three numbers in [0, 1).
+    """
+    shift = _PCA_VECTORS @ (_PCA_VALUES * normals(draws) * deviation) * 255
+    table = np.arange(256)[None, :] + shift[:, None]
+    return image.point(np.rint(table).clip(0, 255).astype(int).ravel().tolist())
+
+
+def rand_augment(image: Image.Image, numbers: tuple[int, int], key: int) -> Image.Image:
+    """RandAugment (Cubuk et al., 2020), kornia's; the same for the same `key`, whatever else drew random numbers."""
+    threads = torch.get_num_threads()
+    # A mean over pixels rounds differently on several threads, and worker processes have one.
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # Not torch.manual_seed, which would seed the accelerator's generators as well.
+            torch.default_generator.manual_seed(key)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float().div_(255)
+            pixels = _kornia(*numbers)(pixels)[0].mul_(255).round_().clamp_(0, 255).byte()
+            return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _kornia(num: int, strength: int) -> Any:
+    from kornia.augmentation.auto import RandAugment
+
+    return RandAugment(n=num, m=strength)
+
+
+def mix(
+    images: Tensor, labels: Tensor, *, num_classes: int, config: MixConfig, sizes: list[int], keys: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Mix each sample with its partner: the one at the same place from the microbatch's end.
+
+    mixup (Zhang et al., 2018): images and labels are λ of the one and 1 - λ of the other. CutMix (Yun et al., 2019):
+    a rectangle of 1 - λ of the area comes from the partner, and λ is corrected where it is cut off at the border.
+    λ has the distribution Beta(alpha, alpha). With both on, each microbatch gets one or the other.
+
+    Args:
+        images: float [samples, channels, height, width]; not changed.
+        labels: int64 [samples].
+        num_classes: length of the targets.
+        config: the two alphas.
+        sizes: samples of each microbatch, in order; they add up to the number of images.
+        keys: a whole number for each microbatch, which alone decides its λ and rectangle.
+
+    Returns:
+        The mixed images, and targets [samples, classes] of the images' type whose rows add up to 1.
+    """
+    assert sum(sizes) == len(images) == len(labels) and len(sizes) == len(keys)
+    targets = F.one_hot(labels, num_classes).to(images.dtype)
+    if not config.on:
+        return images, targets
+    mixed = torch.empty_like(images)
+    blended = torch.empty_like(targets)
+    start = 0
+    for size, key in zip(sizes, keys, strict=True):
+        part = slice(start, start + size)
+        mixed[part], blended[part] = _mix_one(images[part], targets[part], config, key)
+        start += size
+    return mixed, blended
+
+
+def _mix_one(images: Tensor, targets: Tensor, config: MixConfig, key: int) -> tuple[Tensor, Tensor]:
+    random = np.random.Generator(np.random.Philox(key & (2**64 - 1)))
+    cut = config.cutmix > 0 and (config.mixup == 0 or random.random() < 0.5)
+    alpha = config.cutmix if cut else config.mixup
+    part = float(random.beta(alpha, alpha))
+    partner = images.flip(0)
+    if cut:
+        height, width = images.shape[2:]
+        half_height, half_width = (int(side * (1 - part) ** 0.5) // 2 for side in (height, width))
+        row, column = int(random.integers(height)), int(random.integers(width))
+        top, bottom = max(row - half_height, 0), min(row + half_height, height)
+        left, right = max(column - half_width, 0), min(column + half_width, width)
+        result = images.clone()
+        result[:, :, top:bottom, left:right] = partner[:, :, top:bottom, left:right]
+        part = 1 - (bottom - top) * (right - left) / (height * width)
+    else:
+        result = torch.lerp(partner, images, part)
+    return result, torch.lerp(targets.flip(0), targets, part)
+
+
+class Normalise:
+    """(images / 255 - mean) / std for each channel, on the device where the images are, in float32.
+
+    Args:
+        mean: of each channel, pixels from 0 to 1.
+        std: of each channel, pixels from 0 to 1.
+        device: where the images will be.
+        memory_format: of the result.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device | None = None,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        scale = torch.tensor(std, dtype=torch.float64).mul_(255).reciprocal_()
+        shift = torch.tensor(mean, dtype=torch.float64).mul_(-255).mul_(scale)
+        self._scale, self._shift = (values.to(device, torch.float32).view(1, -1, 1, 1) for values in (scale, shift))
+        self._memory_format = memory_format
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Float32 [samples, channels, height, width] from uint8 of the same shape."""
+        # On a contiguous copy: three times as fast on a CPU as broadcasting over channels that lie innermost.
+        pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
+        return torch.addcmul(self._shift, pixels, self._scale).contiguous(memory_format=self._memory_format)

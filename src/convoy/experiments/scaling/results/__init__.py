@@ -1,1 +1,0 @@
-"""From what is kept to tables, pictures, sentences and the report."""

@@ -1,1 +1,0 @@
-"""What is measured: the configurations, what they share, and on what machine."""

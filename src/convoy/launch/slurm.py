@@ -1,0 +1,219 @@
+"""Gives a script to Slurm.
+
+Times as Slurm has them.
+
+A run as a script for `sbatch`.
+
+Jobs for Slurm: a script for `sbatch`, which saves and queues itself again before its time is over.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from convoy import interfaces
+from convoy.errors import ConvoyError
+
+_UNITS = {"d": 1440, "h": 60, "m": 1}
+_SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}))?(?::(?P<seconds>\d{2}))?")
+
+
+def time_limit(text: str) -> str:
+    """A time limit in Slurm's form `days-hours:minutes:seconds`.
+
+    Args:
+        text: such as `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`.
+
+    Raises:
+        ConvoyError: it is no time.
+    """
+    said = text.strip().lower()
+    parts = re.findall(r"(\d+)([dhm])", said)
+    match = _SLURM.fullmatch(said)
+    if parts and "".join(number + unit for number, unit in parts) == said:
+        minutes = sum(int(number) * _UNITS[unit] for number, unit in parts)
+    elif match is not None and (match["days"] or match["seconds"]):
+        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
+        minutes += days * 1440 + hours * 60 + (seconds > 0)
+    else:
+        raise ConvoyError(f"--time {text!r} is no time: write e.g. 8h, 90m, 1d12h or 1-12:00:00")
+    if minutes == 0:
+        raise ConvoyError(f"--time {text!r} is no time at all: write e.g. 8h")
+    days, minutes = divmod(minutes, 1440)
+    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def seconds_of(limit: str) -> int:
+    """Seconds of what `time_limit` gives."""
+    days, _, rest = limit.partition("-")
+    hours, minutes, seconds = map(int, rest.split(":"))
+    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+OWN = frozenset(
+    ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "signal", "requeue", "open-mode", "output")
+)
+"""Options of `sbatch` that the script sets by options of Convoy's."""
+
+_EARLY_S = 60
+"""Slurm may send a signal so much earlier than it was asked to."""
+
+_SCRIPT = """\
+#!/bin/bash
+{options}
+# One task for each device; Convoy finds its place by Slurm's variables. Slurm sends USR2 before the time is over: the
+# run is saved and the job queued again, and goes on where it was, like after the loss of a node.
+
+out={out}
+stopping=
+step=
+trap 'stopping=yes; [ -z "$step" ] || kill -USR2 "$step"' USR2
+restarts=0
+while true; do
+    srun {srun} \\
+        {command} &
+    step=$!
+    wait "$step"
+    status=$?
+    if [ -n "$stopping" ]; then
+        wait "$step"  # the first one ended with the signal
+        status=$?
+    fi
+    if [ "$status" -eq 0 ] || [ "$status" -eq 2 ]; then
+        exit "$status"  # done, or a mistake that another try would not mend
+    fi
+    if [ -n "$stopping" ]; then
+        echo "queued again, to go on with $out"
+        exec scontrol requeue "$SLURM_JOB_ID"
+    fi
+    if [ "$restarts" -ge {max_restarts} ]; then
+        exit "$status"
+    fi
+    restarts=$((restarts + 1))
+    echo "restart $restarts of {max_restarts} after status $status"
+done
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and on what.
+
+    Attributes:
+        arguments: of `convoy train`, without `--out` and `--resume`.
+        out: the run directory, on a file system that all nodes share; None for a new one for each job.
+        python: the Python that has Convoy, on every node.
+        nodes: how many.
+        devices_per_node: ranks, each a task, and on GPUs each a GPU.
+        gpus: whether devices are GPUs.
+        cores_per_device: CPU cores of each; None for Slurm's default.
+        time: how long the job may take at once, as a person writes it.
+        save_before: seconds before its end at which the run is saved and queued again.
+        max_restarts: how often the ranks are started again, in the same job, when one has failed.
+        interface: of every node, through which the ranks talk; None for the one on the way to the first node.
+        options: other options of `sbatch`, by name.
+    """
+
+    arguments: Sequence[str]
+    out: str | None
+    python: str
+    name: str
+    nodes: int = 1
+    devices_per_node: int = 1
+    gpus: bool = True
+    cores_per_device: int | None = None
+    time: str = "1h"
+    save_before: int = 120
+    max_restarts: int = 3
+    interface: str | None = None
+    options: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
+        for option, number in {**counts, "--cores-per-device": self.cores_per_device}.items():
+            if number is not None and number < 1:
+                raise ConvoyError(f"{option} {number} must be at least 1")
+        if not self.name.isprintable():
+            raise ConvoyError(f"--name {self.name!r} must be one line without control characters")
+        if self.max_restarts < 0:
+            raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
+        seconds = seconds_of(time_limit(self.time))
+        if not 1 <= self.save_before < min(seconds - _EARLY_S, 1 << 16):
+            raise ConvoyError(
+                f"--save-before {self.save_before} leaves nothing of the {seconds:,} s of --time: Slurm may send its "
+                f"signal {_EARLY_S} s early: give the job more time, or save later"
+            )
+        if self.interface is not None:
+            interfaces.check_name(self.interface)
+        for name, value in self.options.items():
+            if name in OWN:
+                raise ConvoyError(f"--option {name} is set by an option of its own: see convoy launch slurm --help")
+            if not re.fullmatch(r"[a-z][a-z-]*", name) or (value is not None and not value.isprintable()):
+                raise ConvoyError(f"--option {name!r} is no option of sbatch: write e.g. --option partition=gpu")
+
+    def script(self) -> str:
+        """The text of the script."""
+        lines = [self._option(name, value) for name, value in self._options().items()]
+        srun = [f"--cpus-per-task={self.cores_per_device}"] if self.cores_per_device else []
+        words = [self.python, "-m", "convoy", "train", *self.arguments]
+        command = f'{shlex.join(words)} --out "$out" --resume'
+        if self.interface is not None:
+            command += f" --interface {shlex.quote(self.interface)}"
+        return _SCRIPT.format(
+            options="\n".join(lines),
+            out=shlex.quote(self.out) if self.out is not None else f"runs/{_word(self.name)}-$SLURM_JOB_ID",
+            srun=" ".join(["--kill-on-bad-exit=1", *srun]),
+            command=command,
+            max_restarts=self.max_restarts,
+        )
+
+    def _options(self) -> dict[str, str | None]:
+        own: dict[str, str | None] = {
+            "job-name": self.name,
+            "nodes": str(self.nodes),
+            "ntasks-per-node": str(self.devices_per_node),
+        }
+        if self.cores_per_device is not None:
+            own["cpus-per-task"] = str(self.cores_per_device)
+        if self.gpus:
+            own["gpus-per-node"] = str(self.devices_per_node)
+        own |= {
+            "time": time_limit(self.time),
+            "signal": f"B:USR2@{self.save_before}",
+            "requeue": None,
+            "open-mode": "append",
+            "output": f"{_word(self.name)}-%j.log",
+        }
+        return own | dict(self.options)
+
+    @staticmethod
+    def _option(name: str, value: str | None) -> str:
+        """A line for `sbatch`, which reads quotes as a shell does."""
+        return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
+
+
+def _word(name: str) -> str:
+    """A name for files."""
+    return re.sub(r"[^\w.-]+", "-", name)
+
+
+def submit(script: Path) -> str:
+    """Submit a script from the current folder.
+
+    Returns:
+        The number of the job.
+
+    Raises:
+        ConvoyError: there is no Slurm here, or it does not take the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise ConvoyError(f"sbatch does not take {script}: {said}")
+    return done.stdout.strip().partition(";")[0]

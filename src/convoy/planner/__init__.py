@@ -1,0 +1,26 @@
+"""The planner at work: measures the devices at hand, searches for the fastest plan, and explains it."""
+
+from typing import TYPE_CHECKING
+
+from convoy.late import lazily
+
+if TYPE_CHECKING:
+    from convoy.planner.planner import Planned, Scored, make_plan, score
+    from convoy.planner.ranks import Ranks
+    from convoy.planner.workload import Workload, workload_of
+
+__all__ = ["Planned", "Ranks", "Scored", "Workload", "make_plan", "score", "workload_of"]
+
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Planned": "planner",
+        "Ranks": "ranks",
+        "Scored": "planner",
+        "Workload": "workload",
+        "make_plan": "planner",
+        "score": "planner",
+        "workload_of": "workload",
+    },
+)

@@ -1,0 +1,266 @@
+"""What was predicted of a run beside what was measured, for a terminal.
+
+Layers in groups that a person can look over: single layers of a small network, blocks of a large one.
+
+Predicted beside measured: an update of a run, its parts, and its layers in groups.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from convoy.planner.observed import PARTS, LayerSeconds, Observed
+from convoy.planner.planner import Scored
+from convoy.planner.words import seconds
+from convoy.plans.explain import table
+from convoy.plans.place import Placement
+
+MOST = 20
+"""Groups that still fit into a table."""
+
+
+def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
+    """The group of every layer, in the order of the network.
+
+    Layers are together that are in the same module, of the deepest level at which there are few enough; layers without
+    parameters belong to what comes before them. Where even the outermost modules are too many, they are not put
+    together any further.
+
+    Args:
+        placement: of the network.
+        most: groups there may be.
+    """
+    graph = placement.graph
+    has_parameters: dict[str, bool] = {}
+    for placed in placement.calls:
+        own = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
+        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or own
+    deepest = max((layer.count(".") + 1 for layer in has_parameters), default=1)
+    for depth in range(deepest, 0, -1):
+        found = _at(depth, has_parameters)
+        if len(set(found.values())) <= most:
+            break
+    return found if has_parameters else {}
+
+
+def _at(depth: int, has_parameters: dict[str, bool]) -> dict[str, str]:
+    """The groups where names are cut to `depth` parts."""
+    heavy = {_cut(layer, depth) for layer, own in has_parameters.items() if own}
+    found: dict[str, str] = {}
+    last = ""
+    for layer in has_parameters:
+        group = _cut(layer, depth)
+        if group in heavy or not last:
+            last = group
+        found[layer] = last
+    return found
+
+
+def _cut(layer: str, depth: int) -> str:
+    return ".".join(layer.split(".")[:depth])
+
+
+VERSION = 1
+"""Of `prediction.json`."""
+GRADIENTS = "gradients of all layers"
+_KINDS = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimiser"}
+
+
+@dataclass(frozen=True)
+class Both:
+    """Seconds; None where there is nothing."""
+
+    predicted_s: float | None
+    measured_s: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that stand together.
+
+    Attributes:
+        name: of the module; `GRADIENTS` for what is exchanged when all layers are done.
+        computes: forward, backward and packing.
+        waits: exchanging what layers need of others.
+    """
+
+    name: str
+    computes: Both
+    waits: Both
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An update as it was predicted and as it was measured; seconds are those of one rank.
+
+    Attributes:
+        batch: samples of an update.
+        rank: whose seconds they are: of the prediction's, the one that computes longest.
+        update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
+        parts: by name, as `convoy.planner.observed.PARTS` has them; measured, the medians of `watched` updates.
+        groups: in the order of the network; empty where its layers were not watched.
+        learned: pieces whose times the profile store has taken over.
+        notes: sentences on what there is not.
+        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
+    """
+
+    model: str
+    plan: str
+    devices: int
+    batch: int
+    rank: int
+    timed: int
+    watched: int
+    learned: int
+    update: Both
+    parts: Mapping[str, Both]
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+    one_device_s: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """By which part of the measured update the predicted one is longer; None where one of them is not known."""
+        predicted, measured = self.update.predicted_s, self.update.measured_s
+        return None if predicted is None or not measured else predicted / measured - 1
+
+    def to_document(self) -> dict[str, Any]:
+        """As `prediction.json` has it, in seconds."""
+        return {"version": VERSION, **asdict(self)}
+
+
+def predicted(scored: Scored) -> Observed:
+    """What is predicted of the rank that computes longest, in the words of what is observed."""
+    timeline = scored.timeline
+    rank, kinds = timeline.busiest, timeline.by_kind()
+    parts = dict.fromkeys(PARTS, 0.0)
+    layers: dict[str, LayerSeconds] = defaultdict(LayerSeconds)
+    for span in timeline.spans:
+        task, seconds = span.task, span.end - span.start
+        if task.rank != rank or task.stream != "compute":
+            continue
+        parts[_KINDS.get(task.kind, "input" if task.name == "input" else "rest")] += seconds
+        if task.kind in ("forward", "backward", "copy"):
+            layers[task.layer] += LayerSeconds(computes=seconds)
+    gradients = 0.0
+    for span, seconds in timeline.exposed_spans():
+        if span.task.kind == "gradient":
+            gradients += seconds
+        else:
+            layers[span.task.layer] += LayerSeconds(waits=seconds)
+    parts["waiting"] = kinds["exposed"] + kinds["idle"]
+    return Observed(parts, dict(layers), gradients)
+
+
+def parts_beside(before: Observed | None, after: Observed | None) -> dict[str, Both]:
+    """The parts of an update."""
+    return {part: Both(before.parts[part] if before else None, after.parts[part] if after else None) for part in PARTS}
+
+
+def groups_beside(placement: Placement, before: Observed | None, after: Observed | None) -> tuple[Group, ...]:
+    """The layers in groups, and what gradients of all of them take; without what nobody knows.
+
+    Args:
+        placement: of the network, for the order of its layers.
+        before: what was predicted.
+        after: what was measured.
+    """
+    if after is None or not after.layers:
+        return ()
+    return tuple(_groups(layer_groups(placement), before, after))
+
+
+def _groups(of_layer: Mapping[str, str], before: Observed | None, after: Observed) -> Iterator[Group]:
+    members: dict[str, list[str]] = {}
+    for layer, group in of_layer.items():
+        members.setdefault(group, []).append(layer)
+    for name, layers in members.items():
+        own, measured = _total(before, layers) if before is not None else None, _total(after, layers)
+        yield Group(
+            name or "the network itself",
+            Both(own.computes if own is not None else None, measured.computes),
+            Both(own.waits if own is not None else None, measured.waits),
+        )
+    waits = Both(before.gradients if before is not None else None, after.gradients)
+    yield Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits)
+
+
+def _total(one: Observed, layers: Sequence[str]) -> LayerSeconds:
+    return sum((one.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
+
+
+WORDS = {
+    "input": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "rest": "loss and all else",
+    "packing": "packing for messages",
+    "waiting": "exposed communication",
+    "optimiser": "optimiser",
+}
+"""The parts of an update for people."""
+_ALIKE = 0.02
+
+
+def comparison_text(found: Comparison) -> str:
+    """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
+    return "\n".join(_lines(found))
+
+
+def headline(found: Comparison) -> str:
+    """The whole update in a sentence; empty where it was not measured."""
+    predicted, measured = found.update.predicted_s, found.update.measured_s
+    if measured is None:
+        return ""
+    said = f"an update took {seconds(measured)}, the median of {found.timed}"
+    if found.error is None or predicted is None:
+        return said
+    return f"{said}; {seconds(predicted)} were predicted ({difference(found.error)})"
+
+
+def difference(error: float) -> str:
+    """By how much a prediction is off: `+3.2 %`."""
+    return f"{100 * error:+.1f} %" if abs(error) < 0.0995 else f"{100 * error:+.0f} %"
+
+
+def apart(parts_s: float, update_s: float | None) -> str:
+    """Why the parts of an update add up to another time than an update takes; empty where they do not."""
+    if update_s is None or abs(parts_s / update_s - 1) < _ALIKE:
+        return ""
+    return ", as watching takes time too" if parts_s > update_s else ", as no two updates are alike"
+
+
+def shown(number: float | None) -> str:
+    """Seconds, empty where there are none."""
+    return "" if number is None else seconds(number)
+
+
+def _lines(found: Comparison) -> Iterator[str]:
+    said = headline(found)
+    if said:
+        yield said
+    if found.watched:
+        has_both = found.update.predicted_s is not None
+        names = ("predicted", "measured") if has_both else ("measured",)
+        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if _counts(both)]
+        yield from table(("time", *names), rows, names)
+        total = sum(both.measured_s or 0.0 for both in found.parts.values())
+        others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
+        why = apart(total, found.update.measured_s)
+        yield f"measured: each part the median of {others}; they add up to {seconds(total)}{why}"
+        if found.groups:
+            yield ""
+            waits = ("waits: predicted", "measured") if has_both else ("waits",)
+            computes = ("computes: predicted", "measured") if has_both else ("computes",)
+            groups = [(one.name, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups]
+            yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
+    yield from found.notes
+
+
+def _cells(both: Both, has_both: bool) -> tuple[str, ...]:
+    return (shown(both.predicted_s), shown(both.measured_s)) if has_both else (shown(both.measured_s),)
+
+
+def _counts(both: Both) -> bool:
+    return bool(both.predicted_s or both.measured_s)

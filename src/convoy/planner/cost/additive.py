@@ -1,0 +1,207 @@
+"""The costs of a step as a sum over calls, transfers and parameters: what an exact search can make least.
+
+The timeline knows more (what hides behind what, who waits for whom); the sum is what it comes to where nothing
+overlaps, with an estimate of how much of the exchange of gradients shows. It serves
+`convoy.planner.search` as its `Costs`.
+"""
+
+from collections.abc import Hashable
+from math import prod
+
+import torch
+
+from convoy.graph.graph import Call, Graph, Value
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Link
+from convoy.planner.cost.local import local_piece, piece
+from convoy.planner.cost.local_op import Piece, about
+from convoy.planner.cost.memory import most, rank_memory
+from convoy.planner.cost.program import copied, inside, moved
+from convoy.planner.cost.times import Times
+from convoy.plans.layout import Layout, common
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import Traffic, step_elements
+from convoy.plans.transfer import Step
+
+_DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
+
+
+class Additive:
+    """Seconds of one update of a network, part by part, each for the rank that has most to do.
+
+    Args:
+        costs: of the device and its links.
+        graph: the network.
+        passes: before an update.
+        shown: the part of an exchange of gradients beside the computation that the step is longer for, beyond the
+            cycles that it takes from it.
+    """
+
+    def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
+        self.costs, self.graph, self.passes, self.shown = costs, graph, passes, shown
+        self._sizes = costs.message_sizes
+        large = sum(size for value in graph.parameters() if (size := _bytes(value)) >= self._sizes.alone)
+        self._divides = costs.on_cpu and costs.update.divides(large)
+        half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
+        self._dtypes = _DTYPES | {2: half}
+        self._known: dict[Piece, Times] = {}
+        self._copies: dict[tuple[object, ...], float] = {}
+        self._links: dict[tuple[Mesh, Axes], Link] = {}
+
+    def context(self, call: Call) -> Hashable:
+        """Which inputs of a call it may overwrite, and to whose gradients it adds."""
+        known = about(self.graph)
+        return tuple((name in known.adding[call.name], name in known.spare) for name in call.inputs)
+
+    def compute(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds of a call in all passes, with what ranks exchange inside it.
+
+        Args:
+            placed: the call with its layouts.
+            placement: of its graph, mesh and batch; the rest is not read.
+        """
+        pace = self.costs.pace
+        if pace:  # the busiest rank may be any
+            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(pace))
+        return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
+
+    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
+        """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
+        first = mesh.coordinates(0)
+        before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
+        alike = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
+        seconds = self._copies.get(alike)
+        if seconds is None:
+            piece = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
+            seconds = self._copies[alike] = self._times(piece).total
+        engine = self.costs.per_transfer
+        seconds += engine.total if differentiable else engine.forward
+        axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
+        if axes:
+            seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
+        return self.passes * seconds
+
+    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds by which the exchange of a parameter's gradient makes an update longer."""
+        axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
+        if not axes:
+            return 0.0
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        link = self._link(mesh, axes)
+        if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
+            seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
+            copies = 2 * self._times(copied(size)).forward
+        elif self._divides:
+            sent = size - size // mesh.size(axes)
+            seconds, copies = link.seconds("reduce_scatter", sent) + link.seconds("gather", sent), 0.0
+        else:
+            seconds, copies = link.all_reduce(size), 0.0
+        if link.overlap:
+            seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
+        return seconds + copies + self.costs.per_parameter
+
+    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds of the optimiser for what a rank updates of a parameter."""
+        return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
+
+    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
+
+    def memory(self, placement: Placement) -> float:
+        """Bytes on the rank that needs most."""
+        return most(rank_memory(placement, self.costs)).total
+
+    def _updated(self, parameter: Value, layout: Layout, mesh: Mesh) -> int:
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        count = mesh.size(tuple(layout.copied))
+        return size // count if self._divides and size >= self._sizes.alone else size
+
+    def _times(self, one: Piece) -> Times:
+        if one not in self._known:
+            self._known[one] = self.costs.times(one)
+        return self._known[one]
+
+    def _link(self, mesh: Mesh, axes: Axes) -> Link:
+        if (mesh, axes) not in self._links:
+            self._links[mesh, axes] = self.costs.links.of(mesh, axes)
+        return self._links[mesh, axes]
+
+    def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
+        costs, graph, mesh = self.costs, placement.graph, placement.mesh
+        place = mesh.coordinates(rank)
+        if placed.call.op == "batch_norm":
+            own = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+        else:
+            own = local_piece(placed.call, placed.placed, graph, mesh, place, placed.transfers)
+        seconds = self._times(own).total if graph.training else self._times(own).forward
+        within = inside(placed, graph, mesh, own, costs.batch_norm)
+        if within.axes:
+            link = self._link(mesh, within.axes)
+            messages = (*within.forward, *within.backward) if graph.training else within.forward
+            seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
+        return seconds
+
+    def _messages(
+        self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
+    ) -> float:
+        link = self._link(mesh, axes)
+        if step.kind in ("reduce", "copy"):
+            shows = step.kind == "reduce" or differentiable
+            return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0
+        traffic = [sent_elements(step, mesh, place, shape) * itemsize for place in some_places(step, mesh)]
+        forward, backward = max(each.forward for each in traffic), max(each.backward for each in traffic)
+        seconds = link.exchange(forward) if forward else 0.0
+        return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
+
+
+def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
+    """How many elements the rank at a place holds of a tensor."""
+    found = prod(shape)
+    for dim, split in layout.splits:
+        found = found // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
+    return found
+
+
+def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
+    """As `convoy.plans.traffic.step_elements`, without looking at every other rank.
+
+    In an exchange a rank counts for what it gets, which is what others send: what it wants, but for what it holds. On
+    the way back it sends the gradients of just that.
+    """
+    if step.kind not in ("move", "reduce_scatter"):
+        return step_elements(step, mesh, place, shape)
+    after = elements(step.target, shape, mesh, place)
+    if step.kind == "reduce_scatter":
+        return Traffic(elements(step.source, shape, mesh, place) - after, (mesh.size(step.axes) - 1) * after)
+    own = after
+    for dim, split in step.source.splits if after else ():
+        wanted = step.target.parts(dim, mesh, place, shape[dim])
+        own = own // len(wanted) * len(common(wanted, split.parts[mesh.index(place, split.axes)]))
+    return Traffic(after - own, after - own)
+
+
+def some_places(step: Step, mesh: Mesh) -> set[Coordinates]:
+    """Places among which is one that sends most.
+
+    The first has the largest parts. One in the middle of all axes has two borders, and the last holds least of what it
+    will want: they are looked at where parts may overlap, or need not be held already.
+    """
+    parts = {"move": 3, "slice": 2}.get(step.kind, 1)
+    return {tuple(size * part // 2 - (part == 2) for size in mesh.sizes) for part in range(parts)}
+
+
+def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
+    """Ranks among which is one that has most to do: parts that come first are the largest, but a rank in the middle of
+    rows or columns has two borders.
+    """
+    layouts = (*placed.placed.inputs.values(), *placed.placed.outputs.values())
+    inner = {axis for layout in layouts for dim, split in layout.splits if dim > 1 for axis in split.axes}
+    middle = mesh.rank(tuple(size // 2 if axis in inner else 0 for axis, size in enumerate(mesh.sizes)))
+    return {0, middle}
+
+
+def _bytes(value: Value) -> int:
+    return prod(value.shape) * value.dtype.itemsize

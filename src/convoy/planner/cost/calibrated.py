@@ -1,0 +1,270 @@
+"""Times of pieces that were not measured, from those that were: a regression for each kind of layer, corrected by the
+nearest neighbours.
+
+How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. So the regression gives the
+way from one size to another, and the measured neighbours give the height.
+
+Seconds of one kind of layer as a sum: so much for starting, for each operation, and for each byte of two sorts.
+
+Weights are read, and their gradients written, however few samples there are; so their bytes count apart from those of
+activations. The four rates are the least squares of relative errors, none below zero, held near a device's roofline
+where what was measured says nothing of them.
+
+The measured pieces that are most like one that was not, and how far they are from what a model says of them.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from convoy.planner.cost.local_op import VIEWS, Piece
+from convoy.planner.cost.times import Roofline, Times
+
+Way = Literal[0, 1]
+"""Forward or backward, as places in `Both`."""
+
+_HELD = 0.001
+"""Weight of the roofline beside the squared relative error of one measurement."""
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Seconds of pieces of one kind, forward or backward.
+
+    Attributes:
+        roofline: the device; gives the unit of each rate.
+        way: forward or backward.
+        rates: in these units, for starting, operations, bytes of activations, bytes of parameters.
+    """
+
+    roofline: Roofline
+    way: Way
+    rates: tuple[float, ...]
+
+    def __call__(self, piece: Piece) -> float:
+        """Seconds of a piece."""
+        return sum(rate * term for rate, term in zip(self.rates, terms(piece, self.way, self.roofline), strict=True))
+
+
+def terms(piece: Piece, way: Way, roofline: Roofline) -> tuple[float, ...]:
+    """What a piece consists of, in seconds on the roofline."""
+    flops, moved = piece.flops[way], piece.bytes[way]
+    if not flops and not moved:
+        return 0.0, 0.0, 0.0, 0.0
+    weights = min(moved, sum(operand.bytes for operand in piece.inputs if operand.role == "parameter") * (1 + way))
+    return (
+        max(roofline.overhead_s, 1e-6),
+        flops / roofline.flops_per_s,
+        (moved - weights) / roofline.bytes_per_s,
+        weights / roofline.bytes_per_s,
+    )
+
+
+def fit(measured: Sequence[tuple[Piece, float]], way: Way, roofline: Roofline) -> Regression | None:
+    """The regression of measured pieces of a kind; None where none of them takes time.
+
+    Args:
+        measured: pieces with their seconds.
+        way: forward or backward.
+        roofline: of the device, as far as it is known.
+    """
+    rows = [(terms(piece, way, roofline), seconds) for piece, seconds in measured if seconds > 0]
+    points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
+    if not points:
+        return None
+    level = median(1 / sum(point) for point in points)  # of the whole roofline, before its parts are told apart
+    count = range(len(points[0]))
+    products = [[sum(point[i] * point[j] for point in points) for j in count] for i in count]
+    sums = [sum(point[i] for point in points) for i in count]
+    rates = [level for _ in count]
+    for _ in range(_ROUNDS):
+        for i in count:
+            others = sum(products[i][j] * rates[j] for j in count if j != i)
+            wanted = (sums[i] - others + _HELD / level) / (products[i][i] + _HELD / level**2)
+            rates[i] = max(0.0, wanted)
+    return Regression(roofline, way, tuple(rates))
+
+
+Ratios = tuple[float, float]
+"""Measured over modelled, forward and backward; 0 where there is nothing to compare."""
+
+_COUNT = 4
+_WINDOW = 16
+_UNLIKE = 3.0
+"""How far apart, in factors of e, two pieces count beyond their sizes for each option in which they differ."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    work: float
+    features: tuple[float, ...]
+    options: frozenset[tuple[str, object]]
+    gradients: tuple[bool, ...]
+    ratios: Ratios
+
+
+class Neighbours:
+    """Measured pieces of one kind.
+
+    Args:
+        ratios: of each of them.
+    """
+
+    def __init__(self, ratios: Mapping[Piece, Ratios]) -> None:
+        known = sorted((_known(piece, found) for piece, found in ratios.items()), key=lambda one: one.work)
+        self._all = known
+        self._alike: dict[frozenset[tuple[str, object]], list[_Known]] = {}
+        for one in known:
+            self._alike.setdefault(one.options, []).append(one)
+
+    def correction(self, piece: Piece) -> Ratios:
+        """What to multiply the model's times of a piece by: the mean of its neighbours' ratios, the nearer the more.
+
+        Pieces with other options count only where too few have the same.
+        """
+        mine = _known(piece, (0.0, 0.0))
+        alike = self._alike.get(mine.options, [])
+        among = _around(alike if len(alike) >= _COUNT else self._all, mine.work)
+        near = sorted(((_distance(mine, other), at) for at, other in enumerate(among)))[:_COUNT]
+        weighted = [(1 / (0.01 + far * far), among[at].ratios) for far, at in near]
+        forward, backward = (
+            [(weight, ratios[way]) for weight, ratios in weighted if ratios[way] > 0] for way in (0, 1)
+        )
+        return _mean(forward), _mean(backward)
+
+
+def _known(piece: Piece, ratios: Ratios) -> _Known:
+    flops, moved = piece.flops.forward, piece.bytes.forward
+    tensors = (*piece.inputs[:2], *piece.outputs[:1])
+    sizes = (math.log(1 + size) for operand in tensors for size in operand.shape)
+    features = (math.log(1 + flops), math.log(1 + moved), *sizes)
+    options = frozenset(option for option in piece.options if option[0] != "padding")
+    return _Known(sum(features[:2]), features, options, tuple(operand.gradient for operand in piece.inputs), ratios)
+
+
+def _around(known: Sequence[_Known], work: float) -> Sequence[_Known]:
+    """Those with about as much work."""
+    at = bisect_left(known, work, key=lambda one: one.work)
+    return known[max(0, at - _WINDOW) : at + _WINDOW]
+
+
+def _distance(one: _Known, other: _Known) -> float:
+    """Zero for the same sizes; a factor of e in all sizes is about one."""
+    if len(one.features) != len(other.features):
+        return 4 * _UNLIKE
+    sizes = math.dist(one.features, other.features) / math.sqrt(2)
+    unlike = max(len(one.options - other.options), len(other.options - one.options))
+    return sizes + _UNLIKE * unlike + (one.gradients != other.gradients)
+
+
+def _mean(weighted: Sequence[tuple[float, float]]) -> float:
+    """The weighted geometric mean."""
+    total = sum(weight for weight, _ in weighted)
+    return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 1.0
+
+
+class Calibrated:
+    """Times that are exact where measured, and elsewhere follow from the measured pieces of the kind.
+
+    Args:
+        measured: what is known. Empty pieces and views calibrate nothing.
+        roofline: of the device; by default made from what was measured.
+    """
+
+    def __init__(self, measured: Mapping[Piece, Times], roofline: Roofline | None = None) -> None:
+        self.measured = dict(measured)
+        self.roofline = roofline or fitted(measured)
+        groups: dict[tuple[str, str], list[tuple[Piece, Times]]] = {}
+        for piece, times in self.measured.items():
+            if not piece.is_empty and piece.op not in VIEWS and times.forward > 0:
+                groups.setdefault((piece.op, piece.function), []).append((piece, times))
+        self._kinds = {kind: _kind(group, self.roofline) for kind, group in groups.items()}
+        everything = [pair for group in groups.values() for pair in group]
+        multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
+        moving = [pair for pair in everything if pair[0].flops.forward == 0]
+        self._of_op = {op: self._middle([pair for pair in everything if pair[0].op == op]) for op, _ in groups}
+        self._of_bound = {
+            True: self._middle(multiplying or everything),
+            False: self._middle(moving or everything),
+        }
+        self._found: dict[Piece, Times] = {}
+
+    def __call__(self, piece: Piece, /) -> Times:
+        """Seconds of a piece."""
+        if piece in self.measured:
+            return self.measured[piece]
+        if piece not in self._found:
+            self._found[piece] = self._predicted(piece)
+        return self._found[piece]
+
+    def _predicted(self, piece: Piece) -> Times:
+        model = self.roofline(piece)
+        forward, backward = self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
+        found = [model.forward * forward, model.backward * backward]
+        kind = self._kinds.get((piece.op, piece.function))
+        if kind is not None:
+            correction = kind.neighbours.correction(piece)
+            for way, regression in enumerate(kind.regressions):
+                if regression is not None:
+                    found[way] = regression(piece) * correction[way]
+        return Times(*found)
+
+    def _middle(self, pairs: Sequence[tuple[Piece, Times]]) -> tuple[float, float]:
+        """Measured over roofline, forward and backward."""
+        models = [(self.roofline(piece), times) for piece, times in pairs]
+        forward = [times.forward / model.forward for model, times in models if model.forward > 0]
+        backward = [times.backward / model.backward for model, times in models if model.backward > 0]
+        backward = [ratio for ratio in backward if ratio > 0]
+        first = median(forward) if forward else 1.0
+        return first, median(backward) if backward else first
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of an op and function."""
+
+    regressions: tuple[Regression | None, Regression | None]
+    neighbours: Neighbours
+
+
+def _kind(group: Sequence[tuple[Piece, Times]], roofline: Roofline) -> _Kind:
+    forward = fit([(piece, times.forward) for piece, times in group], 0, roofline)
+    backward = fit([(piece, times.backward) for piece, times in group], 1, roofline)
+    ratios = {
+        piece: (_ratio(forward, piece, times.forward), _ratio(backward, piece, times.backward))
+        for piece, times in group
+    }
+    return _Kind((forward, backward), Neighbours(ratios))
+
+
+def _ratio(regression: Regression | None, piece: Piece, seconds: float) -> float:
+    model = regression(piece) if regression is not None else 0.0
+    return seconds / model if model > 0 else 0.0
+
+
+def fitted(measured: Mapping[Piece, Times]) -> Roofline:
+    """A roofline from measured pieces: the ceilings that nine tenths of the large ones stay below.
+
+    Where there is nothing to fit to, that of a slow core, so that ratios between pieces still say something.
+    """
+    arithmetic, memory, least = [], [], []
+    for piece, times in measured.items():
+        if piece.is_empty or piece.op in VIEWS or times.forward <= 0:
+            continue
+        flops, moved = piece.flops.forward, piece.bytes.forward
+        if flops > 1e7:
+            arithmetic.append(flops / times.forward)
+        elif moved > 1e5 and not flops:
+            memory.append(moved / times.forward)
+        least.append(times.forward)
+    overhead = min(least, default=0.0) / 2
+    return Roofline(_upper(arithmetic, 5e10), _upper(memory, 1e10), min(overhead, 1e-5))
+
+
+def _upper(values: Iterable[float], otherwise: float) -> float:
+    found = sorted(values)
+    return found[int(0.9 * (len(found) - 1))] if found else otherwise

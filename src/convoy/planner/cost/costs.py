@@ -1,0 +1,68 @@
+"""What a device and its links cost, in one place: all that a step is predicted from."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Links
+from convoy.planner.cost.local import BatchNorm
+from convoy.planner.cost.times import LayerTimes, Times
+from convoy.plans.buckets import Sizes
+
+
+@dataclass(frozen=True)
+class Around:
+    """Something that is done for a pass outside of the network, on each rank for its own samples.
+
+    Attributes:
+        per_pass: seconds once.
+        per_sample: seconds for each sample.
+        beside: whether others do it while the rank computes, so that an update waits only for what is left of it.
+    """
+
+    per_pass: float = 0.0
+    per_sample: float = 0.0
+    beside: bool = False
+
+    def seconds(self, samples: int) -> float:
+        """For a pass over so many samples."""
+        return self.per_pass + self.per_sample * samples
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times on one kind of device, all in seconds and bytes.
+
+    Attributes:
+        times: of the pieces of layers.
+        links: between the ranks.
+        update: of the optimiser.
+        input: of what comes before the network: getting a batch, taking it to the device, normalising it.
+        loss: of the loss, forward and backward.
+        batch_norm: over which samples batch norm takes its statistics.
+        microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
+        on_cpu: whether the ranks compute on CPUs.
+        sizes: of the messages with gradients; by default the engine's for the device.
+        per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
+        pace: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
+        per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
+    """
+
+    times: LayerTimes
+    links: Links = field(default_factory=Links)
+    update: Update = field(default_factory=Update)
+    input: Around = field(default_factory=Around)
+    loss: Around = field(default_factory=Around)
+    batch_norm: BatchNorm = "sync"
+    microbatch: int = 0
+    on_cpu: bool = True
+    sizes: Sizes | None = None
+    per_transfer: Times = field(default_factory=Times)
+    per_parameter: float = 0.0
+    pace: tuple[float, ...] = ()
+
+    @property
+    def message_sizes(self) -> Sizes:
+        """Sizes of the messages with gradients."""
+        return self.sizes or Sizes.default(torch.device("cpu" if self.on_cpu else "cuda"))

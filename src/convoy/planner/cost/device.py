@@ -1,0 +1,171 @@
+"""What measured times hold for: the device, its libraries, and how it is used.
+
+What Linux's control groups (cgroups), versions 1 and 2, leave of the machine to this process.
+"""
+
+import hashlib
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convoy.version import __version__
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""The file that says which groups the process is in."""
+ROOT = Path("/sys/fs/cgroup")
+"""Where their file systems are."""
+
+
+def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
+    """The folder of each group of a controller that the process is in, and of all around it, with the version."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        version = 2 if controllers == "" else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        mount = root if version == 2 else root / controller
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for length in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:length]), version
+
+
+def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
+    """The number of cores whose time the process may use in a period; infinite where nobody says."""
+    found = float("inf")
+    for folder, version in folders("cpu", membership, root):
+        if version == 2:
+            words = _text(folder / "cpu.max").split()
+        else:
+            words = [_text(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
+            found = min(found, int(words[0]) / int(words[1]))
+    return found
+
+
+def memory_limits(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
+    """Bytes that each of the groups may have."""
+    for folder, version in folders("memory", membership, root):
+        text = _text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        if text.isdecimal():
+            yield int(text)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+_LOWER = ("tf32", "bf16")
+"""Precisions in which float32 may be multiplied."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Everything that would make the same piece take another time.
+
+    Attributes:
+        name: of the processor or GPU.
+        torch, convoy: versions.
+        threads: that compute on it; 0 where that says nothing, as on a GPU.
+        precision: the type in which convolutions and matrix products compute, as `float32`, `bfloat16`.
+        channels_last: whether images lie with the channels innermost.
+        compiled: whether `torch.compile` is used.
+        neighbours: ranks that compute on the same host at the same time, and share its memory; itself counted.
+        numerics: torch's switches that change kernels, as `benchmark, tf32 products`.
+        share: of the time of the cores of its threads that control groups leave it.
+    """
+
+    name: str
+    torch: str
+    convoy: str
+    threads: int
+    precision: str = "float32"
+    channels_last: bool = False
+    compiled: bool = False
+    neighbours: int = 1
+    numerics: str = ""
+    share: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The same for equal devices, and a good name for a file."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
+        digest = hashlib.blake2b(repr(sorted(asdict(self).items())).encode(), digest_size=6).hexdigest()
+        return f"{plain or 'device'}-{self.threads}t-{self.precision}-{digest}"
+
+    def describe(self) -> str:
+        """For people, in one line."""
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}, " if self.threads else ""
+        order = ", channels last" if self.channels_last else ""
+        with_others = f", {self.neighbours} ranks on the host" if self.neighbours > 1 else ""
+        compiled = ", compiled" if self.compiled else ""
+        share = f"{self.share:.0%} of the time, " if self.share < 1 else ""
+        numerics = f", {self.numerics}" if self.numerics else ""
+        return (
+            f"{self.name}, {threads}{share}{self.precision}{numerics}{order}{compiled}{with_others}, torch {self.torch}"
+        )
+
+
+def this_device(
+    device: torch.device,
+    *,
+    precision: str = "float32",
+    channels_last: bool = False,
+    compiled: bool = False,
+    neighbours: int = 1,
+) -> Device:
+    """The device that this process computes on, with the threads that torch uses now.
+
+    Args:
+        device: where the network lives.
+        precision, channels_last, compiled, neighbours: as in `Device`.
+    """
+    is_cpu = device.type == "cpu"
+    name = _processor() if is_cpu else torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads() if is_cpu else 0
+    return Device(
+        name,
+        torch.__version__,
+        __version__,
+        threads,
+        precision,
+        channels_last,
+        compiled,
+        neighbours,
+        ", ".join(_numerics(is_cpu)),
+        round(min(1.0, cores_allowed() / threads), 3) if is_cpu else 1.0,
+    )
+
+
+def _numerics(is_cpu: bool) -> Iterator[str]:
+    """Names of the switches that are on."""
+    if torch.are_deterministic_algorithms_enabled():
+        yield "deterministic"
+    if not is_cpu and torch.backends.cudnn.benchmark:
+        yield "benchmark"
+    convolutions: Any = torch.backends.mkldnn if is_cpu else torch.backends.cudnn
+    products: Any = torch.backends.mkldnn if is_cpu else torch.backends.cuda
+    for what, each in (("convolutions", convolutions.conv), ("products", products.matmul)):
+        if each.fp32_precision in _LOWER:
+            yield f"{each.fp32_precision} {what}"
+
+
+def _processor() -> str:
+    """The name of the CPU's model, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"

@@ -1,0 +1,203 @@
+"""What the optimiser costs: seconds of an update, and bytes of its state.
+
+The messages in which a step adds up gradients: the engine's buckets, in the order in which they become ready.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from convoy.planner.cost.link import Kind
+from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import Placement
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimiser on a device.
+
+    Attributes:
+        per_byte: seconds for each byte of the parameters: one pass over weights, gradients and state.
+        per_tensor: seconds for each parameter.
+        fixed: seconds once, with whatever else is done once in an update.
+        state: bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages.
+        divisible: whether it treats each number by itself, so that ranks on CPUs with the same parameters may divide
+            the update of large ones (`engine/gradients/sharded.py`).
+    """
+
+    per_byte: float = 0.0
+    per_tensor: float = 0.0
+    fixed: float = 0.0
+    state: float = 1.0
+    divisible: bool = False
+
+    def seconds(self, num_bytes: float, tensors: int) -> float:
+        """Time to update so many parameters."""
+        return self.fixed + self.per_byte * num_bytes + self.per_tensor * tensors
+
+    def divides(self, large: int) -> bool:
+        """Whether ranks that have `large` bytes of large gradients in common divide their update."""
+        return self.divisible and large >= WORTH_DIVIDING
+
+    @staticmethod
+    def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0, divisible: bool = False) -> "Update":
+        """From measured updates.
+
+        Args:
+            measured: bytes of the parameters, how many they are, and seconds. One point gives the rate alone, two or
+                more also the time for a tensor: the least squares of relative errors, neither number below zero.
+            state, divisible: as in `Update`.
+        """
+        points = [(num_bytes, tensors, seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
+        by_bytes = _slope([(num_bytes / seconds) for num_bytes, _, seconds in points])
+        by_tensors = _slope([tensors / seconds for _, tensors, seconds in points])
+        aa = sum((a / s) ** 2 for a, _, s in points)
+        bb = sum((b / s) ** 2 for _, b, s in points)
+        ab = sum(a * b / s**2 for a, b, s in points)
+        determinant = aa * bb - ab * ab
+        if len(points) < 2 or determinant <= 1e-9 * aa * bb:
+            return Update(by_bytes, 0.0, state=state, divisible=divisible)
+        a = sum(a / s for a, _, s in points)
+        b = sum(b / s for _, b, s in points)
+        per_byte, per_tensor = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if per_tensor < 0:
+            per_byte, per_tensor = by_bytes, 0.0
+        elif per_byte < 0:
+            per_byte, per_tensor = 0.0, by_tensors
+        return Update(per_byte, per_tensor, state=state, divisible=divisible)
+
+
+def _slope(rates: Sequence[float]) -> float:
+    """Seconds for a unit whose number over seconds is each of the rates, by least squares of relative errors."""
+    squares = sum(rate * rate for rate in rates)
+    return sum(rates) / squares if squares else 0.0
+
+
+@dataclass(frozen=True)
+class GradientMessage:
+    """One message of the exchange.
+
+    Attributes:
+        axes: over which it is added.
+        layer: whose gradients are in it, that of the first where there are several.
+        parameters: their names; none in a message that only counts users.
+        kind, bytes: for each rank, as `Link.seconds` counts them.
+        copied: bytes that each rank copies into it, and out of it again; 0 where the gradient itself is sent.
+        gathered: bytes of the pieces that are gathered after the update where ranks divide it.
+    """
+
+    axes: Axes
+    layer: str
+    parameters: tuple[str, ...]
+    kind: Kind
+    bytes: tuple[int, ...]
+    copied: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        others = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0]}{others}" if self.parameters else "users"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the gradients of a step are added, and what each rank updates.
+
+    Attributes:
+        messages: in the order in which they are sent.
+        divided: whether ranks with the same parameters divide the update of large ones.
+        held: bytes of parameters that each rank has.
+        updated: bytes of those that each rank updates.
+        tensors: how many parameters those are.
+    """
+
+    messages: tuple[GradientMessage, ...]
+    divided: bool
+    held: tuple[int, ...]
+    updated: tuple[int, ...]
+    tensors: int
+
+
+def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: Sizes, on_cpu: bool = True) -> Exchange:
+    """The messages of `convoy.engine.gradients.GradientReducer`.
+
+    Args:
+        placement: the network on its mesh.
+        order: names of parameters as their gradients become ready.
+        update: the optimiser.
+        sizes: of the messages.
+        on_cpu: whether the ranks are CPUs: only those divide an update for speed.
+    """
+    graph, mesh = placement.graph, placement.mesh
+    held = held_bytes(placement)
+    names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
+    device = torch.device("cpu" if on_cpu else "cuda")
+    items = []
+    for name in names:
+        dtype = graph.values[name].dtype
+        items.append(Item(gradient_axes(placement, name), dtype, device, max(held[name]) // dtype.itemsize))
+    large = sum(item.bytes for item in items if item.bytes >= sizes.alone)
+    divided = on_cpu and update.divides(large)
+    layers = _layers(placement)
+    messages = []
+    shared: dict[str, int] = {}
+    for bucket in plan_buckets(items, range(len(items)), sizes):
+        members = tuple(names[member] for member in bucket.members)
+        itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
+        layer = layers.get(members[0], "") if members else ""
+        own = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        if bucket.alone and divided:
+            count = mesh.size(bucket.axes)
+            pieces = tuple(size - size // count for size in own)
+            messages.append(
+                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(own), pieces)
+            )
+            shared[members[0]] = count
+            continue
+        sent = tuple(size + len(bucket.tally) * itemsize for size in own)
+        copied = (0,) * len(own) if bucket.alone else own
+        messages.append(GradientMessage(bucket.axes, layer, members, "all_reduce", sent, copied))
+    ranks = range(mesh.num_devices)
+    whole = tuple(sum(each[rank] for each in held.values()) for rank in ranks)
+    updated = tuple(sum(each[rank] // shared.get(name, 1) for name, each in held.items()) for rank in ranks)
+    return Exchange(tuple(messages), divided, whole, updated, len(held))
+
+
+def _layers(placement: Placement) -> dict[str, str]:
+    """The layer that first takes each parameter."""
+    found: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            found.setdefault(name, placed.call.layer)
+    return found
+
+
+def gradient_axes(placement: Placement, name: str) -> Axes:
+    """The axes over which a parameter's gradient is added."""
+    layout = placement.layouts.get(name)
+    return tuple(sorted(layout.copied)) if layout is not None else ()
+
+
+def held_bytes(placement: Placement) -> dict[str, tuple[int, ...]]:
+    """What each rank holds of every parameter."""
+    mesh = placement.mesh
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
+    found = {}
+    for value in placement.graph.parameters():
+        layout = placement.layouts.get(value.name, WHOLE)
+        if (layout, value.shape) not in known:
+            known[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+        found[value.name] = tuple(numel * value.dtype.itemsize for numel in known[layout, value.shape])
+    return found
+
+
+def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:
+    """All sets of axes over which messages go."""
+    return {message.axes for message in messages if mesh.size(message.axes) > 1}

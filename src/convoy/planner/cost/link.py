@@ -1,0 +1,343 @@
+"""Links that a person names: `pcie4`, `ethernet-10g`, `10gbit`, `5GB/s`.
+
+How long a collective takes over the ranks of a group, by how many bytes it is about.
+
+A measured link is a curve through the points that were measured: there are regimes (a latency, a protocol for small
+messages, caches that large ones fall out of), so that one latency and one rate do not describe it. Where nothing can
+be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
+
+Links between devices that one does not have: a latency and a rate, by themselves or of a known interconnect.
+"""
+
+import csv
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from statistics import median
+from typing import Any, Literal, Protocol, get_args
+
+from convoy.errors import ConvoyError
+from convoy.plans.mesh import Axes, Mesh
+
+Kind = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
+"""`all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
+sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
+gradient in place, the first with its additions."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by bytes, straight between measured points and exact at them.
+
+    Below the smallest point the time is that of the point: it is mostly latency. Above the largest the last slope goes
+    on; where there is none upwards, the rate of the last point.
+
+    Attributes:
+        points: (bytes, seconds), ascending in bytes, each number of bytes once.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or any(seconds < 0 for _, seconds in self.points):
+            raise ConvoyError(f"a curve needs points of ascending bytes and seconds from 0, but has {self.points}")
+
+    @staticmethod
+    def through(measured: Iterable[tuple[int, float]]) -> "Curve":
+        """The curve through measured points in any order; the median of those of one size."""
+        by_size: dict[int, list[float]] = {}
+        for size, seconds in measured:
+            by_size.setdefault(size, []).append(seconds)
+        return Curve(tuple((size, median(by_size[size])) for size in sorted(by_size)))
+
+    def __call__(self, num_bytes: float) -> float:
+        """Seconds for so many bytes."""
+        sizes = [size for size, _ in self.points]
+        at = bisect_right(sizes, num_bytes)
+        if at == 0:
+            return self.points[0][1]
+        size, seconds = self.points[at - 1]
+        if at < len(self.points):
+            next_size, next_seconds = self.points[at]
+            return seconds + (next_seconds - seconds) * (num_bytes - size) / (next_size - size)
+        return seconds + self._last_slope() * (num_bytes - size)
+
+    def _last_slope(self) -> float:
+        """Seconds for a byte beyond the last point."""
+        size, seconds = self.points[-1]
+        if len(self.points) > 1:
+            before_size, before = self.points[-2]
+            slope = (seconds - before) / (size - before_size)
+            if slope > 0:
+                return slope
+        return seconds / size if size else 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a group of ranks exchanges through.
+
+    Attributes:
+        all_reduce, exchange, reduce_scatter, gather: seconds, while the ranks do nothing else; where the last two are
+            not known they are those of an exchange.
+        overlap: whether messages travel beside the computation; where not, gradients are added after it.
+        cpu_share: the part of the time of a message that it takes from the computation, where they overlap: 0 for
+            hardware that moves data by itself, 1 where moving them takes the core that computes.
+    """
+
+    all_reduce: Curve
+    exchange: Curve
+    overlap: bool = False
+    cpu_share: float = 0.0
+    reduce_scatter: Curve | None = None
+    gather: Curve | None = None
+
+    def seconds(self, kind: Kind, num_bytes: float) -> float:
+        """Time of one collective."""
+        return self._curve(kind)(num_bytes)
+
+    def _curve(self, kind: Kind) -> Curve:
+        match kind:
+            case "all_reduce":
+                return self.all_reduce
+            case "reduce_scatter":
+                return self.reduce_scatter or self.exchange
+            case "gather":
+                return self.gather or self.exchange
+            case "exchange":
+                return self.exchange
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Kind)}
+        points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
+        return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> "Link":
+        """The link that `to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        curves: dict[str, Curve] = {
+            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
+            for kind in get_args(Kind)
+            if kind in given or kind in ("all_reduce", "exchange")
+        }
+        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), **curves)
+
+
+class AnyLink(Protocol):
+    """A link for ranks that nobody has measured."""
+
+    def __call__(self, ranks: Ranks, /) -> Link:
+        """The link between these ranks."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of all groups of a mesh, or of all meshes of the same ranks.
+
+    Attributes:
+        measured: by the ranks of the first group (that of rank 0), which say what groups there are; a measurement has
+            all groups exchange at once, as they do in a step.
+        otherwise: for groups that were not measured. Without it, the slowest of the measured links serves.
+    """
+
+    measured: Mapping[Ranks, Link] = field(default_factory=dict)
+    otherwise: AnyLink | None = None
+
+    def of(self, mesh: Mesh, axes: Axes) -> Link:
+        """The link of the groups over some axes of a mesh.
+
+        Raises:
+            ConvoyError: nothing is known of any link.
+        """
+        ranks = first_group(mesh, axes)
+        found = self.measured.get(ranks)
+        if found is not None:
+            return found
+        if self.otherwise is not None:
+            return self.otherwise(ranks)
+        if not self.measured:
+            raise ConvoyError(f"nothing is known of the link between ranks {list(ranks)}: measure it or assume a rate")
+        return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The measured links, as JSON has them."""
+        return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
+
+    @staticmethod
+    def from_list(given: Sequence[Mapping[str, Any]], otherwise: AnyLink | None = None) -> "Links":
+        """The links that `to_list` wrote."""
+        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given}, otherwise)
+
+
+def first_group(mesh: Mesh, axes: Axes) -> Ranks:
+    """The ranks of rank 0's group over some axes."""
+    origin = (0,) * len(mesh.sizes)
+    return tuple(mesh.rank(place) for place in mesh.group(origin, tuple(sorted(axes))))
+
+
+_SIZES = tuple(1 << power for power in range(10, 31, 2))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One hop between two devices.
+
+    Attributes:
+        latency: seconds of a message without content.
+        bytes_per_s: in one direction.
+    """
+
+    latency: float
+    bytes_per_s: float
+
+    @staticmethod
+    def gbit(gbit_per_s: float, latency: float = 5e-5) -> "Rate":
+        """A network of so many Gbit/s, of which nine tenths carry data."""
+        return Rate(latency, 0.9 * gbit_per_s * 1e9 / 8)
+
+    def link(self, ranks: int, overlap: bool, cpu_share: float) -> Link:
+        """Between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in an
+        exchange a rank sends to the k-1 others one after another.
+        """
+        hops = ranks - 1
+        all_reduce = [2 * hops * (self.latency + size / max(1, ranks) / self.bytes_per_s) for size in (0, *_SIZES)]
+        exchange = [hops * self.latency + size / self.bytes_per_s for size in (0, *_SIZES)]
+        curves = [Curve(tuple(zip((0, *_SIZES), seconds, strict=True))) for seconds in (all_reduce, exchange)]
+        return Link(curves[0], curves[1], overlap, cpu_share)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Links of hosts with the same number of devices each, numbered host by host.
+
+    Attributes:
+        between: between devices of different hosts.
+        inside: between devices of one host; as `between` where it is None.
+        per_host: devices of a host.
+        overlap, cpu_share: as in `Link`.
+    """
+
+    between: Rate
+    inside: Rate | None = None
+    per_host: int = 1
+    overlap: bool = True
+    cpu_share: float = 0.0
+
+    def __call__(self, ranks: Ranks, /) -> Link:
+        """The link between these ranks: the slowest part of the way decides."""
+        one_host = len({rank // self.per_host for rank in ranks}) == 1
+        rate = self.inside if one_host and self.inside is not None else self.between
+        return rate.link(len(ranks), self.overlap, self.cpu_share)
+
+    def links(self) -> Links:
+        """As the links of any mesh."""
+        return Links(otherwise=self)
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """A row of the catalogue.
+
+    Attributes:
+        name: as the user writes it.
+        rate: fitted to published measurements, or of the standard where `fitted` is not.
+        source: where the numbers come from.
+    """
+
+    name: str
+    rate: Rate
+    fitted: bool
+    source: str
+
+
+@cache
+def catalogue() -> dict[str, Interconnect]:
+    """Known interconnects, by name."""
+    text = resources.files("convoy.planner.cost").joinpath("interconnects.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(text.splitlines())
+    return {
+        row["name"]: Interconnect(
+            row["name"],
+            Rate(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9),
+            row["fitted"] == "yes",
+            row["source"],
+        )
+        for row in rows
+    }
+
+
+def interconnect(name: str) -> Interconnect:
+    """A known interconnect.
+
+    Raises:
+        ConvoyError: nobody knows it.
+    """
+    known = catalogue()
+    if name not in known:
+        raise ConvoyError(f"{name!r} is no known interconnect: it must be one of {', '.join(known)}")
+    return known[name]
+
+
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(mbit|gbit|mb|gb)(?:/s|ps)?")
+_LATENCY = 2e-5
+
+
+def rate_of(text: str) -> tuple[Rate, str]:
+    """A link by its name in the catalogue, or by its rate in bits (`10gbit`) or bytes (`5GB/s`), and where from.
+
+    Raises:
+        ConvoyError: it is neither.
+    """
+    known = catalogue()
+    name = text.strip().lower()
+    if name in known:
+        entry = known[name]
+        return entry.rate, "fitted to published measurements" if entry.fitted else entry.source
+    match = _RATE.fullmatch(name)
+    if match is None or float(match[1]) == 0:
+        raise ConvoyError(
+            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(known))}"
+        )
+    number, unit = float(match[1]), match[2]
+    if unit in ("mbit", "gbit"):
+        return Rate.gbit(number if unit == "gbit" else number / 1e3), "nine tenths of it carry data"
+    return Rate(_LATENCY, number * (1e9 if unit == "gb" else 1e6)), "as said"
+
+
+def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
+    """Links between devices that are not at hand, and a note on them: `10gbit`, or `10gbit,8xnvlink4` for hosts of 8
+    devices that nvlink4 joins, and 10 Gbit/s each other's.
+
+    On CPUs moving messages takes cycles from what computes: as much as between two processes of one host at the rate
+    at which gloo fills a core (`loopback` in the catalogue), less in proportion.
+
+    Raises:
+        ConvoyError: nobody knows such a link.
+    """
+    across, comma, within = text.partition(",")
+    rate, source = rate_of(across)
+    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"].rate.bytes_per_s) if on_cpu else 0.0
+    note = (
+        f"the links are assumed: {text}, {rate.bytes_per_s / 1e9:.3g} GB/s after {rate.latency * 1e6:.3g} µs ({source})"
+    )
+    if not comma:
+        return Assumed(rate, overlap=True, cpu_share=share).links(), note
+    match = re.fullmatch(r"\s*([1-9][0-9]*)\s*x\s*(.+)", within)
+    if match is None:
+        raise ConvoyError(
+            f"{text!r} is no link: write e.g. 10gbit,8xnvlink4 for hosts of 8 devices with nvlink4 inside"
+        )
+    inside, where = rate_of(match[2])
+    note += f"; inside hosts of {match[1]} devices {inside.bytes_per_s / 1e9:.3g} GB/s ({where})"
+    return Assumed(rate, inside, int(match[1]), overlap=True, cpu_share=share).links(), note

@@ -1,0 +1,256 @@
+"""What one rank computes for one call: the unit in which time is measured and predicted.
+
+Two calls with equal pieces take equally long, whatever their names and wherever they stand: repeated blocks are
+measured once, and so are ranks with equal shares. What the rank sends is no part of it.
+
+What is true of a graph however it is placed, found out once.
+"""
+
+import hashlib
+import weakref
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.plans.memory import Readers
+from convoy.plans.traffic import needs_gradient
+
+
+@dataclass(frozen=True)
+class About:
+    """Of a graph.
+
+    Attributes:
+        differentiable: values that have gradients.
+        adding: calls with those of their inputs whose gradients they add to that of a later call: the backward pass
+            comes to the later one first.
+        spare: values that the only call that takes them may overwrite, unless they come from other ranks.
+    """
+
+    differentiable: frozenset[str]
+    adding: dict[str, frozenset[str]]
+    spare: frozenset[str]
+
+    @staticmethod
+    def of(graph: Graph) -> "About":
+        """Found out by looking at all calls."""
+        readers = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)])
+        spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
+        differentiable = needs_gradient(graph)
+        return About(differentiable, _adding(graph, differentiable), spare)
+
+
+def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
+    seen: set[str] = set()
+    found = {}
+    for call in reversed(graph.calls):
+        taken = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
+        found[call.name] = frozenset(taken & seen)
+        seen |= taken
+    return found
+
+
+_known: dict[int, tuple["weakref.ref[Graph]", About]] = {}
+
+
+def about(graph: Graph) -> About:
+    """The same graph is looked at once."""
+    found = _known.get(id(graph))
+    if found is None or found[0]() is not graph:
+        number = id(graph)
+        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), About.of(graph))
+    return found[1]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As pieces write a type: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+Role = Literal["activation", "parameter", "buffer", "constant"]
+Option = None | bool | int | float | str | tuple["Option", ...]
+
+VIEWS = frozenset({"identity", "permute", "reshape"})
+"""Kinds of calls that only look at their input otherwise."""
+_MATRIX = frozenset({"conv", "linear", "matmul"})
+_PASSES = {"batch_norm": 1.0, "dropout": 2.0, "group_norm": 1.0, "layer_norm": 1.0, "lrn": 4.0, "softmax": 1.0}
+"""How often a kernel goes over its output again, beyond once: rough, for the roofline alone."""
+
+
+class Both(NamedTuple):
+    """A number for the forward and one for the backward pass."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a rank holds of a tensor.
+
+    Attributes:
+        shape: the rank's part.
+        dtype: as `float32`.
+        role: what it is to the network.
+        gradient: whether the backward pass computes its gradient.
+        adds: whether that is added to one that is there already, of a call further on that takes the same tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "activation"
+    gradient: bool = False
+    adds: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.numel * _ITEMSIZES.get(self.dtype, 4)
+
+
+_ITEMSIZES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of one call.
+
+    Attributes:
+        op: kind of work, as in `convoy.graph`; or one of this package's: `redistribute` (what a transfer copies on the
+            rank, beside sending), `copy`.
+        function: what was called, where the op has several: `relu`, `mean`, …
+        inputs: in the order of the call's, each tensor once.
+        outputs: likewise.
+        options: what else decides about the time, sorted by name: strides, the rank's own padding, its groups, …
+    """
+
+    op: str
+    function: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @cached_property
+    def key(self) -> str:
+        """A short name that is the same in every process: `conv-1f0c…`."""
+        inputs, outputs = (
+            [(o.shape, o.dtype, o.role, o.gradient, o.adds) for o in part] for part in (self.inputs, self.outputs)
+        )
+        text = repr((self.op, self.function, inputs, outputs, self.options))
+        return f"{self.op}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}"
+
+    def option(self, name: str) -> Option:
+        """One of the options, None where it is not given."""
+        return dict(self.options).get(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` reads it."""
+        return {**asdict(self), "options": dict(self.options)}
+
+    @staticmethod
+    def from_dict(given: dict[str, Any]) -> "Piece":
+        """The piece that `to_dict` wrote, also after a way through JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no piece.
+        """
+        inputs, outputs = (
+            tuple(
+                Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"]), bool(o["adds"]))
+                for o in part
+            )
+            for part in (given["inputs"], given["outputs"])
+        )
+        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(given["options"]).items()))
+        return Piece(str(given["op"]), str(given["function"]), inputs, outputs, options)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rank has nothing of it to do, as one without samples."""
+        return not any(operand.numel for operand in self.outputs)
+
+    @property
+    def flops(self) -> Both:
+        """Floating-point operations of convolutions and matrix products, 2 for a multiply-add; 0 for all else."""
+        if self.op not in _MATRIX or self.is_empty:
+            return Both(0, 0)
+        forward = 2 * self._multiplications()
+        operands = self.inputs if self.op == "matmul" else self.inputs[:2]
+        return Both(forward, forward * sum(operand.gradient for operand in operands))
+
+    @property
+    def bytes(self) -> Both:
+        """Bytes that must at least be read and written."""
+        if self.op == "redistribute":
+            forward, backward = self.option("forward"), self.option("backward")
+            assert isinstance(forward, int) and isinstance(backward, int)
+            return Both(forward, backward)
+        added = 3 * sum(operand.bytes for operand in self.inputs if operand.adds)
+        if self.op in VIEWS or self.is_empty:
+            return Both(0, added)
+        taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
+        wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
+        if self.op in ("select", "split"):
+            return Both(0, given + wanted + added)
+        again = int(_PASSES.get(self.op, 0.0) * given) + 2 * self._padded()
+        backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
+        return Both(taken + given + again, backward + added if wanted else 0)
+
+    def describe(self) -> str:
+        """For people: `conv 32×64×56×56 → 32×64×56×56, 3×3 /1`."""
+        before, after = ("×".join(map(str, o[0].shape)) if o else "-" for o in (self.inputs, self.outputs))
+        kernel = ""
+        if self.op == "conv":
+            kernel = f", {'×'.join(map(str, self.inputs[1].shape[2:]))} /{_joined(self.option('stride'))}"
+            kernel += f", {self.option('groups')} groups" if self.option("groups") != 1 else ""
+        elif self.option("kernel"):
+            kernel = f", {_joined(self.option('kernel'))} /{_joined(self.option('stride'))}"
+        return f"{self.function or self.op} {before} → {after}{kernel}"
+
+    def _multiplications(self) -> int:
+        if self.op == "matmul":
+            return self.outputs[0].numel * self.inputs[0].shape[-1]
+        weight = self.inputs[1]
+        if self.op == "linear":
+            return prod(self.inputs[0].shape[:-1]) * weight.numel
+        larger = self.inputs[0] if self.option("transposed") else self.outputs[0]
+        return larger.shape[0] * prod(larger.shape[2:]) * weight.numel
+
+    def _padded(self) -> int:
+        """Bytes of the copy that padding takes which the kernel does not do itself."""
+        padding = self.option("padding")
+        if self.op not in ("conv", "max_pool", "avg_pool") or not isinstance(padding, tuple):
+            return 0
+        copied = any(isinstance(each, tuple) and any(each[1:]) for each in padding)
+        return self.inputs[0].bytes if copied else 0
+
+
+_KEEP_NOTHING = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub", "neg", "cat", "pad", "to", "expand_like"})
+
+
+def _tuples(value: Any) -> Option:
+    if isinstance(value, list | tuple):
+        return tuple(_tuples(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{value!r} is no option of a piece")
+
+
+def _joined(value: Option) -> str:
+    numbers = value if isinstance(value, tuple) else (value,)
+    return str(numbers[0]) if len(set(numbers)) == 1 else "×".join(map(str, numbers))

@@ -1,0 +1,63 @@
+"""Memory of a rank in training: what the plan says, the optimiser's state, and the messages with gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.gradients import Exchange, exchange
+from convoy.plans.memory import predict_memory
+from convoy.plans.place import Placement
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. What a kernel holds while it runs, and the framework itself, come on top.
+
+    Attributes:
+        parameters, gradients, buffers, activations: as `convoy.plans.memory` counts them.
+        optimizer: the optimiser's state.
+        messages: copies of small gradients, in which they are sent.
+    """
+
+    parameters: int
+    gradients: int
+    buffers: int
+    activations: int
+    optimizer: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        held = self.parameters + self.gradients + self.buffers
+        return held + self.activations + self.optimizer + self.messages
+
+
+def rank_memory(placement: Placement, costs: Costs) -> list[RankMemory]:
+    """Memory of every rank in a pass over the batch that was placed, and the update after it."""
+    found = predict_memory(placement)
+    if not placement.graph.training:
+        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in found]
+    sent = gradient_exchange(placement, costs)
+    return [
+        RankMemory(
+            memory.parameters,
+            memory.gradients,
+            memory.buffers,
+            memory.activations,
+            int(costs.update.state * sent.updated[rank]),
+            sum(message.copied[rank] for message in sent.messages),
+        )
+        for rank, memory in enumerate(found)
+    ]
+
+
+def most(memory: Sequence[RankMemory]) -> RankMemory:
+    """Of the rank that needs most."""
+    return max(memory, key=lambda one: one.total)
+
+
+def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
+    """The exchange of a step whose gradients become ready last parameter first."""
+    order = [value.name for value in placement.graph.parameters()][::-1]
+    return exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)

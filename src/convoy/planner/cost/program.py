@@ -1,0 +1,304 @@
+"""The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does.
+
+It mirrors `convoy.engine.program`: a value is redistributed before the first call that wants it so, and the backward
+pass runs through the same items the other way round.
+
+Something that ranks exchange, by what each of them has of it.
+
+Pieces that a plan adds to a network's own: what ranks copy and add on the spot, for the sake of what they send.
+
+What ranks exchange for normalisations: inside a call, where they hold parts of what is normalised together, and once
+in an update, for the running statistics of batch norm.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from convoy.graph.graph import Graph
+from convoy.planner.cost.link import Kind
+from convoy.planner.cost.local import BatchNorm, local_piece, piece, sharing_axes
+from convoy.planner.cost.local_op import Operand, Option, Piece, about, dtype_name
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
+from convoy.plans.transfer import Step
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of all groups over some axes.
+
+    Attributes:
+        bytes: for each rank, as `Link.seconds` counts them for the kind.
+    """
+
+    axes: Axes
+    kind: Kind
+    bytes: tuple[int, ...]
+
+
+def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> Piece:
+    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
+    value = graph.values[name]
+    return moved(step, value.shape, dtype_name(value.dtype), name in about(graph).differentiable, mesh, place)
+
+
+def moved(
+    step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
+) -> Piece:
+    """The same of a tensor of any graph; `shape` is the whole tensor's."""
+    before, after = (
+        Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
+        for layout in (step.source, step.target)
+    )
+    forward, backward = {
+        "reduce": (2 * before.bytes, 0),
+        "copy": (0, 2 * before.bytes),
+        "keep": (0, before.bytes),
+        "slice": (2 * after.bytes, 2 * before.bytes),
+        "gather": (2 * after.bytes, 2 * before.bytes),
+        "reduce_scatter": (2 * before.bytes, 2 * before.bytes),
+        "move": (2 * (before.bytes + after.bytes), 2 * (before.bytes + after.bytes)),
+    }[step.kind]
+    options: dict[str, Option] = {"forward": forward, "backward": backward if differentiable else 0}
+    options["ranks"] = mesh.size(step.axes)
+    return Piece("redistribute", step.kind, (before,), (after,), tuple(sorted(options.items())))
+
+
+def copied(num_bytes: int, times: int = 1) -> Piece:
+    """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
+    one = Operand((num_bytes // 4,), "float32")
+    return Piece("copy", "", (one,) * times, (one,))
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Messages of one rank inside a call.
+
+    Attributes:
+        axes: over which they go; empty where there are none.
+        forward, backward: kind and bytes of each, as `Link.seconds` takes them.
+    """
+
+    axes: Axes = ()
+    forward: tuple[tuple[Kind, int], ...] = ()
+    backward: tuple[tuple[Kind, int], ...] = ()
+
+
+def inside(placed: PlacedCall, graph: Graph, mesh: Mesh, own: Piece, batch_norm: BatchNorm = "sync") -> Inside:
+    """The messages inside a call, on a rank whose piece of it is `own`: those of the engine's kernels."""
+    call = placed.call
+    if call.op not in ("softmax", "batch_norm", "group_norm", "layer_norm"):
+        return Inside()
+    source = call.attributes["input"]
+    layout = placed.placed.inputs[source]
+    axes = sharing_axes(call, placed.placed, graph)
+    if call.op == "batch_norm" and (batch_norm != "sync" or not graph.training):
+        samples = layout.split(0)
+        axes = tuple(axis for axis in axes if samples is None or axis not in samples.axes)
+    others = mesh.size(axes) - 1
+    if others == 0:
+        return Inside()
+    shape = own.inputs[call.inputs.index(source)].shape
+    itemsize = max(4, graph.values[source].dtype.itemsize)
+    if call.op == "softmax":
+        size = prod(shape) // max(1, shape[call.attributes["dim"]]) * itemsize
+        return Inside(axes, (("exchange", others * size), ("all_reduce", size)), (("all_reduce", size),))
+    if call.op == "batch_norm":
+        numbers = shape[1]
+    elif call.op == "group_norm":
+        numbers = shape[0] * call.attributes["num_groups"]
+    else:
+        numbers = prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
+    size = 2 * numbers * itemsize
+    return Inside(axes, (("exchange", others * size),), (("all_reduce", size),))
+
+
+def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: int, passes: int) -> list[Message]:
+    """The messages before an update that make running statistics those of the whole batch.
+
+    Over microbatches, every rank gathers the mean and variance of all others' microbatches; over the ranks' own
+    samples, the buffers are averaged. Over all samples they are the same on every rank already.
+    """
+    graph, mesh = placement.graph, placement.mesh
+    sums: dict[Axes, list[int]] = {}
+    for placed in placement.calls if batch_norm != "sync" and graph.training else ():
+        call = placed.call
+        if call.op != "batch_norm" or not call.attributes["training"] or not call.attributes["running_mean"]:
+            continue
+        layout, shape = placed.placed.inputs[call.attributes["input"]], graph.shape(call.attributes["input"])
+        split = layout.split(0)
+        axes = tuple(axis for axis in split.axes if mesh.sizes[axis] > 1) if split else ()
+        found = sums.setdefault(axes, [0] * mesh.num_devices)
+        for rank in range(mesh.num_devices):
+            samples, channels, *_ = layout.local_shape(shape, mesh, mesh.coordinates(rank))
+            terms = 1 if batch_norm == "local" else passes * (-(-samples // microbatch) if microbatch else 1)
+            found[rank] += 2 * channels * terms * graph.values[call.attributes["running_mean"]].dtype.itemsize
+    messages = []
+    for axes, numbers in sums.items():
+        if axes and batch_norm == "local":
+            messages.append(Message(axes, "all_reduce", tuple(numbers)))
+        elif axes:
+            messages.append(Message(axes, "exchange", tuple((mesh.size(axes) - 1) * size for size in numbers)))
+    return messages
+
+
+@dataclass
+class Item:
+    """A call, or one step of a transfer.
+
+    Attributes:
+        layer: whose it is; that which asks for it, for a transfer.
+        name: of the call, or of the value and the step.
+        is_transfer: a transfer, not a call.
+        pieces: what each rank computes, or copies for a transfer.
+        forward, backward: messages, in order.
+        differentiable: whether it takes part in the backward pass.
+        takes: values that it takes and whose gradients it gives.
+        parameters: those whose gradients are complete when its backward pass is done.
+    """
+
+    layer: str
+    name: str
+    is_transfer: bool
+    pieces: tuple[Piece, ...]
+    forward: tuple[Message, ...]
+    backward: tuple[Message, ...]
+    differentiable: bool
+    takes: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+
+
+def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
+    """The items of one pass, in the order of its forward pass.
+
+    Args:
+        placement: the network on its mesh.
+        batch_norm, microbatch: as for `piece`.
+    """
+    return _Program(placement, batch_norm, microbatch).items()
+
+
+class _Program:
+    def __init__(self, placement: Placement, batch_norm: BatchNorm, microbatch: int) -> None:
+        self.placement = placement
+        self.graph, self.mesh = placement.graph, placement.mesh
+        self.batch_norm, self.microbatch = batch_norm, microbatch
+        self.places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_devices)]
+        self.differentiable = needs_gradient(self.graph)
+        self.canonical: dict[Piece, Piece] = {}
+        self.moved: dict[tuple[Any, ...], tuple[Piece, ...]] = {}
+
+    def items(self) -> list[Item]:
+        sent: dict[str, list[Sent]] = {}
+        for each in transfer_traffic(self.placement):
+            sent.setdefault(each.call, []).append(each)
+        found: list[Item] = []
+        for placed in self.placement.calls:
+            found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
+            found.append(self._call(placed))
+        found += [self._transfer(each, "") for each in sent.get("", ())]
+        self._complete(found)
+        return found
+
+    def _call(self, placed: PlacedCall) -> Item:
+        call = placed.call
+        takes = tuple(name for name in call.inputs if name in self.differentiable)
+        backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
+        pieces = self._pieces(placed)
+        return Item(
+            call.layer,
+            call.name,
+            False,
+            pieces,
+            *self._inside(placed, pieces, backward),
+            backward,
+            takes if backward else (),
+        )
+
+    def _pieces(self, placed: PlacedCall) -> tuple[Piece, ...]:
+        """One object for all ranks that compute alike."""
+        known: dict[tuple, Piece] = {}
+        found = []
+        for rank, place in enumerate(self.places):
+            signature = tuple(_signature(placed, place, self.mesh))
+            if signature not in known:
+                if placed.call.op == "batch_norm":
+                    options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
+                    new = piece(placed, self.placement, rank, **options)  # type: ignore[arg-type]
+                else:
+                    new = local_piece(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
+                known[signature] = self.canonical.setdefault(new, new)
+            found.append(known[signature])
+        return tuple(found)
+
+    def _inside(
+        self, placed: PlacedCall, pieces: Sequence[Piece], backward: bool
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        first = inside(placed, self.graph, self.mesh, pieces[0], self.batch_norm)
+        if not first.axes:
+            return (), ()
+        sorts = {id(one): one for one in pieces}
+        messages = {key: inside(placed, self.graph, self.mesh, one, self.batch_norm) for key, one in sorts.items()}
+        ranks = [messages[id(one)] for one in pieces]
+        forward, back = (
+            tuple(
+                Message(first.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
+                for at, (kind, _) in enumerate(getattr(first, way))
+            )
+            for way in ("forward", "backward")
+        )
+        return forward, back if backward else ()
+
+    def _transfer(self, sent: Sent, layer: str) -> Item:
+        step, name = sent.step, sent.value
+        backward = name in self.differentiable
+        axes = tuple(axis for axis in step.axes if self.mesh.sizes[axis] > 1)
+        value = self.graph.values[name]
+        alike = (step, value.shape, value.dtype, backward)
+        if alike not in self.moved:
+            ones = (redistribution(step, self.graph, name, self.mesh, place) for place in self.places)
+            self.moved[alike] = tuple(self.canonical.setdefault(one, one) for one in ones)
+        pieces = self.moved[alike]
+
+        def message(way: str, sums: str) -> tuple[Message, ...]:
+            numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
+            if not any(numbers) or not axes:
+                return ()
+            if step.kind == sums:
+                return (Message(axes, "all_reduce", tuple(one.inputs[0].bytes for one in pieces)),)
+            return (Message(axes, "exchange", numbers),)
+
+        return Item(
+            layer,
+            f"{step.kind} {name}",
+            True,
+            pieces,
+            message("forward", "reduce"),
+            message("backward", "copy") if backward else (),
+            backward,
+            (name,) if backward else (),
+        )
+
+    def _complete(self, items: Sequence[Item]) -> None:
+        """Note with which item the gradient of each parameter is complete: the first of the forward pass to take it."""
+        first: dict[str, Item] = {}
+        for item in items:
+            for name in item.takes:
+                if self.graph.values[name].origin == "parameter":
+                    first.setdefault(name, item)
+        for name, item in first.items():
+            item.parameters += (name,)
+
+
+def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[object]:
+    """What of a place decides about a call's piece: sizes of parts, rows themselves, and who adds the bias."""
+    for layouts in (placed.placed.inputs, placed.placed.outputs):
+        for layout in layouts.values():
+            for dim, split in layout.splits:
+                part = split.parts[mesh.index(place, split.axes)]
+                yield (part[0], part[-1]) if dim > 1 and len(part) else len(part)
+            if layout.partial:
+                yield all(place[axis] == 0 for axis in layout.partial)

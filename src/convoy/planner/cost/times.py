@@ -1,0 +1,81 @@
+"""Time of a piece where nothing can be measured: its arithmetic or its bytes, whichever takes longer.
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", CACM 2009.
+
+Seconds of a piece of work forward and backward, and where they come from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.planner.cost.local_op import Piece
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one forward and one backward pass."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> "Times":
+        return Times(self.forward * factor, self.backward * factor)
+
+    @property
+    def total(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
+
+
+class LayerTimes(Protocol):
+    """Anything that says how long a rank takes for a piece, while nobody takes its cores away."""
+
+    def __call__(self, piece: Piece, /) -> Times:
+        """Seconds of the piece."""
+
+
+class Table:
+    """Times as they were measured, and another source for what was not.
+
+    Args:
+        measured: by `Piece.key`.
+        otherwise: asked for all else.
+    """
+
+    def __init__(self, measured: Mapping[str, Times], otherwise: LayerTimes) -> None:
+        self.measured = dict(measured)
+        self.otherwise = otherwise
+
+    def __call__(self, piece: Piece, /) -> Times:
+        """What was measured, if it was."""
+        found = self.measured.get(piece.key)
+        return self.otherwise(piece) if found is None else found
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device in three numbers.
+
+    Attributes:
+        flops_per_s: what convolutions and matrix products reach, multiplications and additions both counted.
+        bytes_per_s: of its memory.
+        overhead_s: of starting a kernel, once forward and once backward.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    overhead_s: float = 0.0
+
+    def __call__(self, piece: Piece, /) -> Times:
+        """Seconds of a piece; views take none."""
+        flops, moved = piece.flops, piece.bytes
+        return Times(self._seconds(flops.forward, moved.forward), self._seconds(flops.backward, moved.backward))
+
+    def _seconds(self, flops: int, num_bytes: int) -> float:
+        if not flops and not num_bytes:
+            return 0.0
+        return self.overhead_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)

@@ -1,0 +1,188 @@
+"""What each layer of a plan costs: its seconds, what it sends, and its next best strategy."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from convoy.errors import ConvoyError
+from convoy.planner.cost.step import predict
+from convoy.planner.planner import Planned, Scored
+from convoy.planner.search.layers import compact
+from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
+from convoy.plans.layout import WHOLE
+from convoy.plans.place import Placement
+from convoy.plans.traffic import gradient_traffic, transfer_traffic
+
+_PREDICTIONS = 30
+"""Strategies that are tried one by one, where no search says what they would cost."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another strategy of a layer, and seconds by which an update would be longer with it."""
+
+    strategy: Strategy
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer costs under a plan; seconds of an update, of the rank that computes longest.
+
+    Attributes:
+        name: of the module; empty for the network itself.
+        ops: kinds of its calls, in order.
+        strategy: one for each axis of the mesh; empty for a layer that follows what it is given.
+        takes, gives: shapes of its first input and last output on that rank.
+        forward, backward: computing.
+        copies: packing and adding for the sake of what is sent.
+        exposed: waiting for its messages, with nothing to compute meanwhile.
+        messages: all its messages, hidden or not.
+        sent: bytes that a rank sends for it in an update, of the rank that sends most.
+        parameters: bytes that the rank holds.
+        other: the next best strategy; None where there is none, or it was not looked for.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    strategy: Strategy
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    forward: float
+    backward: float
+    copies: float
+    exposed: float
+    messages: float
+    sent: int
+    parameters: int
+    other: Other | None
+
+    @property
+    def seconds(self) -> float:
+        """By which an update would be shorter without it, as far as nothing else moves."""
+        return self.forward + self.backward + self.copies + self.exposed
+
+
+def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
+    """The layers of a plan in the order of the network."""
+    placement, timeline = scored.placement, scored.timeline
+    rank, passes = timeline.busiest, planned.workload.passes
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.task.rank == rank:
+            kind = span.task.kind if span.task.stream == "compute" else "messages"
+            spent[span.task.layer, kind] += span.end - span.start
+    exposed = timeline.exposed()
+    sent, held = _sent(placement, passes), _held(placement, rank)
+    calls: dict[str, list[int]] = {}
+    for place, placed in enumerate(placement.calls):
+        calls.setdefault(placed.call.layer, []).append(place)
+    others = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
+    found = []
+    for name, places in calls.items():
+        own = [placement.calls[place] for place in places]
+        strategy = next((placed.strategy for placed in own if is_choosing(placed.call)), ())
+        found.append(
+            Layer(
+                name=name,
+                ops=tuple(placed.call.op for placed in own),
+                strategy=strategy,
+                takes=local_shape(placement, own[0].call.inputs[0], rank) if own[0].call.inputs else (),
+                gives=local_shape(placement, own[-1].call.outputs[0], rank) if own[-1].call.outputs else (),
+                forward=spent[name, "forward"],
+                backward=spent[name, "backward"],
+                copies=spent[name, "copy"],
+                exposed=exposed.get(name, 0.0),
+                messages=spent[name, "messages"],
+                sent=sent.get(name, 0),
+                parameters=held.get(name, 0),
+                other=others.get(name),
+            )
+        )
+    return tuple(found)
+
+
+def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
+    """What a rank has of a value, as it is kept."""
+    layout = placement.layouts.get(name, WHOLE)
+    return layout.local_shape(placement.graph.shape(name), placement.mesh, placement.mesh.coordinates(rank))
+
+
+def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, Other]:
+    """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
+    placement, workload = scored.placement, planned.workload
+    mesh = placement.mesh
+    given: dict[str, Strategy] = {}
+    for placed in placement.calls:
+        if is_choosing(placed.call):
+            given.setdefault(placed.call.layer, placed.strategy)
+    found: dict[str, Other] = {}
+    for layer in layers:
+        for strategy in _one_other(given[layer]) if layer in given else ():
+            try:
+                other = workload.place(compact(mesh, {**given, layer: strategy}))
+            except ConvoyError:
+                continue
+            seconds = predict(other, planned.costs, workload.passes).total - scored.seconds
+            if layer not in found or seconds < found[layer].seconds:
+                found[layer] = Other(strategy, seconds)
+    return found
+
+
+def _one_other(given: Strategy) -> Iterator[Strategy]:
+    """Strategies that differ on one axis."""
+    for axis, own in enumerate(given):
+        for other in AXIS_STRATEGIES:
+            if other != own:
+                yield (*given[:axis], other, *given[axis + 1 :])
+
+
+def _others(planned: Planned, scored: Scored, computing: Mapping[str, float]) -> dict[str, Other]:
+    """The next best strategy of the layers: as the search says, or tried out for those that compute longest."""
+    if not scored.placement.mesh.sizes:
+        return {}
+    search = planned.search
+    if search is None or search.best.plan != scored.plan:
+        longest = sorted(computing, key=lambda name: -computing[name])
+        choosing = {placed.call.layer for placed in scored.placement.calls if is_choosing(placed.call)}
+        count = _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * len(scored.placement.mesh.sizes))
+        return alternatives(planned, scored, [name for name in longest if name in choosing][: max(1, count)])
+    return {
+        layer: Other(one.other, one.seconds - search.best.seconds)
+        for one in search.next_best
+        if one.other is not None
+        for layer in one.layers
+    }
+
+
+def _sent(placement: Placement, passes: int) -> dict[str, int]:
+    """Bytes by layer."""
+    layers = {placed.call.name: placed.call.layer for placed in placement.calls}
+    by_rank: dict[str, list[int]] = {}
+
+    def add(layer: str, numbers: Iterable[int]) -> None:
+        before = by_rank.setdefault(layer, [0] * placement.mesh.num_devices)
+        by_rank[layer] = [a + b for a, b in zip(before, numbers, strict=True)]
+
+    for each in transfer_traffic(placement):
+        add(layers.get(each.call, ""), [passes * (one.forward + one.backward) for one in each.ranks])
+    first: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            first.setdefault(name, placed.call.layer)
+    for name, numbers in gradient_traffic(placement).items():
+        add(first.get(name, ""), numbers)
+    return {layer: max(numbers) for layer, numbers in by_rank.items()}
+
+
+def _held(placement: Placement, rank: int) -> dict[str, int]:
+    """Bytes of parameters by layer, each where it is first used."""
+    graph, found, seen = placement.graph, defaultdict[str, int](int), set[str]()
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            if graph.values[name].origin == "parameter" and name not in seen:
+                seen.add(name)
+                size = prod(local_shape(placement, name, rank)) * graph.values[name].dtype.itemsize
+                found[placed.call.layer] += size
+    return found

@@ -1,0 +1,158 @@
+"""How long the collectives take over the groups of a mesh, measured on the ranks at hand."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from convoy.comm import collectives
+from convoy.comm.collectives import Group, gather_ints, place, size
+from convoy.comm.groups import Groups
+from convoy.comm.redistribution import Transfer
+from convoy.engine.gradients.buckets import ReduceScatter, start_gather
+from convoy.engine.profiling import steady
+from convoy.plans.layout import WHOLE, Layout, Split
+from convoy.plans.mesh import Axes
+from convoy.plans.transfer import Step
+
+SIZES = (0, *(2**power for power in range(8, 27, 2)))
+"""Bytes of the messages that are measured, but for the first, which has one number."""
+_SMALL = 50
+_MOST = 2**27
+"""Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
+_TURNS = 4
+_SPIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What was measured of the groups over some axes, all exchanging at the same time.
+
+    Attributes:
+        all_reduce: (bytes of the tensor, seconds).
+        exchange: (bytes that a rank sends to the others together, seconds), for what comes in new tensors.
+        reduce_scatter, gather: likewise, for pieces of a gradient: with the additions, and in place.
+        overlap: whether messages run beside what computes.
+        cpu_share: the part of the device's processor time that they take meanwhile.
+        overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
+    """
+
+    all_reduce: tuple[tuple[int, float], ...]
+    exchange: tuple[tuple[int, float], ...]
+    reduce_scatter: tuple[tuple[int, float], ...]
+    gather: tuple[tuple[int, float], ...]
+    overlap: bool
+    cpu_share: float
+    overhead: float
+
+
+def measure_links(
+    groups: Groups, subsets: Iterable[Axes], device: torch.device, sizes: Sequence[int] = SIZES
+) -> dict[Axes, LinkTimes]:
+    """Measure the groups over each of some sets of axes; all ranks call it.
+
+    Args:
+        groups: of the mesh.
+        subsets: sets of axes.
+        device: where the tensors are that travel.
+        sizes: of the messages, in bytes.
+    """
+    world = groups.of(tuple(groups.mesh.axes))
+    found = {}
+    for axes in subsets:
+        group = groups.of(axes)
+        if group is not None:
+            probe = _Probe(group, world, device)
+            found[axes] = probe.measure(sizes, _overhead(groups, axes, device))
+    return found
+
+
+class _Probe:
+    """Measures one group, while the others over the same axes do so too."""
+
+    def __init__(self, group: Group, world: Group, device: torch.device) -> None:
+        self._group, self._world, self._device = group, world, device
+        self._ranks, self._place = size(group), place(group)
+        self._busy, self._taken = 0.0, 0.0
+
+    def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
+        rows: list[list[tuple[int, float]]] = [[], [], [], []]
+        for wanted in sizes:
+            numbers = max(1, wanted // 4)
+            share = -(-numbers // max(1, self._ranks - 1))
+            others = 4 * share * (self._ranks - 1)
+            rows[0].append((4 * numbers, self._time(lambda x: collectives.all_reduce(x, self._group), numbers)))
+            rows[1].append((others, self._time(self._exchange, share)))
+            if wanted:
+                whole = share * self._ranks
+                rows[2].append((others, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
+                rows[3].append((others, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
+        sums, moves, pieces, gathers = map(tuple, rows)
+        pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
+        overlap = pending.runs_beside
+        pending.wait()
+        share_of_core = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
+        own = max(0.0, redistributing - moves[0][1])
+        return LinkTimes(sums, moves, pieces or moves, gathers or moves, overlap, share_of_core, own)
+
+    def _exchange(self, x: Tensor) -> object:
+        """The same to every other rank."""
+        sends: list[Tensor | None] = [x] * self._ranks
+        sends[self._place] = x.new_empty(0)
+        shapes = [None if rank == self._place else x.shape for rank in range(self._ranks)]
+        return collectives.exchange(sends, shapes, self._group)
+
+    def _time(self, run: Callable[[Tensor], object], numbers: int) -> float:
+        """Seconds of one collective, of the slowest rank."""
+        like = torch.ones(numbers, device=self._device)
+        buffers = itertools.cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
+
+        def measure() -> tuple[float, float]:
+            buffer = next(buffers)
+            gather_ints([0], self._world)
+            start, before = time.perf_counter(), time.process_time()
+            run(buffer)
+            _wait(self._device)
+            nanoseconds = [round(1e9 * (time.perf_counter() - start)), round(1e9 * (time.process_time() - before))]
+            rows = gather_ints(nanoseconds, self._world)  # all know the same, and end together
+            return max(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9
+
+        found = steady(measure, lambda times: times[0], within=0.1, most=12)
+        if like.nbytes >= 2**20 and self._device.type == "cpu":  # a GPU moves data by itself
+            self._taken += median(seconds for seconds, _ in found)
+            self._busy += median(cpu for _, cpu in found)
+        return median(seconds for seconds, _ in found)
+
+
+def _own_cores() -> float:
+    """Cores that this process computes with: its threads, as far as a share of a core does not hold them up."""
+    start, before = time.perf_counter(), time.process_time()
+    while (taken := time.perf_counter() - start) < _SPIN_S:
+        pass
+    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / taken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
+    """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
+    mesh, ranks = groups.mesh, groups.mesh.size(axes)
+    split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})
+    transfer = Transfer(Step("gather", axes, split, WHOLE), mesh, groups.coordinates, groups, (ranks, 1))
+    seconds = []
+    for _ in range(_SMALL):
+        x = torch.ones(1, 1, requires_grad=True, device=device)
+        start = time.perf_counter()
+        y = transfer(x)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+        y.sum().backward()
+    rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
+    return max(row[0] for row in rows) / 1e9

@@ -1,0 +1,246 @@
+"""What the engine itself takes in an update, beside computing, sending and updating: measured on networks so small that
+there is little else.
+
+Rehearsals on the devices at hand: how long every piece of a placement takes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from statistics import median
+
+import torch
+from torch import nn
+
+from convoy.comm.groups import Groups
+from convoy.engine.parallelize import local_samples, take_part
+from convoy.engine.profiling import OUTSIDE, CallTimes, Rehearsal
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Kind, Links
+from convoy.planner.cost.local import piece
+from convoy.planner.cost.local_op import VIEWS, Piece, dtype_name
+from convoy.planner.cost.program import Inside, inside, moved
+from convoy.planner.cost.step import predict
+from convoy.planner.cost.times import Table, Times
+from convoy.planner.ranks import Ranks
+from convoy.planner.workload import Workload, momentum, workload_of
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.plan import Plan
+from convoy.plans.traffic import step_elements
+from convoy.plans.transfer import Step
+
+_SMALL = 0.01
+"""Pieces that take less than this part of the time say nothing about how fast a rank is."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has shown.
+
+    Attributes:
+        times: of the pieces.
+        around: of a pass, outside of its calls.
+        by_rank: seconds that each rank takes for the pieces that all of them had; empty where only one rehearsed.
+    """
+
+    times: dict[Piece, Times]
+    around: Times
+    by_rank: tuple[float, ...] = ()
+
+
+def rehearse(
+    workload: Workload,
+    placement: Placement,
+    ranks: Ranks,
+    alone: bool,
+    links: Links,
+    together: bool = False,
+    enough: int = 3,
+    passed: Callable[[int], None] = lambda number: None,
+) -> "Rehearsed":
+    """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
+
+    Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
+    Where they do so together they exchange what they will exchange. What that takes beside the time of its messages on
+    the links, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
+
+    Args:
+        workload: what is rehearsed.
+        placement: of it.
+        ranks: the devices at hand.
+        alone: whether the first rehearses by itself.
+        links: between the ranks of the mesh.
+        together: whether they are the ranks of the mesh.
+        enough: passes of each rank that must be near its fastest.
+        passed: is told after every pass how many there were.
+    """
+    mesh = placement.mesh
+    passes = count(1)
+
+    def agree(done: bool) -> bool:
+        passed(next(passes))
+        return done if alone else ranks.agree(done)
+
+    place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
+    own: list[tuple[Piece, Times]] = []
+    waited: set[Piece] = set()  # in which a rank waits for others, so that they say nothing about its speed
+    around = (0.0, 0.0)
+    if not alone or ranks.rank == 0:
+        rehearsal = Rehearsal(
+            placement,
+            place,
+            workload.device,
+            channels_last=workload.channels_last,
+            batch_norm=workload.batch_norm,
+            microbatches=workload.sizes,
+            contents=workload.contents,
+            groups=Groups(mesh) if together else None,
+        )
+        with _precision(workload):
+            times = rehearsal.run(agree, enough)
+        for placed in placement.calls:
+            one = piece_of(workload, placement, placed, place)
+            if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
+                of_call = times[placed.call.name]
+                messages = inside(placed, placement.graph, mesh, one, workload.batch_norm) if together else Inside()
+                own.append((one, _without(of_call, messages, mesh, links)))
+                waited |= {one} if messages.axes else set()
+        if together:
+            for step, shape, dtype, taken in rehearsal.transfers:
+                own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
+                waited.add(own[-1][0])
+        rest = times[OUTSIDE]
+        around = rest.forward, rest.backward
+    measured: dict[Piece, list[Times]] = {}
+    arounds: list[Times] = []
+    said = ranks.gather((own, around, waited))
+    for rows, other, _ in said:
+        for one, found in rows:
+            measured.setdefault(one, []).append(found)
+        if rows:
+            arounds.append(Times(*other))
+    by_rank = () if alone else _of_each_rank([rows for rows, _, _ in said], set().union(*(names for *_, names in said)))
+    return Rehearsed({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+
+
+def _of_each_rank(said: Sequence[Sequence[tuple[Piece, Times]]], without: set[Piece]) -> tuple[float, ...]:
+    """Seconds that each rank takes for what all of them computed, each sort of it once.
+
+    How fast a rank is shows in all pieces alike: the median over the pieces tells it from what has disturbed one.
+    """
+    means = [
+        {one: mean([times for other, times in rows if other == one]).total for one in {one for one, _ in rows}}
+        for rows in said
+    ]
+    shared = set(means[0]).intersection(*means[1:]) - without
+    usual = {one: statistics.median(found[one] for found in means) for one in shared}
+    total = sum(usual.values())
+    large = [one for one in shared if usual[one] > _SMALL * total]
+    if not large:
+        return ()
+    return tuple(total * statistics.median(found[one] / usual[one] for one in large) for found in means)
+
+
+def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Times:
+    """Times without what the messages inside take."""
+    if not messages.axes:
+        return Times(found.forward, found.backward)
+    link = links.of(mesh, messages.axes)
+    sent = [sum(link.seconds(kind, size) for kind, size in way) for way in (messages.forward, messages.backward)]
+    return Times(max(0.0, found.forward - sent[0]), max(0.0, found.backward - sent[1]))
+
+
+def _redistribution(
+    placement: Placement,
+    rank: int,
+    step: Step,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    found: CallTimes,
+    links: Links,
+) -> tuple[Piece, Times]:
+    """What a rank copies for a redistribution, and how long that takes."""
+    mesh = placement.mesh
+    place = mesh.coordinates(rank)
+    one = moved(step, shape, dtype_name(dtype), found.backward > 0, mesh, place)
+    axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
+    traffic = step_elements(step, mesh, place, shape)
+    whole = one.inputs[0].bytes
+    reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
+    kind: Kind = "exchange" if reduced is None else "all_reduce"
+    sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
+    return one, _without(found, Inside(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links)
+
+
+def mean(times: Sequence[Times]) -> Times:
+    """The mean; of none, no time."""
+    total = sum(times, Times())
+    return total * (1 / max(1, len(times)))
+
+
+def piece_of(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> Piece:
+    """What a rank computes for a call of a workload."""
+    return piece(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
+
+
+@contextmanager
+def _precision(workload: Workload) -> Iterator[None]:
+    """Autocast, if the workload has it."""
+    if workload.precision is None:
+        yield
+        return
+    with torch.autocast(workload.device.type, workload.precision):
+        yield
+
+
+_LAYERS = 4, 24
+_WIDTH, _UPDATES, _ENOUGH = 16, 15, 6
+
+
+def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
+    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged.
+
+    All ranks call it; one alone has nothing to exchange.
+    """
+    if ranks.num == 1:
+        return costs
+    what = "measuring the engine"
+    few, many = (ranks.trying(what, partial(_residue, costs, workload, layers)) for layers in _LAYERS)
+    per_parameter = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
+    fixed = max(0.0, few - 2 * _LAYERS[0] * per_parameter)
+    update = replace(costs.update, fixed=costs.update.fixed + fixed)
+    return replace(costs, update=update, per_parameter=per_parameter)
+
+
+def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
+    """Seconds of an update of a chain of layers that are not predicted."""
+    plan = Plan.parse(f"sample={ranks.num}")
+    images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
+    model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
+    chain = workload_of(model, images, len(images))
+    found = rehearse(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
+    times = Table({one.key: taken for one, taken in found.times.items()}, lambda piece: Times())
+    known = replace(costs, times=times, loss=replace(costs.loss, per_pass=found.around.total))
+    measured = _update(model, plan, images, workload.device)
+    return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
+
+
+def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.device) -> float:
+    take_part(model, plan, example=images[:2])
+    mine = images[local_samples(model, len(images))]
+    optimizer = momentum(list(model.parameters()))
+    seconds = []
+    for _ in range(_UPDATES):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(mine).sum().backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[3:])

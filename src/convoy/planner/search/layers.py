@@ -1,0 +1,226 @@
+"""The layers of a network among whose strategies a search chooses.
+
+From a strategy for every layer to a plan with as few patterns as can be.
+
+Which strategies a layer can have: those that its rule does not refuse and that differ from each other.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call, Graph
+from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, strategies
+from convoy.plans.fixes import Fix, fix_of, parse_fixes
+from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
+from convoy.plans.rules import RULES, Batch, Situation
+from convoy.plans.strategies import axis_names_of
+
+Patterns = tuple[tuple[str, Strategy], ...]
+
+
+@dataclass
+class _Node:
+    """A part of the modules' names."""
+
+    path: str
+    strategy: Strategy | None = None
+    children: dict[str, "_Node"] = field(default_factory=dict)
+
+
+def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
+    """The plan that gives every layer its strategy.
+
+    One strategy for all layers is written in one line, with axes that are called by their strategies. Otherwise
+    patterns such as `features.*` stand for what most layers below them have, after those of the others.
+
+    Args:
+        mesh: the devices.
+        layers: strategies by name of the layer, in the network's order.
+    """
+    distinct = list(dict.fromkeys(layers.values()))
+    if len(distinct) <= 1:
+        strategy = distinct[0] if distinct else ("replicate",) * len(mesh.sizes)
+        names = axis_names_of(strategy)
+        if not mesh.sizes:
+            return Plan(mesh)
+        return Plan(Mesh(names, mesh.sizes), (("*", dict(zip(names, strategy, strict=True))),))
+    patterns = _patterns(_tree(layers))
+    return Plan(mesh, tuple((pattern, dict(zip(mesh.names, given, strict=True))) for pattern, given in patterns))
+
+
+def _tree(layers: Mapping[str, Strategy]) -> _Node:
+    root = _Node("")
+    for name, strategy in layers.items():
+        node = root
+        for part in name.split(".") if name else []:
+            path = f"{node.path}.{part}" if node.path else part
+            node = node.children.setdefault(part, _Node(path))
+        node.strategy = strategy
+    return root
+
+
+def _patterns(root: _Node) -> list[tuple[str, Strategy]]:
+    """Patterns, the first that matches decides: what is particular stands before what is general."""
+    nodes: dict[str, _Node] = {}
+    below: dict[str, tuple[Strategy, ...]] = {}
+
+    def visit(node: _Node) -> tuple[Strategy, ...]:
+        nodes[node.path] = node
+        found = [strategy for child in node.children.values() for strategy in visit(child)]
+        below[node.path] = tuple(dict.fromkeys(found))
+        own = [node.strategy] if node.strategy is not None else []
+        return tuple(dict.fromkeys([*own, *found]))
+
+    everything = visit(root)
+
+    @cache
+    def children(path: str, inherited: Strategy) -> Patterns:
+        found: Patterns = ()
+        for child in nodes[path].children.values():
+            found += of(child.path, inherited)
+        return found
+
+    @cache
+    def of(path: str, inherited: Strategy) -> Patterns:
+        """The patterns of a node and all below it, where a pattern above gives `inherited`."""
+        node = nodes[path]
+        own = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
+        options: list[Patterns] = [children(path, inherited)]
+        options += [(*children(path, s), (f"{path}.*", s)) for s in below[path] if s != inherited]
+        return (*own, *_shortest(options))
+
+    whole = [root.strategy] if root.strategy is not None else list(everything)
+    options: list[Patterns] = [(*children("", s), ("*", s)) for s in whole]
+    return list(_shortest(options))
+
+
+def _shortest(options: Sequence[Patterns]) -> Patterns:
+    return min(options, key=lambda patterns: len(patterns))
+
+
+def allowed(
+    prices: Prices, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy], narrow: bool = True
+) -> list[Strategy]:
+    """The strategies that a layer can have.
+
+    Left out, with the proof that nothing is lost: what the rules refuse; of convolutions, what asks for the same
+    layouts and gives the same as another strategy; and `height` and `width` of linear layers on a vector for each
+    sample, whose rule then does what `sample` or `replicate` does, whichever the input is in already.
+
+    Args:
+        prices: of the graph and mesh.
+        batch: how the samples are divided.
+        calls: of the layer, those whose rules look at its strategy.
+        given: the candidates.
+        narrow: leave out what is no more than another one; what is refused is left out in any case.
+
+    Raises:
+        ConvoyError: the layer can have none of them; the rule's own sentence.
+    """
+    found: dict[tuple[object, ...], Strategy] = {}
+    calls, given = list(calls), list(given)
+    candidates = set(given)
+    vectors = len(calls) == 1 and _is_on_vectors(calls[0], prices, batch)
+    drawing = all(call.op == "random" for call in calls)
+    alike = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
+    refused: tuple[Call, Strategy] | None = None
+    for strategy in given:
+        if drawing:  # by samples or not at all
+            strategy = tuple("sample" if each == "sample" else "replicate" for each in strategy)
+        rows = {"height", "width"} & set(strategy)
+        if narrow and vectors and rows and _instead(strategy, batch) <= candidates:
+            continue
+        answers = []
+        for call in calls:
+            answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
+            if isinstance(answer, ConvoyError):
+                refused = call, strategy
+                break
+            answers.append((answer.wants, answer.gives))
+        else:
+            found.setdefault(tuple(answers) if narrow and alike else strategy, strategy)
+    if not found and refused is not None:
+        call, strategy = refused  # its rule names this layer, not one that is like it
+        RULES[call.op](Situation(prices.graph, prices.mesh, batch, call, strategy, {}))
+    return list(found.values())
+
+
+def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
+    """What a linear layer on vectors does where it would divide rows or columns: one of these, as its input lies."""
+    choices: list[tuple[str, ...]] = []
+    for axis, each in enumerate(strategy):
+        if each in ("height", "width"):
+            choices.append(("sample", "replicate") if axis in batch.axes else ("replicate",))
+        else:
+            choices.append((each,))
+    return set(itertools.product(*choices))
+
+
+def _is_on_vectors(call: Call, prices: Prices, batch: Batch) -> bool:
+    if call.op != "linear":
+        return False
+    shape = prices.graph.shape(call.attributes["input"])
+    return len(shape) == 2 and shape[0] == batch.num_samples
+
+
+class Layers:
+    """What is to be chosen for.
+
+    Args:
+        graph: the network.
+        fixes: strategies that are given; the first that matches a layer counts.
+        among: strategies that layers may have on an axis, where no fix says otherwise.
+
+    Attributes:
+        ops: kind of work of every layer, in the order of the network.
+
+    Raises:
+        ConvoyError: a fix is none, or matches no layer.
+    """
+
+    def __init__(self, graph: Graph, fixes: Iterable[str | Fix], among: Sequence[str]) -> None:
+        self._calls: dict[str, list[Call]] = {}
+        for call in graph.calls:
+            if is_choosing(call):
+                self._calls.setdefault(call.layer, []).append(call)
+        self.ops = {
+            layer: next((c.op for c in calls if c.op != "random"), "random") for layer, calls in self._calls.items()
+        }
+        self._fixes = parse_fixes(fixes, self.ops)
+        self._among = among
+
+    def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
+        """What each layer may have on a mesh.
+
+        Raises:
+            ConvoyError: some layer can have nothing of what it must have.
+        """
+        everything = strategies(mesh, batch.axes, self._among)
+        known: dict[object, Sequence[Strategy]] = {}
+        found: dict[str, Sequence[Strategy]] = {}
+        for layer, calls in self._calls.items():
+            fix = fix_of(layer, self._fixes)
+            fixed = fix.on(mesh, self.ops[layer]) if fix else None
+            if fix and fixed is None:
+                raise ConvoyError(
+                    f"the fix {fix} has {len(fix.strategies)} strategies, and no mesh that was searched has as many "
+                    f"axes: write one strategy, or one for each axis"
+                )
+            if fixed is not None and any(s == "sample" and a not in batch.axes for a, s in enumerate(fixed)):
+                raise ConvoyError(f"the fix {fix} needs a batch that can be divided over {mesh}: choose a larger batch")
+            key = (tuple(map(prices.kind, calls)), fixed)
+            if key not in known:
+                given = everything if fixed is None else [fixed]
+                known[key] = allowed(prices, batch, calls, given, narrow=fixed is None)
+            found[layer] = known[key]
+        return found
+
+    def plan(self, mesh: Mesh, given: Mapping[str, Strategy]) -> Plan:
+        """A strategy for every layer as a plan of few patterns."""
+        plan = compact(mesh, {layer: given[layer] for layer in self.ops})
+        assert all(plan.strategy(layer, op) == given[layer] for layer, op in self.ops.items())
+        return plan

@@ -1,0 +1,115 @@
+"""Plans that fit into memory: seconds and bytes are traded at a price that is raised until the plan fits.
+
+Everett, "Generalized Lagrange multiplier method" (1963): the least sum of seconds and price × bytes is, among the
+plans of at most as many bytes, the fastest; and for every price, that sum less price × limit is a bound for all plans
+that fit.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from convoy.errors import TooLargeError
+from convoy.planner.search.prices import Costs, Strategy
+from convoy.planner.search.solve import Solution, Solver
+from convoy.plans.explain import size
+from convoy.plans.memory import kept_by
+from convoy.plans.place import Placement
+
+_ROUNDS = 24
+_ONLY_BYTES = 1e-12
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The fastest plan found that fits, or the smallest where none does.
+
+    Attributes:
+        memory: bytes on the rank that needs most.
+        bound: seconds that no plan that fits falls below, as far as bytes add up.
+    """
+
+    solution: Solution
+    memory: float
+    fits: bool
+    bound: float
+
+
+def fitting(
+    solver: Solver, fastest: Solution, limit: float, memory: Callable[[Mapping[str, Strategy]], float]
+) -> Fitting:
+    """A plan for a rank with so much memory.
+
+    Args:
+        solver: of the mesh and its sample axes, with bytes.
+        fastest: the best plan whatever it needs.
+        limit: bytes that a rank has.
+        memory: bytes that a plan really needs, on the rank that needs most.
+    """
+    needed = memory(fastest.layers)
+    if needed <= limit:
+        return Fitting(fastest, needed, True, fastest.seconds)
+    smallest = solver.solve(byte_price=1.0, time_price=_ONLY_BYTES)
+    least = memory(smallest.layers)
+    if least > limit:
+        return Fitting(smallest, least, False, fastest.seconds)
+    best, of_best, bound = smallest, least, fastest.seconds
+    known = {_key(fastest): needed, _key(smallest): least}
+    # what is counted on rank 0 and what the busiest rank needs differ: the price is for bytes as they are counted
+    counted_limit = limit * fastest.bytes / needed
+    low, high = 0.0, max(smallest.seconds - fastest.seconds, 1e-9) / max(fastest.bytes - smallest.bytes, 1.0) * 1e3
+    for _ in range(_ROUNDS):
+        price = (low * high) ** 0.5 if low else high / 8
+        found = solver.solve(byte_price=price)
+        bound = max(bound, found.seconds + price * (found.bytes - counted_limit))
+        if _key(found) not in known:
+            known[_key(found)] = memory(found.layers)
+        needed = known[_key(found)]
+        if needed <= limit:
+            high = price
+            if found.seconds < best.seconds:
+                best, of_best = found, needed
+        else:
+            low = price
+        if low and high / low < 1.01:
+            break
+    return Fitting(best, of_best, True, min(bound, best.seconds))
+
+
+def _key(solution: Solution) -> tuple[Strategy, ...]:
+    return tuple(solution.layers.values())
+
+
+def nothing_fits(
+    placement: Placement, costs: Costs, needed: float, limit: float, what: str = "no plan fits: the smallest"
+) -> TooLargeError:
+    """The sentence for where even the smallest plan is too large.
+
+    Args:
+        placement: of the smallest plan that was found.
+        costs: for the memory of parameters.
+        needed: bytes on its rank that needs most.
+        limit: bytes that a rank has.
+        what: needs as much.
+    """
+    layers: dict[str, float] = {}
+    mesh, graph = placement.mesh, placement.graph
+    origin = (0,) * len(mesh.sizes)
+    for placed in placement.calls:
+        held = 0.0
+        for name in placed.call.inputs:
+            if graph.values[name].origin == "parameter":
+                held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
+        for kept in kept_by(placed, placement):
+            if graph.values[kept.value].origin in ("call", "input"):
+                number = kept.itemsize
+                for length in kept.layout.local_shape(graph.shape(kept.value), mesh, origin):
+                    number *= length
+                held += number
+        layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
+    largest = max(layers, key=lambda layer: layers[layer])
+    name = f"layer {largest}" if largest else "what the network itself computes"
+    return TooLargeError(
+        f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
+        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
+    )

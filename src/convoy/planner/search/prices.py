@@ -1,0 +1,388 @@
+"""Places and prices calls, each kind of call once: layouts have numbers here, and equal questions one answer.
+
+What there is to choose among: meshes for a number of devices, and strategies on a mesh.
+
+Which calls are alike but for their names, so that blocks that repeat are placed and priced once.
+
+What the search needs to know of costs: seconds that add up over calls, transfers and parameters.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.plans.layout import Layout, Split
+from convoy.plans.memory import kept_by
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import COMPUTE, PlacedCall, Placement
+from convoy.plans.rules import RULES, Batch, Situation
+from convoy.plans.rules.whole import rule as whole
+from convoy.plans.traffic import needs_gradient
+from convoy.plans.transfer import Step, transfer
+
+AXIS_STRATEGIES = ("sample", "replicate", "filter", "channel", "height", "width")
+"""What a layer may have on one axis; of equal ones the first is kept."""
+
+CHOOSING = (*COMPUTE, "random")
+"""Kinds of calls whose rules look at the strategy of their layer."""
+
+Strategy = tuple[str, ...]
+"""One strategy for each axis of a mesh."""
+
+
+def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
+    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours.
+
+    The axes are called `gpu`, or `node` and `gpu`. One device is a mesh without axes.
+    """
+    names = {1: ("gpu",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
+    found = [Mesh((), ())] if num_devices == 1 else []
+    for count in range(1, max_axes + 1):
+        for sizes in _factorisations(num_devices, count):
+            found.append(Mesh(names[count], sizes))
+    return found
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered products of `count` factors from 2."""
+    if count == 1:
+        if number > 1:
+            yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)
+
+
+def sample_axes_of(mesh: Mesh) -> list[Axes]:
+    """All sets of axes that may divide the samples, the largest first."""
+    axes = tuple(mesh.axes)
+    return [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
+
+
+def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
+    """All combinations of strategies on a mesh whose samples are divided over `axes` at most.
+
+    Args:
+        mesh: the devices.
+        axes: those that may divide the samples.
+        among: what a layer may have on an axis.
+    """
+    choices = [
+        [strategy for strategy in AXIS_STRATEGIES if strategy in among and (strategy != "sample" or axis in axes)]
+        for axis in mesh.axes
+    ]
+    return list(itertools.product(*choices))
+
+
+def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
+    """The axes on which some layer with weights is divided by samples.
+
+    Args:
+        layers: the strategy of every layer.
+        ops: its kind of work.
+    """
+    given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
+    return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))
+
+
+Structure = tuple[Any, ...]
+
+
+def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
+    """What two calls must have in common to be placed alike and to cost the same.
+
+    Names of tensors stand in it as places among the call's inputs and outputs.
+
+    Args:
+        differentiable: names of the values that have a gradient.
+    """
+    places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
+    tensors = tuple(
+        (
+            (value := graph.values[name]).shape,
+            str(value.dtype),
+            value.origin,
+            name in differentiable,
+        )
+        for name in places
+    )
+    return (
+        call.op,
+        getattr(call.function, "__name__", repr(call.function)),
+        len(call.inputs),
+        tensors,
+        _normal(call.attributes, places, graph),
+        _normal(call.args, places, graph),
+        _normal(call.kwargs, places, graph),
+    )
+
+
+def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
+    if isinstance(value, Ref):
+        return places.get(value.name, "$")
+    if isinstance(value, str):
+        known = graph.values.get(value)
+        return places.get(value, value if known is None else f"${known.origin}")
+    if isinstance(value, Mapping):
+        return tuple((str(key), _normal(item, places, graph)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_normal(item, places, graph) for item in value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return repr(value)
+
+
+class Costs(Protocol):
+    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank.
+
+    Every answer must be a function of what is given: the search asks once for all calls, tensors and steps that are
+    alike, and adds up what it is told.
+    """
+
+    def context(self, call: Call) -> Hashable:
+        """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere, and the like."""
+
+    def compute(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds of a call, forward and backward.
+
+        Args:
+            placed: the call with the layouts of its inputs and outputs. Its `transfers` name the inputs that come from
+                another layout, without the steps, and nothing for calls whose layer has a strategy.
+            placement: of its graph, mesh and batch, which are all that is filled in.
+        """
+
+    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
+        """Seconds of one step of a redistribution, forward and backward.
+
+        Args:
+            step: the step.
+            mesh: the devices.
+            shape: of the whole tensor.
+            itemsize: bytes of an element.
+            differentiable: whether its gradient comes back.
+        """
+
+    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
+
+    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds of the optimiser for the part of a parameter that a rank holds."""
+
+    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
+
+    def memory(self, placement: Placement) -> float:
+        """Bytes on the rank that needs most, all included."""
+
+
+def additive_seconds(placement: Placement, costs: Costs) -> float:
+    """The sum that the search makes least, over a network as it is placed.
+
+    A value travels once for all calls that want it in the same layout (`convoy.plans.traffic`).
+    """
+    graph, mesh = placement.graph, placement.mesh
+    differentiable = needs_gradient(graph)
+    total = sum(costs.compute(placed, placement) for placed in placement.calls)
+    for (name, _), steps in redistributions(placement).items():
+        value = graph.values[name]
+        for step in steps:
+            total += costs.transfer(step, mesh, value.shape, value.dtype.itemsize, name in differentiable)
+    for value in graph.parameters():
+        if value.name in placement.layouts:
+            layout = placement.layouts[value.name]
+            total += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
+    return total
+
+
+def redistributions(placement: Placement) -> dict[tuple[str, Layout], tuple[Step, ...]]:
+    """The steps that bring values to layouts in which they are wanted and do not lie, by value and layout."""
+    wanted = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
+    wanted += placement.outputs.items()
+    return {(name, steps[-1].target): steps for name, steps in wanted if steps}
+
+
+NOWHERE = -1
+"""Stands for the layout of a value that cannot be."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a call is placed.
+
+    Attributes:
+        wants: number of the layout that it asks for, for each of its inputs; NOWHERE where it asks nothing.
+        gives: number of the layout of each of its outputs.
+        seconds: of the call itself.
+        inside: bytes that it alone keeps for the backward pass, on rank 0.
+        keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
+    """
+
+    wants: tuple[int, ...]
+    gives: tuple[int, ...]
+    seconds: float
+    inside: float
+    keeps: tuple[int, ...]
+
+
+class Prices:
+    """What is known of a graph on a mesh, for all ways to divide its samples.
+
+    Args:
+        graph: the network, captured at its whole batch.
+        mesh: the devices.
+        costs: asked once for all that is alike.
+    """
+
+    def __init__(self, graph: Graph, mesh: Mesh, costs: Costs) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.costs = costs
+        self.layouts: list[Layout] = []
+        self.differentiable = needs_gradient(graph)
+        self._numbers: dict[Layout, int] = {}
+        self._splits: dict[Split, Split] = {}
+        self._structures: dict[Structure, int] = {}
+        self._of_call: dict[str, int] = {}
+        self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
+        self._computed: dict[tuple[object, ...], tuple[float, float, tuple[int, ...]]] = {}
+        self._transfers: dict[tuple[object, ...], float] = {}
+        self._parameters: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._local: dict[tuple[object, ...], int] = {}
+
+    def number(self, layout: Layout) -> int:
+        """The number of a layout."""
+        found = self._numbers.get(layout)
+        if found is None:
+            # equal splits are one object, which is quick to compare
+            splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
+            layout = Layout(splits, layout.partial, layout.copied)
+            found = self._numbers[layout] = len(self.layouts)
+            self.layouts.append(layout)
+        return found
+
+    def kind(self, call: Call) -> int:
+        """A number for all calls that are alike but for their names."""
+        found = self._of_call.get(call.name)
+        if found is None:
+            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
+            found = self._of_call[call.name] = self._structures.setdefault(key, len(self._structures))
+        return found
+
+    def answer(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> Answer | ConvoyError:
+        """How a call is placed, or why it cannot be.
+
+        Args:
+            call: the call.
+            batch: how the samples are divided.
+            strategy: of its layer; empty where its rule does not look at it.
+            given: for every input the number of its layout, NOWHERE for parameters, buffers and constants.
+        """
+        key = (self.kind(call), *self._relevant(call, batch, strategy, given))
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = self._ask(call, batch, strategy, given)
+        return found
+
+    def _relevant(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> tuple[object, ...]:
+        """All that the rule looks at; convolutions look at no more than how their input's channels are divided."""
+        if call.op not in CHOOSING:
+            return tuple(given)
+        axes = batch.axes if "sample" in strategy else ()
+        if call.op != "conv":
+            return (strategy, axes, *given)
+        follows = "channel" in strategy or (call.attributes["groups"] > 1 and "filter" in strategy)
+        at = given[call.inputs.index(call.attributes["input"])] if follows else NOWHERE
+        return (strategy, axes, self.layouts[at].split(1) if at != NOWHERE else None)
+
+    def _ask(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> Answer | ConvoyError:
+        layouts = {
+            name: self.layouts[number] for name, number in zip(call.inputs, given, strict=True) if number != NOWHERE
+        }
+        situation = Situation(
+            self.graph, self.mesh, batch, call, strategy or ("replicate",) * len(self.mesh.sizes), layouts
+        )
+        try:
+            placed = RULES.get(call.op, whole)(situation)
+        except ConvoyError as error:
+            return error
+        wants = tuple(self.number(placed.inputs[name]) if name in placed.inputs else NOWHERE for name in call.inputs)
+        gives = tuple(self.number(placed.outputs[name]) for name in call.outputs)
+        moved: tuple[str, ...] = ()
+        if call.op not in CHOOSING:
+            pairs = zip(call.inputs, given, wants, strict=True)
+            moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
+        key = (self.kind(call), wants, gives, tuple(map(call.inputs.index, moved)))
+        found = self._computed.get(key)
+        if found is None:
+            blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
+            given_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
+            seconds = self.costs.compute(given_call, blank)
+            found = self._computed[key] = (seconds, *self._kept(given_call, blank))
+        return Answer(wants, gives, *found)
+
+    def _kept(self, placed: PlacedCall, blank: Placement) -> tuple[float, tuple[int, ...]]:
+        """Bytes on rank 0 that only this call keeps, and which of its tensors it keeps."""
+        call = placed.call
+        if not self.differentiable.intersection(call.outputs):
+            return 0.0, ()
+        inside, keeps = 0.0, []
+        names = (*call.inputs, *call.outputs)
+        for kept in kept_by(placed, blank):
+            if self.graph.values[kept.value].origin not in ("call", "input"):
+                continue
+            if kept.inside or kept.itemsize != self.graph.values[kept.value].dtype.itemsize:
+                inside += self._numel(kept.layout, self.graph.shape(kept.value)) * kept.itemsize
+            else:
+                keeps.append(names.index(kept.value))
+        return inside, tuple(keeps)
+
+    def _numel(self, layout: Layout, shape: tuple[int, ...]) -> int:
+        """Elements on rank 0."""
+        number = 1
+        for size in layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)):
+            number *= size
+        return number
+
+    def transfer(self, source: int, target: int, value: Value) -> float:
+        """Seconds from one layout of a value to another."""
+        if source in (target, NOWHERE) or target == NOWHERE:
+            return 0.0
+        differentiable = value.name in self.differentiable
+        key = (source, target, value.shape, value.dtype.itemsize, differentiable)
+        found = self._transfers.get(key)
+        if found is None:
+            steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
+            found = self._transfers[key] = sum(
+                self.costs.transfer(step, self.mesh, value.shape, value.dtype.itemsize, differentiable)
+                for step in steps
+            )
+        return found
+
+    def parameter(self, value: Value, number: int) -> tuple[float, float]:
+        """Seconds for a parameter's gradient and update, and bytes for all that belongs to it on rank 0."""
+        key = (value.shape, value.dtype, number)
+        found = self._parameters.get(key)
+        if found is None:
+            layout = self.layouts[number]
+            seconds = self.costs.gradient(value, layout, self.mesh) + self.costs.update(value, layout, self.mesh)
+            found = self._parameters[key] = seconds, self.costs.parameter_memory(value, layout, self.mesh)
+        return found
+
+    def kept(self, number: int, value: Value) -> tuple[int, int]:
+        """The number of a layout without what it says of the gradient, and the bytes of a value in it on rank 0."""
+        key = (number, value.shape, value.dtype.itemsize)
+        found = self._local.get(key)
+        layout = self.layouts[number]
+        if found is None:
+            found = self._local[key] = self._numel(layout, value.shape) * value.dtype.itemsize
+        return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), found
+
+
+def is_choosing(call: Call) -> bool:
+    """Whether a plan's strategy decides how a call is placed."""
+    return call.op in CHOOSING

@@ -1,0 +1,232 @@
+"""Strategies that are left out before a wide network is searched, as whole plans with them take too long by proof.
+
+First by what the layers cost at least (`convoy.planner.search.pruning`), then by tables of whole plans that are nowhere
+above the true ones: the least sum with a strategy is a bound for every plan that has it.
+
+Strategies that cannot be in a best plan, by proof: even if nothing had to be sent, it would cost too much.
+
+A plan costs at least the sum of what its layers cost by themselves, each with the strategy that is cheapest for it; and
+at least what it would cost if every tensor lay at once where it is wanted. Where such a sum with a certain strategy of
+a layer, or of a group of layers that have one strategy together, is more than some plan costs in all, no best plan has
+this strategy there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call
+from convoy.planner.search.elimination import Elimination, Groups, Table, TooWideError, common
+from convoy.planner.search.fewest import Floor
+from convoy.planner.search.placing import Choice, Shared
+from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, used_axes
+from convoy.planner.search.problem import Sent, assigned, build
+from convoy.plans.place import COMPUTE
+from convoy.plans.rules import Batch
+
+
+def least_of_layers(
+    prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]
+) -> dict[str, dict[Strategy, float]]:
+    """For every layer and strategy, seconds that a plan spends there at least: on its calls and its parameters."""
+    first = {name: call.name for call in reversed(prices.graph.calls) for name in call.inputs}
+    found: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(given, 0.0) for layer, given in allowed.items()}
+    known: dict[tuple[object, ...], float] = {}
+    for call in prices.graph.calls:
+        if not is_choosing(call):
+            continue
+        own = tuple(first[name] == call.name for name in call.inputs)
+        for strategy, seconds in found[call.layer].items():
+            key = (prices.kind(call), strategy, own)
+            if key not in known:
+                known[key] = _least(prices, batch, call, strategy, own)
+            found[call.layer][strategy] = seconds + known[key]
+    return found
+
+
+def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
+    """Of one call: what it costs where its input is divided evenly; nothing where its rule would follow the input."""
+    shape = prices.graph.shape(call.inputs[0]) if call.inputs else ()
+    vectors = call.op == "linear" and len(shape) == 2 and shape[0] == batch.num_samples
+    if call.op != "conv" and not vectors:
+        return 0.0
+    answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
+    if isinstance(answer, ConvoyError):
+        return float("inf")
+    seconds = answer.seconds
+    for name, want, is_own in zip(call.inputs, answer.wants, own, strict=True):
+        value = prices.graph.values[name]
+        if value.origin == "parameter" and is_own:
+            seconds += prices.parameter(value, want)[0]
+    return seconds
+
+
+def possible(
+    least: Mapping[str, Mapping[Strategy, float]],
+    allowed: Mapping[str, Sequence[Strategy]],
+    groups: Groups,
+    enough: float,
+) -> dict[str, Sequence[Strategy]]:
+    """What each layer may have in a plan that costs at most so many seconds.
+
+    Args:
+        least: of every layer by strategy.
+        allowed: what each layer may have.
+        groups: layers that have one strategy together.
+        enough: seconds of some plan.
+    """
+    sums: list[dict[Strategy, float]] = []
+    for group in groups:
+        given = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
+        sums.append({s: sum(least[layer][s] for layer in group) for s in given})
+    total = sum(min(each.values(), default=0.0) for each in sums)
+    found: dict[str, Sequence[Strategy]] = {}
+    for group, each in zip(groups, sums, strict=True):
+        rest = total - min(each.values(), default=0.0)
+        found |= dict.fromkeys(group, kept(list(each), [rest + seconds for seconds in each.values()], enough))
+    return found
+
+
+def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
+    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`.
+
+    A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
+    one of seconds becomes its minima over all but two variables.
+    """
+    found: list[Table] = []
+    for table in tables:
+        count = table.numbers.ndim
+        if table.numbers.size <= most:
+            found.append(table)
+        elif np.isinf(table.numbers).any() and not np.where(np.isinf(table.numbers), 0.0, table.numbers).any():
+            for axis in range(count - 1):
+                gone = tuple(other for other in range(count - 1) if other != axis)
+                found.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
+        else:
+            found.append(_pair(table))
+    return found
+
+
+def _pair(table: Table) -> Table:
+    """The minima of a table over all but its first variable and another one, that which says most."""
+    best, most = None, -1.0
+    for pair in ((0, axis) for axis in range(1, table.numbers.ndim)):  # what is first decides most in a join
+        numbers = table.numbers.min(axis=tuple(axis for axis in range(table.numbers.ndim) if axis not in pair))
+        mean = float(np.minimum(numbers, 1e9).mean())
+        if mean > most:
+            best, most = Table((table.scope[pair[0]], table.scope[pair[1]]), numbers), mean
+    assert best is not None
+    return best
+
+
+def kept(strategies: Sequence[Strategy], bounds: Sequence[float], enough: float) -> list[Strategy]:
+    """Those with a bound of at most so many seconds; the two with the lowest in any case, so that there is a choice."""
+    second = sorted(bounds)[:2][-1] if bounds else 0.0
+    return [s for s, bound in zip(strategies, bounds, strict=True) if bound <= max(enough * (1 + 1e-9), second)]
+
+
+INTERESTING = 1.1
+"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
+
+_RELAXED = 50_000
+
+
+class UninterestingError(Exception):
+    """No plan takes as little as `enough` seconds."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left to choose from.
+
+    Attributes:
+        strategies: of every layer.
+        floor: what plans take at least that divide the samples over fewer axes; None where that was too much to ask.
+    """
+
+    strategies: Mapping[str, Sequence[Strategy]]
+    floor: Floor | None = None
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Leaves strategies out, on one mesh and for one way to divide the samples.
+
+    Attributes:
+        shared: what is known of the graph on the mesh.
+        batch: how the samples are divided.
+        allowed: for every layer its strategies.
+        outputs: names of the values that the network returns.
+        groups: layers to be given one strategy together.
+        enough: seconds beyond which a plan is of no interest.
+        tolerance: by this share plans may take longer than the fastest and are kept all the same.
+        limit: the most entries of a table.
+        price: seconds of one plan.
+    """
+
+    shared: Shared
+    batch: Batch
+    allowed: Mapping[str, Sequence[Strategy]]
+    outputs: Sequence[str]
+    groups: Groups
+    enough: float
+    tolerance: float
+    limit: int
+    price: Callable[[Mapping[str, Strategy]], float]
+
+    def left(self) -> Left:
+        """What may be in a best plan.
+
+        Raises:
+            UninterestingError: nothing.
+        """
+        enough = self.enough
+        if not np.isfinite(enough):
+            enough = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
+        least = least_of_layers(self.shared.prices, self.batch, self.allowed)
+        most = enough * INTERESTING
+        found = possible(least, self.allowed, self.groups, most)
+        choices = [Choice(group, common(group, found)) for group in self.groups]
+        # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
+        tied = any(len(group) > 1 for group in self.groups)
+        rounds: Sequence[Sent] = (
+            ("nothing",) if tied else ("nothing", "at least") if self.enough < np.inf else ("at least",)
+        )
+        try:
+            for sent in rounds:
+                problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
+                inner = relaxed(problem.seconds, _RELAXED)
+                elimination = Elimination([*inner, *relaxed(problem.ends, _RELAXED)], problem.sizes, self.limit)
+                if elimination.least > self.enough:
+                    raise UninterestingError(elimination.least)
+        except TooWideError:
+            return Left(found)
+        floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most)
+        layers = assigned(choices, elimination.assignment())
+        if self._uses_all_axes(layers):
+            enough = min(enough, self.price(layers))
+        bounds = elimination.min_marginals()
+        for v, choice in enumerate(choices):
+            near = kept(choice.strategies, list(bounds[v]), enough * (1 + self.tolerance))
+            found |= dict.fromkeys(choice.layers, near)
+        return Left(found, floor)
+
+    def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:
+        ops = {call.layer: call.op for call in self.shared.prices.graph.calls if call.op in COMPUTE}
+        return used_axes({layer: s for layer, s in layers.items() if layer in ops}, ops) == self.batch.axes
+
+    def _plain(self, given: Sequence[Strategy]) -> Strategy:
+        """Samples on all axes that may divide them, filters or rows on the others, as far as a layer can."""
+        axes = self.batch.axes
+
+        def rank(strategy: Strategy) -> tuple[int, int, int]:
+            others = [each for axis, each in enumerate(strategy) if axis not in axes]
+            return (
+                sum(strategy[axis] != "sample" for axis in axes),
+                sum(each not in ("filter", "height") for each in others),
+                sum(each == "height" for each in others),
+            )
+
+        return min(given, key=rank)

@@ -1,0 +1,256 @@
+"""The search: the fastest plans of a network for a number of devices, by costs that add up.
+
+Python's collector of cycles, out of the way of what makes very many small objects and no cycles.
+"""
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.planner.search.layers import Layers
+from convoy.planner.search.memory import Fitting, fitting, nothing_fits
+from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
+from convoy.planner.search.pruning import INTERESTING
+from convoy.planner.search.solve import Solver
+from convoy.planner.search.ways import Candidate, Found, Parts, SearchResult, Ways
+from convoy.plans.fixes import Fix
+from convoy.plans.layout import balanced
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """While entered, cycles are not looked for: the looking goes through all living objects again and again, which is a
+    third of the time of a search over many strategies."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+TOLERANCE = 0.01
+"""Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
+not better than that, and the fastest of very many is the one whose prediction errs most in its favour."""
+
+
+def search(
+    graph: Graph,
+    num_devices: int,
+    costs: Costs,
+    *,
+    parts: Parts | None = None,
+    outputs: Iterable[str] | None = None,
+    fixes: Iterable[str | Fix] = (),
+    memory_limit: float | None = None,
+    top: int = 3,
+    on: Sequence[Mesh] | None = None,
+    among: Sequence[str] = AXIS_STRATEGIES,
+    tolerance: float = TOLERANCE,
+) -> SearchResult:
+    """The simplest of the plans of a network whose costs add up to least, but for a tolerance.
+
+    Of all plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
+    fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a
+    plan that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory
+    that these do not keep, the tolerance is 0.
+
+    Args:
+        graph: the network in training, captured at the whole batch of one pass.
+        num_devices: ranks that the plans are for.
+        costs: of calls, transfers and parameters.
+        parts: how the samples are divided over a number of ranks; None divides them as evenly as can be.
+        outputs: names of the values that the network returns; None takes those of the graph.
+        fixes: strategies that are given, such as `classifier.*=filter`; the first that matches a layer counts.
+        memory_limit: bytes that each rank has.
+        top: how many candidates to give at most; plain `sample` comes on top of these.
+        on: meshes to search; None searches those with one and two axes.
+        among: strategies that layers may have on an axis, where no fix says otherwise.
+        tolerance: a share of the fastest plan's seconds, at most 0.1.
+
+    Raises:
+        ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
+    """
+    with paused_collection():
+        searching = _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among, tolerance)
+        return searching.run(top)
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: Graph,
+        num_devices: int,
+        costs: Costs,
+        parts: Parts | None,
+        outputs: Iterable[str] | None,
+        fixes: Sequence[str | Fix],
+        memory_limit: float | None,
+        on: Sequence[Mesh] | None,
+        among: Sequence[str],
+        tolerance: float,
+    ) -> None:
+        assert 0 <= tolerance <= INTERESTING - 1
+        self.tolerance = tolerance
+        self.graph = graph
+        self.costs = costs
+        num_samples = graph.shape(graph.inputs[0])[0]
+        self.parts = parts or (lambda count: balanced(num_samples, count))
+        self.outputs = list(outputs) if outputs is not None else [ref.name for ref in leaves(graph.output, Ref)]
+        self.layers = Layers(graph, fixes, among)
+        self.memory_limit = memory_limit
+        self.meshes = list(on) if on is not None else meshes(num_devices)
+        self.notes: list[str] = []
+        self.least = float("inf")
+        self.is_counted = True
+        self.ways: Ways | None = None
+
+    def run(self, top: int) -> SearchResult:
+        chosen = self._all()
+        if self.memory_limit is not None and self._needs(chosen[0]) <= self.memory_limit:
+            # what is fastest of all fits; of the others, those that do too
+            chosen = [chosen[0], *(one for one in chosen[1 : 2 * top] if self._needs(one) <= self.memory_limit)]
+        elif self.memory_limit is not None:
+            self.tolerance = 0.0
+            chosen = self._fit(self._all(with_memory=True))
+        candidates: list[Candidate] = []
+        for one in chosen:
+            # the same plan with the axes exchanged costs the same, where links are alike
+            same = any(math.isclose(one.solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
+            if len(candidates) < top and not same:
+                plan = self.layers.plan(one.mesh, one.solution.layers)
+                candidates.append(Candidate(plan, one.solution.seconds, one.solution.redistributions, self._memory))
+        assert self.ways is not None
+        plain = self._plain(self.ways.plain)
+        if plain is not None and all(plain.plan != other.plan for other in candidates):
+            candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda candidate: candidate.seconds)]
+        solvers = self.ways.solvers
+        ties = max(([g for g in solver.groups if len(g) > 1] for solver in solvers), key=len, default=[])
+        if ties:
+            self.notes.append(_tied_sentence(ties))
+        if not self.is_counted:
+            self.notes.append(
+                "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
+                "many features meet for that"
+            )
+        if any(solver.gave_up for solver in solvers):
+            self.notes.append("not all plans that divide the samples over a part of the axes were looked at")
+        return SearchResult(
+            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
+        )
+
+    def _all(self, with_memory: bool = False) -> list[Found]:
+        """The best plans of all meshes and ways to divide the samples, the fastest first.
+
+        Args:
+            with_memory: count bytes too.
+
+        Raises:
+            ConvoyError: there is none.
+        """
+        self.is_counted = True
+        ways = Ways(self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance)
+        self.ways = ways
+        found = [one for mesh in self.meshes for one in ways.on(mesh)]
+        if not found:
+            raise ways.refused or ConvoyError("no plan divides this network over these devices")
+        self.least = min(one.solution.seconds for one in found)
+        found = [self._simplest(one) for one in found]
+        near = [one for one in found if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
+        best = min(near, key=lambda one: (one.solution.redistributions if self.tolerance else 0, *_rank(one)))
+        others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
+        return [best, *others]
+
+    def _simplest(self, one: Found) -> Found:
+        """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
+        budget = self.least * (1 + self.tolerance)
+        if not self.tolerance or one.solution.seconds > budget * INTERESTING:
+            return one
+        is_near = one.solution.seconds <= budget
+        if not is_near:  # it is another candidate, and simple for what it is
+            budget = one.solution.seconds * (1 + self.tolerance)
+        for start in (one.free, one.solution) if one.free is not one.solution else (one.free,):
+            simple = one.solver.simplest(start, budget)
+            if simple is None:
+                self.is_counted = self.is_counted and not is_near
+            elif used_axes(simple.layers, self.layers.ops) == one.solver.batch.axes:
+                return Found(one.solver, one.mesh, simple, one.free)
+        return one
+
+    def _needs(self, one: Found) -> float:
+        return self._memory_of(one.mesh, one.solution.layers)
+
+    def _is_flat(self, one: Found) -> bool:
+        """Whether a plan on two axes has the same strategies on both: with one axis instead it is simpler, and there it
+        was searched too."""
+        flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
+        return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
+
+    def _fit(self, found: Sequence[Found]) -> list[Found]:
+        """Those that fit into memory, each made smaller where it must be.
+
+        Raises:
+            ConvoyError: none does.
+        """
+        assert self.memory_limit is not None
+        tried: list[tuple[Found, Fitting]] = []
+        for one in found:
+            fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
+            tried.append((Found(one.solver, one.mesh, fit.solution, one.free), fit))
+        fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
+        if not fits:
+            least, fit = min(tried, key=lambda pair: pair[1].memory)
+            placement = self._place(self.layers.plan(least.mesh, fit.solution.layers))
+            raise nothing_fits(placement, self.costs, fit.memory, self.memory_limit)
+        bound = min(fit.bound for _, fit in tried)
+        first = fits[0][0].solution.seconds
+        if bound < first * (1 - 1e-9):
+            self.notes.append(
+                f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"
+            )
+        return [one for one, _ in fits]
+
+    def _plain(self, solver: Solver | None) -> Candidate | None:
+        """Every layer by samples on one axis, where that is legal, fits, and is not fixed otherwise."""
+        plain = ("sample",)
+        if solver is None or not all(plain in allowed for allowed in solver.allowed.values()):
+            return None
+        layers = dict.fromkeys(solver.allowed, plain)
+        candidate = Candidate(self.layers.plan(solver.batch.mesh, layers), *solver.price(layers), self._memory)
+        return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
+
+    def _memory(self, plan: Plan) -> float:
+        return self.costs.memory(self._place(plan))
+
+    def _memory_of(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> float:
+        return self._memory(self.layers.plan(mesh, layers))
+
+    def _place(self, plan: Plan) -> Placement:
+        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
+        batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)))
+        return place(self.graph, plan, batch, self.outputs)
+
+
+def _rank(one: Found) -> tuple[float, int]:
+    """Of plans that cost the same, the one with fewer axes."""
+    return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
+
+
+def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:
+    layers = sum(map(len, ties))
+    many = f"{len(ties)} strategies" if len(ties) > 1 else "one strategy"
+    return (
+        f"{layers} layers were given {many} between them, one for all layers of a role (as {ties[0][0]} and "
+        f"{ties[0][-1]}), because too many features meet there to choose for each by itself"
+    )

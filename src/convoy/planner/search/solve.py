@@ -1,0 +1,233 @@
+"""The best plan for one mesh and one set of sample axes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from convoy.errors import ConvoyError
+from convoy.planner.search.elimination import (
+    Elimination,
+    Groups,
+    Numbers,
+    Table,
+    TooWideError,
+    alone,
+    common,
+    tied,
+    tied_where_wide,
+)
+from convoy.planner.search.fewest import Floor, fewest, restricted
+from convoy.planner.search.placing import Choice, Shared
+from convoy.planner.search.prices import Strategy
+from convoy.planner.search.problem import Problem, assigned, build
+from convoy.planner.search.pruning import Pruning, UninterestingError
+from convoy.plans.rules import Batch
+
+LIMIT = 20_000_000
+"""The most entries of a table: 64 MB."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A least sum and what gives it.
+
+    Attributes:
+        layers: the strategy of every layer.
+        seconds: their sum.
+        redistributions: how often a tensor is brought from one layout to another.
+        bytes: the sum of bytes on rank 0, 0 where nobody asked.
+        groups: layers that were given one strategy together.
+    """
+
+    layers: dict[str, Strategy]
+    seconds: float
+    redistributions: int
+    bytes: float
+    groups: Groups
+    problem: Problem
+    elimination: Elimination
+
+
+class Solver:
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch.
+
+    Args:
+        shared: what is known of the graph on the mesh.
+        batch: how the samples are divided.
+        allowed: for every layer its strategies.
+        outputs: names of the values that the network returns.
+        groups: layers to be given one strategy together.
+        with_memory: whether bytes are counted too.
+        enough: seconds beyond which a plan is of no interest.
+        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
+
+    Attributes:
+        gave_up: whether `convoy.planner.search.ways` stopped before it knew.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        batch: Batch,
+        allowed: Mapping[str, Sequence[Strategy]],
+        outputs: Iterable[str],
+        groups: Groups | None = None,
+        with_memory: bool = False,
+        enough: float = float("inf"),
+        tolerance: float = 0.0,
+    ) -> None:
+        self.shared = shared
+        self.batch = batch
+        self.allowed = allowed
+        self.outputs = list(outputs)
+        graph = shared.prices.graph
+        most = 9 if len(batch.mesh.sizes) < 2 else 3 if with_memory else 4
+        self.groups = groups or tied_where_wide(alone(graph), graph, most)
+        self.with_memory = with_memory
+        self.enough = enough
+        self.tolerance = tolerance
+        self.gave_up = False
+        self._problem: Problem | None = None
+        joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
+        self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
+        self._kept: dict[Groups, Mapping[str, Sequence[Strategy]]] = {}
+        self._floor: Floor | None = None
+
+    def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
+        """The tables, of as few groups as must be tied.
+
+        Args:
+            only: what some layers may have at most.
+        """
+        while True:
+            choices = [Choice(group, common(group, {**self._possible(), **(only or {})})) for group in self.groups]
+            try:
+                return build(self.shared, self.batch, choices, self.outputs, self.with_memory)
+            except TooWideError as error:
+                self._narrow(choices, error)
+
+    def solve(
+        self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
+    ) -> Solution:
+        """The least sum of seconds, and of bytes at a price in seconds each.
+
+        Args:
+            byte_price: seconds that a byte counts.
+            only: what some layers may have at most.
+            time_price: what a second counts.
+
+        Raises:
+            ConvoyError: there is no plan; the sentence is that of a rule.
+            UninterestingError: there is none that takes as little as `enough` seconds.
+        """
+        while True:
+            problem = self._problem if only is None and self._problem is not None else self.problem(only)
+            tables = [*problem.seconds, *problem.ends]
+            if time_price != 1:
+                tables = [Table(table.scope, table.numbers * time_price) for table in tables]
+            tables += [Table(table.scope, table.numbers * byte_price) for table in problem.bytes if byte_price]
+            try:
+                elimination = Elimination(tables, problem.sizes, LIMIT)
+                break
+            except TooWideError as error:
+                self._problem = None
+                self._narrow(problem.choices, error)
+        if only is None:
+            self._problem = problem
+        if self._is_wide and elimination.least > self.enough and not self.with_memory:
+            raise UninterestingError(elimination.least)
+        if not np.isfinite(elimination.least):
+            raise problem.refused or ConvoyError("no plan divides this network over these devices")
+        return self._solution(problem, elimination, elimination.assignment())
+
+    def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
+        seconds, held, count = (
+            _at(each, states) for each in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
+        )
+        layers = assigned(problem.choices, states)
+        return Solution(layers, seconds, round(count), held, self.groups, problem, elimination)
+
+    def simplest(self, solution: Solution, budget: float) -> Solution | None:
+        """Of the plans that take at most so many seconds, the fastest of those with fewest redistributions.
+
+        Args:
+            solution: the fastest one.
+            budget: seconds, at least those of the solution and at most by the solver's tolerance more.
+
+        Returns:
+            The plan; None where the tables that count redistributions would be too large.
+        """
+        if not solution.redistributions:
+            return solution
+        problem, budget = solution.problem, budget * (1 + 1e-12)
+        marginals = solution.elimination.min_marginals()
+        kept = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        seconds, counts = (
+            restricted(tables, kept) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
+        )
+        sizes = {v: len(states) for v, states in kept.items()}
+        try:
+            found = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+        except TooWideError:
+            return None
+        if found is None:
+            return solution
+        return self._solution(problem, solution.elimination, {v: kept[v][state] for v, state in found.items()})
+
+    def price(self, layers: Mapping[str, Strategy]) -> tuple[float, int]:
+        """Seconds and number of redistributions of one plan; infinite seconds where it cannot be."""
+        choices = [Choice((layer,), (layers[layer],)) for layer in self.allowed]
+        problem = build(self.shared, self.batch, choices, self.outputs)
+        found = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
+        if not np.isfinite(found.least):
+            return float("inf"), 0
+        return found.least, round(_at(problem.redistributions, found.assignment()))
+
+    def floor(self, batch: Batch) -> float:
+        """Seconds that every plan takes at least that divides the samples over fewer axes; 0 where it is not known."""
+        return self._floor.of(batch) if self._floor is not None else 0.0
+
+    def _possible(self) -> Mapping[str, Sequence[Strategy]]:
+        """What the layers may have in a best plan. All that is allowed, unless that was too much to search.
+
+        Under a limit of memory nothing is left out: what fits may cost more than any plan that is known.
+
+        Raises:
+            UninterestingError: nothing.
+        """
+        if self.with_memory or not self._is_wide:
+            return self.allowed
+        if self.groups not in self._kept:
+            pruning = Pruning(
+                self.shared,
+                self.batch,
+                self.allowed,
+                self.outputs,
+                self.groups,
+                self.enough,
+                self.tolerance,
+                LIMIT,
+                lambda layers: self.price(layers)[0],
+            )
+            left = pruning.left()
+            self._kept[self.groups], self._floor = left.strategies, left.floor or self._floor
+        return self._kept[self.groups]
+
+    def _narrow(self, choices: Sequence[Choice], error: TooWideError) -> None:
+        """After a table was too large: leave out what cannot be best; if that was done already, tie layers."""
+        if not self._is_wide and not self.with_memory:
+            self._is_wide = True
+            return
+        met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
+        self.groups = tied(self.groups, met, self.shared.prices.graph)
+
+
+def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
+    return float(sum(table.numbers[tuple(states[v] for v in table.scope)] for table in tables))
+
+
+def next_best(solution: Solution) -> dict[int, Numbers]:
+    """For every choice the least sums by strategy, all else as good as can be."""
+    marginals = solution.elimination.min_marginals()
+    return {v: marginals[v] for v in range(len(solution.problem.choices))}

@@ -1,0 +1,246 @@
+"""The best plans of a mesh: one for each way to divide the samples over its axes.
+
+The best plan that uses all the axes over which its samples may be divided, by branch and bound.
+
+What a search answers: plans with their costs, and for each layer of the best one the next best strategy.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph
+from convoy.planner.search.elimination import Groups
+from convoy.planner.search.layers import Layers
+from convoy.planner.search.placing import Shared
+from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of, used_axes
+from convoy.planner.search.pruning import INTERESTING, UninterestingError
+from convoy.planner.search.solve import Solution, Solver, next_best
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+
+_BRANCHES = 400
+
+
+def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], enough: float) -> Solution | None:
+    """The best plan in which each of the solver's sample axes divides the samples of some layer.
+
+    The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and bound over which
+    layer uses an axis that the best plan does not use.
+
+    Args:
+        solver: of these sample axes.
+        solution: the best plan, of all.
+        ops: kind of work of every layer.
+        enough: seconds that another plan is known to take; None is returned where no plan here takes less.
+    """
+    axes = solver.batch.axes
+    heap: list[tuple[float, int, Solution, dict[str, Sequence[Strategy]]]] = [(solution.seconds, 0, solution, {})]
+    count = 0
+    while heap and count < _BRANCHES:
+        seconds, _, found, only = heapq.heappop(heap)
+        if seconds >= enough:
+            return None
+        missing = sorted(set(axes) - set(used_axes(found.layers, ops)))
+        if not missing:
+            return found
+        for group in solver.groups:
+            having = [s for s in only.get(group[0], solver.allowed[group[0]]) if s[missing[0]] == "sample"]
+            if not having or ops[group[0]] == "random":
+                continue
+            count += 1
+            narrower = {**only, **dict.fromkeys(group, having)}
+            try:
+                other = solver.solve(only=narrower)
+            except ConvoyError:
+                continue
+            heapq.heappush(heap, (other.seconds, count, other, narrower))
+    solver.gave_up = bool(heap) and heap[0][0] < enough
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it is predicted to cost.
+
+    Attributes:
+        seconds: the sum of its costs.
+        redistributions: how often it brings a tensor from one layout to another.
+        measure: what says how much memory it takes.
+    """
+
+    plan: Plan
+    seconds: float
+    redistributions: int
+    measure: Callable[[Plan], float] = field(repr=False, compare=False)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on the rank that needs most; counted when first asked for."""
+        return self.measure(self.plan)
+
+
+@dataclass(frozen=True)
+class NextBest:
+    """What a layer would cost with its second best strategy, all other layers chosen anew for that, on the same mesh.
+
+    Attributes:
+        layers: mostly one; those that have one strategy together where they are tied.
+        strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
+        other: the second best, None where they can have no other.
+        seconds: of the whole plan with `other`; infinite where there is none. It can be less than those of the best
+            plan, by the search's tolerance at most, which then sends less.
+    """
+
+    layers: tuple[str, ...]
+    strategy: Strategy
+    other: Strategy | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+        candidates: different plans, the one to have first and then by their seconds: the best of a mesh and of a way
+            to divide the samples each, and plain `sample` where it can be.
+        exact: whether no plan on the meshes that were searched costs less than `least`, and none within the tolerance
+            has fewer redistributions than the first candidate.
+        notes: sentences about what was left out or tied, empty where `exact`.
+        searched: the meshes.
+        least: seconds of the fastest plan.
+        solution: the tables of the search that gave the best plan.
+    """
+
+    candidates: tuple[Candidate, ...]
+    exact: bool
+    notes: tuple[str, ...]
+    searched: tuple[Mesh, ...]
+    least: float
+    solution: Solution = field(repr=False, compare=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The first candidate."""
+        return self.candidates[0]
+
+    @cached_property
+    def next_best(self) -> tuple[NextBest, ...]:
+        """For the best plan, layer by layer in the network's order; worked out when first asked for."""
+        found = []
+        for v, numbers in next_best(self.solution).items():
+            choice = self.solution.problem.choices[v]
+            own = self.solution.layers[choice.layers[0]]
+            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
+            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
+            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
+        return tuple(found)
+
+
+Parts = Callable[[int], tuple[range, ...]]
+"""The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a mesh and its sample axes.
+
+    Attributes:
+        free: the best one where the samples need not be divided over all of these axes.
+    """
+
+    solver: Solver
+    mesh: Mesh
+    solution: Solution
+    free: Solution
+
+
+class Ways:
+    """Solves one mesh after the other; what was found bounds what is looked for next.
+
+    Args:
+        graph: the network.
+        costs: of calls, transfers and parameters.
+        layers: what is chosen for.
+        parts: how the samples are divided over a number of ranks.
+        outputs: names of the values that the network returns.
+        with_memory: whether bytes are counted too.
+        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
+
+    Attributes:
+        solvers: of all ways that were looked at.
+        plain: that which knows plain `sample` on one axis; None where that cannot be.
+        refused: why the last way that cannot be cannot.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        layers: Layers,
+        parts: Parts,
+        outputs: Sequence[str],
+        with_memory: bool,
+        tolerance: float,
+    ) -> None:
+        self._graph, self._costs, self._layers = graph, costs, layers
+        self._num_samples = graph.shape(graph.inputs[0])[0]
+        self._parts, self._outputs = parts, outputs
+        self._with_memory, self._tolerance = with_memory, tolerance
+        self._known = float("inf")
+        self.solvers: list[Solver] = []
+        self.plain: Solver | None = None
+        self.refused: ConvoyError | None = None
+
+    def on(self, mesh: Mesh) -> list[Found]:
+        """The best plans on a mesh, one for each set of sample axes for which there is one."""
+        shared = Shared(Prices(self._graph, mesh, self._costs))
+        solved: dict[Axes, Found] = {}
+        groups: Groups | None = None
+        for axes in sample_axes_of(mesh):
+            solver = self._solver(mesh, axes, shared, groups)
+            if solver is None:
+                continue
+            if len(mesh.sizes) == 1 and axes:
+                self.plain = solver
+            if any(other.solver.floor(solver.batch) >= self._known * INTERESTING for other in solved.values()):
+                continue
+            try:
+                solution = solver.solve()
+                solved[axes] = Found(solver, mesh, solution, solution)
+                self._known = min(self._known, solved[axes].solution.seconds)
+            except UninterestingError:
+                pass
+            except ConvoyError as error:
+                self.refused = error
+            groups = solver.groups  # what was too wide before will be so again
+        return [one for one in (self._whole(axes, solved) for axes in solved) if one is not None]
+
+    def _whole(self, axes: Axes, solved: dict[Axes, Found]) -> Found | None:
+        """What was solved for some axes, with all of them in use; None where fewer axes do better."""
+        one, ops = solved[axes], self._layers.ops
+        if used_axes(one.solution.layers, ops) == axes:
+            return one
+        # a plan that leaves an axis unused is one of fewer sample axes, and at least as cheap there
+        enough = min((other.solution.seconds for a, other in solved.items() if set(a) < set(axes)), default=0.0)
+        better = using_all_axes(one.solver, one.solution, ops, enough * (1 + self._tolerance))
+        return Found(one.solver, one.mesh, better, one.free) if better is not None else None
+
+    def _solver(self, mesh: Mesh, axes: Axes, shared: Shared, groups: Groups | None) -> Solver | None:
+        count = mesh.size(axes)
+        if count > self._num_samples:
+            return None
+        try:
+            batch = Batch(mesh, axes, self._parts(count))
+            choices = self._layers.allowed(mesh, batch, shared.prices)
+        except ConvoyError as error:
+            self.refused = error
+            return None
+        enough = self._known * INTERESTING
+        solver = Solver(shared, batch, choices, self._outputs, groups, self._with_memory, enough, self._tolerance)
+        self.solvers.append(solver)
+        return solver

@@ -1,0 +1,280 @@
+"""Where the time of a plan goes, what holds it up, and the one change that would help most."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.planner.changes import Change, changes
+from convoy.planner.cost.timeline import ENGINE, is_engine
+from convoy.planner.layers import Layer, layers_of
+from convoy.planner.planner import Planned, Scored
+from convoy.planner.words import percent, seconds, times_as_fast
+
+Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimiser", "input"]
+"""`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
+`division` is computing that takes longer in parts, `repeated` what runs whole on every device."""
+_SPENT_WELL = 0.9
+"""Efficiency from which on computing itself is what takes the time."""
+
+_FASTER_BATCH = 1.05
+"""Gain of twice the batch from which on the batch is too small."""
+_WORTH_SAYING = 1.02
+"""Gain from which on a change is advised."""
+_ROUNDING = 1e-9
+_TOO_GOOD = 1.5
+"""Efficiency beyond what caches explain."""
+_TOO_SLOW = 1.5
+"""A device's computing beside all of it on one device, beyond what a plan explains."""
+_AGAIN = "measure again when it is quiet (convoy profile --clear)"
+_COMPUTING = ("forward", "backward", "loss and the rest of a pass")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an update's time.
+
+    Attributes:
+        name: for people.
+        seconds: of the rank that computes longest.
+        ideal: what an even share of one device's time would be.
+    """
+
+    name: str
+    seconds: float
+    ideal: float
+
+    @property
+    def lost(self) -> float:
+        """Seconds beyond the even share."""
+        return self.seconds - self.ideal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds a plan up.
+
+    Attributes:
+        layer: in which, where it is one.
+        sentence: for people.
+        change: what would help most; None where nothing that was tried would.
+        advice: the change as a sentence; empty without one.
+    """
+
+    kind: Kind
+    layer: str | None
+    sentence: str
+    change: Change | None
+    advice: str
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan and all that is said of it.
+
+    Attributes:
+        scored: the plan that is explained.
+        parts: its time, in the order of a step; they add up to it.
+        layers: in the order of the network.
+        changes: what would make it faster, the most helpful first.
+    """
+
+    planned: Planned
+    scored: Scored
+    parts: tuple[Part, ...]
+    layers: tuple[Layer, ...]
+    changes: tuple[Change, ...]
+    verdict: Verdict
+
+    @property
+    def speedup(self) -> float:
+        """Over one device."""
+        return self.planned.serial.seconds / self.scored.seconds if self.scored.seconds else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """Of the devices: the speed-up by their number."""
+        return self.speedup / self.planned.devices
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was assumed, left out, or is to be doubted."""
+        found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
+        if self.efficiency > _TOO_GOOD:
+            found.append(
+                f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "
+                f"while times were measured; {_AGAIN}"
+            )
+        if _too_slow(self.planned, self.parts):
+            found.append(
+                f"each device computes {_ratio(self.parts, 1 / self.planned.devices)} times as long as one that does "
+                f"all alone, which no plan explains: the machine was busy while times were measured; {_AGAIN}"
+            )
+        return tuple(found)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all devices together."""
+        workload = self.planned.workload
+        return workload.samples * workload.passes / self.scored.seconds if self.scored.seconds else 0.0
+
+
+def explained(planned: Planned, scored: Scored | None = None) -> Explained:
+    """Explain the best plan, or another of those that were found."""
+    scored = scored or planned.best
+    parts = parts_of(planned, scored)
+    layers = layers_of(planned, scored)
+    possible = changes(planned, scored, layers)
+    return Explained(planned, scored, parts, layers, possible, _verdict(planned, scored, parts, layers, possible))
+
+
+def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
+    """Where the time goes, beside an even share of one device's."""
+    own, serial = _seconds(scored), _seconds(planned.serial)
+    names = dict.fromkeys([*own, *serial])
+    found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
+    least = _ROUNDING * scored.seconds
+    return tuple(part for part in found if part.seconds > least or part.ideal > least)
+
+
+def _seconds(scored: Scored) -> dict[str, float]:
+    timeline = scored.timeline
+    rank, kinds = timeline.busiest, timeline.by_kind()
+    compute = [span for span in timeline.spans if span.task.rank == rank and span.task.stream == "compute"]
+    before = sum(s.end - s.start for s in compute if s.task.kind == "around" and s.task.name == "input")
+    engine = sum(s.end - s.start for s in compute if is_engine(s.task))
+    return {
+        "input": before,
+        "forward": kinds.get("forward", 0.0),
+        "loss and the rest of a pass": kinds.get("around", 0.0) - before - engine,
+        "backward": kinds.get("backward", 0.0),
+        "packing for messages": kinds.get("copy", 0.0),
+        "exposed communication": kinds["exposed"],
+        "optimiser": kinds.get("update", 0.0),
+        ENGINE: engine,
+        "idle": kinds["idle"],
+    }
+
+
+def _verdict(
+    planned: Planned, scored: Scored, parts: tuple[Part, ...], layers: tuple[Layer, ...], possible: tuple[Change, ...]
+) -> Verdict:
+    total = scored.seconds
+    by_name = {part.name: part for part in parts}
+    kind, layer = _kind(planned, scored, by_name, layers, possible)
+    by_computing = kind in ("compute", "division", "repeated")
+    worth = (change for change in possible if change.gain >= _WORTH_SAYING)
+    change = next((change for change in worth if by_computing or change.kind != "compute"), None)
+    advice = f"Most would be gained by {change.text}: {times_as_fast(change.gain)}." if change is not None else ""
+    if total > planned.serial.seconds:
+        alone = f"One device alone is predicted to be faster, {seconds(planned.serial.seconds)} an update."
+        advice = f"{alone} {advice}".rstrip()
+    return Verdict(kind, layer.name if layer else None, _sentence(kind, layer, planned, total, by_name), change, advice)
+
+
+def _kind(
+    planned: Planned, scored: Scored, parts: dict[str, Part], layers: tuple[Layer, ...], possible: tuple[Change, ...]
+) -> tuple[Kind, Layer | None]:
+    """What takes most of the time that a perfect division would not take."""
+    total, ideal = scored.seconds, planned.serial.seconds / planned.devices
+    input_seconds = parts["input"].seconds if "input" in parts else 0.0
+    longest = max(layers, key=lambda layer: layer.forward + layer.backward, default=None)
+    if input_seconds > 0.5 * total:
+        return "input", None
+    if total <= ideal / _SPENT_WELL or planned.devices == 1:
+        updating = parts["optimiser"].seconds if "optimiser" in parts else 0.0
+        return ("optimiser", None) if updating > 0.5 * total else ("compute", longest)
+    contention = scored.timeline.contention()
+    lost = {
+        "communication": contention + _lost(parts, "packing for messages", "exposed communication"),
+        "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass", ENGINE) - contention,
+        "optimiser": _lost(parts, "optimiser"),
+        "input": _lost(parts, "input"),
+    }
+    most = max(lost, key=lambda name: lost[name])
+    if most == "communication":
+        return "communication", max(layers, key=lambda layer: layer.exposed + layer.copies, default=None)
+    if most == "optimiser":
+        return "optimiser", None
+    if most == "input":
+        return "input", None
+    slower = _slower(planned, layers)
+    if slower is not None and set(slower.strategy) == {"replicate"}:
+        return "repeated", slower
+    if _too_slow(planned, tuple(parts.values())):
+        return "division", slower
+    larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in possible)
+    return ("batch" if larger or _lost(parts, ENGINE) > lost["compute"] / 2 else "division"), slower
+
+
+def _lost(parts: dict[str, Part], *names: str) -> float:
+    return sum(parts[name].lost for name in names if name in parts)
+
+
+def _too_slow(planned: Planned, parts: tuple[Part, ...]) -> bool:
+    own = [part for part in parts if part.name in _COMPUTING]
+    alone = planned.devices * sum(part.ideal for part in own)
+    return planned.devices > 1 and sum(part.seconds for part in own) > _TOO_SLOW * alone > 0
+
+
+def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
+    """The layer whose computing is furthest beyond an even share of one device's."""
+    serial = {layer.name: layer for layer in layers_of(planned, planned.serial)}
+
+    def beyond(layer: Layer) -> float:
+        alone = serial.get(layer.name)
+        ideal = (alone.forward + alone.backward) / planned.devices if alone is not None else 0.0
+        return layer.forward + layer.backward - ideal
+
+    return max(layers, key=beyond, default=None)
+
+
+def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, parts: dict[str, Part]) -> str:
+    name = (layer.name or "the network itself") if layer is not None else ""
+
+    def share(*names: str) -> str:
+        return percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+
+    computing = share(*_COMPUTING)
+    match kind:
+        case "compute":
+            own = percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            most = f", most of all in {name} ({own})" if layer is not None else ""
+            return f"Compute-bound: {computing} of an update is computing{most}."
+        case "communication":
+            assert layer is not None
+            own = percent((layer.exposed + layer.copies) / total)
+            waits = share("exposed communication", "packing for messages")
+            if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
+                return (
+                    f"Communication-bound: {waits} of an update is sending and waiting, spread over many layers, most "
+                    f"in {name} ({own})."
+                )
+            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
+        case "batch":
+            workload = planned.workload
+            engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
+            return (
+                f"Too small a batch per device: with {workload.samples} samples in a pass of {planned.devices} "
+                f"devices, computing takes {_ratio(parts.values())} times its even share (most in {name}){engine}."
+            )
+        case "division":
+            return (
+                f"Computing divides badly: it takes {_ratio(parts.values())} times its even share, most in {name}. "
+                "Parts of a layer may be too small to be fast, or the devices share a memory."
+            )
+        case "repeated":
+            return (
+                f"Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
+                f"{_ratio(parts.values())} times its even share."
+            )
+        case "optimiser":
+            return f"Bound by the optimiser: {share('optimiser')} of an update is changing the weights."
+        case "input":
+            return f"Input-bound: {share('input')} of an update is getting the input ready."
+
+
+def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
+    """How often the time of computing is a part of its even share."""
+    own = [one for one in parts if one.name in _COMPUTING]
+    ideal = sum(one.ideal for one in own)
+    return f"{part * sum(one.seconds for one in own) / ideal:.2f}" if ideal else "many"

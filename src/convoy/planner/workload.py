@@ -1,0 +1,207 @@
+"""What is to be planned: a network, how many samples an update has, and how it is trained."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from convoy.errors import ConvoyError
+from convoy.graph.capture import capture
+from convoy.graph.graph import CaptureError, Graph, Ref
+from convoy.graph.precision import under_autocast
+from convoy.graph.tree import leaves
+from convoy.planner.cost.local import BatchNorm
+from convoy.plans.layout import balanced, consecutive
+from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.plan import Plan
+from convoy.plans.rules import Batch
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def momentum(parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimiser that is assumed where nobody says another."""
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and one weight update of it.
+
+    Attributes:
+        name: of the network, for people.
+        graph: of a pass, in training, over the samples of all devices together, with the types that autocast gives it.
+        outputs: names of the values that the network returns.
+        passes: forward and backward passes before an update.
+        device: on which the network runs.
+        channels_last: whether images lie with the channels innermost in memory.
+        batch_norm: over which samples its statistics are taken.
+        microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
+        precision: in which autocast has layers compute; None for the type of the weights.
+        optimizer: makes the optimiser for some parameters.
+        shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
+            stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
+        bound: whether the batch may have no other number of parts than there are shares.
+        by_speed: the same in the shares that are asked for, or by which devices end soonest that take so many times as
+            long as in the mean; None where there are no shares.
+        alone: the update as one device by itself does it, in passes of its own; None where they are the same.
+        contents: parameters and buffers by name, and images of any number, as far as they are at hand.
+        resized: the same at another number of samples of a pass; None where the network is not at hand.
+    """
+
+    name: str
+    graph: Graph
+    outputs: tuple[str, ...]
+    passes: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    channels_last: bool = False
+    batch_norm: BatchNorm = "sync"
+    microbatch: int = 0
+    precision: torch.dtype | None = None
+    optimizer: MakeOptimizer = momentum
+    shares: tuple[int, ...] | None = None
+    bound: bool = False
+    by_speed: "Callable[[Sequence[float]], Workload] | None" = field(default=None, repr=False, compare=False)
+    alone: "Workload | None" = field(default=None, repr=False, compare=False)
+    contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def samples(self) -> int:
+        """Of a pass, on all devices together."""
+        return self.graph.shape(self.graph.inputs[0])[0]
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Shape of one, as [channels, height, width]."""
+        return self.graph.shape(self.graph.inputs[0])[1:]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor of a pass."""
+        return max(math.prod(value.shape) * value.dtype.itemsize for value in self.graph.values.values())
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch of a pass."""
+        size = self.microbatch or self.samples
+        return tuple(min(size, self.samples - start) for start in range(0, self.samples, size))
+
+    def parts(self, count: int) -> tuple[range, ...]:
+        """The consecutive samples of each of `count` ranks: whole microbatches where there are such.
+
+        Raises:
+            ConvoyError: there are fewer microbatches, or samples, than ranks.
+        """
+        pieces = self.sizes if self.microbatch else (1,) * self.samples
+        if count > len(pieces):
+            what = "microbatches" if self.microbatch else "samples"
+            raise ConvoyError(f"{count} ranks cannot share {len(pieces)} {what}: use fewer sample ranks")
+        if self.shares is not None and count == len(self.shares):
+            ends = [round(self.samples * done / sum(self.shares)) for done in accumulate(self.shares)]
+            return tuple(itertools.starmap(range, pairwise([0, *ends])))
+        if self.bound and self.shares is not None and count > 1:
+            raise ConvoyError(
+                f"the shares are those of {len(self.shares)} parts of the batch, but the plan divides it into {count}"
+            )
+        return consecutive([sum(pieces[part.start : part.stop]) for part in balanced(len(pieces), count)])
+
+    def place(self, plan: Plan) -> Placement:
+        """The network under a plan.
+
+        Raises:
+            ConvoyError: a layer cannot be divided as the plan says.
+        """
+        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
+        batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)) if axes else (range(self.samples),))
+        return place(self.graph, plan, batch, self.outputs)
+
+
+def workload_of(
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    global_batch: int,
+    *,
+    name: str = "",
+    passes: int = 1,
+    channels_last: bool | None = None,
+    batch_norm: BatchNorm = "sync",
+    microbatch: int = 0,
+    precision: torch.dtype | None = None,
+    optimizer: MakeOptimizer = momentum,
+) -> Workload:
+    """Look at a network without changing it.
+
+    Args:
+        model: any network.
+        example: images; the shape of a sample, the type and the device matter, and what is in them a little.
+        global_batch: samples of one update on all devices together.
+        name: of the network, for people; by default that of its class.
+        passes: into which the update is divided.
+        channels_last: memory format; None takes that of the example and the weights.
+        batch_norm, microbatch, precision, optimizer: as in `Workload`.
+
+    Raises:
+        ConvoyError: the network cannot be seen as one graph, or the batch is too small.
+    """
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    if any(x.is_meta for x in examples):
+        raise ConvoyError("the example is on the meta device: give one that is where the network is to be trained")
+    if passes < 1:
+        raise ConvoyError(f"an update of {passes} passes cannot be: it must have at least 1")
+    if global_batch < 1:
+        raise ConvoyError(f"a batch of {global_batch} samples cannot be trained: it must be at least 1")
+    samples = math.ceil(global_batch / passes)
+    inputs = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
+    try:
+        graph = capture(model, inputs, training=True)
+    except CaptureError as error:
+        raise ConvoyError(
+            f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
+        ) from error
+    if channels_last is None:
+        images = [x for x in (*examples, *model.parameters()) if x.dim() == 4]
+        channels_last = any(
+            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
+        )
+
+    def resized(size: int) -> Workload:
+        return workload_of(
+            model,
+            examples,
+            size * passes,
+            name=name,
+            passes=passes,
+            channels_last=channels_last,
+            batch_norm=batch_norm,
+            microbatch=microbatch,
+            precision=precision,
+            optimizer=optimizer,
+        )
+
+    return Workload(
+        name=name or type(model).__name__,
+        graph=under_autocast(graph, precision, examples[0].device.type),
+        outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
+        passes=passes,
+        device=examples[0].device,
+        channels_last=channels_last,
+        batch_norm=batch_norm,
+        microbatch=microbatch,
+        precision=precision,
+        optimizer=optimizer,
+        contents=_contents(model, dict(zip(graph.inputs, examples, strict=True))),
+        resized=resized,
+    )
+
+
+def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is at hand: nothing of what has only a shape, and no images that are all of one colour."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
+    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}

@@ -1,0 +1,211 @@
+"""The look of every plot: one size, fixed margins so that panels line up, few ticks, direct legends, named colours."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from convoy.report import formats
+
+WIDTH, HEIGHT = 340, 252
+"""Size of a panel in points: text of 10.5 points is read well when the panel is 320 to 560 pixels wide."""
+
+LEFT, RIGHT, TOP, BOTTOM = 44, 12, 54, 38
+"""Margins of the axes in points; the one above holds the title and, under it, the legend."""
+
+TITLE = 30
+"""The margin above axes without a legend."""
+
+PAPER, INK, MUTED, GRID = "#ffffff", "#1b1f24", "#59636e", "#e4e7eb"
+TRAIN, TEST, GREEN = "#0072b2", "#d55e00", "#009e73"
+"""Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by colour-blind readers too."""
+
+PURPLE, OCHRE = "#a8508a", "#b8860b"
+"""Two more of theirs, darker, so that thin lines are seen on white."""
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Matplotlib's defaults and ours inside, whatever the user's matplotlibrc says; the user's again outside."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(
+            {
+                "font.size": 10.5,
+                "axes.edgecolor": MUTED,
+                "axes.facecolor": PAPER,
+                "axes.labelcolor": MUTED,
+                "axes.linewidth": 0.8,
+                "axes.spines.right": False,
+                "axes.spines.top": False,
+                "axes.axisbelow": True,
+                "figure.facecolor": PAPER,
+                "grid.color": GRID,
+                "grid.linewidth": 0.8,
+                "lines.solid_capstyle": "round",
+                "text.color": INK,
+                "text.parse_math": False,
+                "xtick.color": MUTED,
+                "ytick.color": MUTED,
+                "svg.fonttype": "none",
+                "svg.hashsalt": "convoy",
+            }
+        )
+        yield
+
+
+def new_figure() -> Figure:
+    """An empty panel."""
+    return Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=144)
+
+
+def add_axes(
+    figure: Figure, title: str, xlabel: str = "", *, top: float = 0, above: float = TOP, height: float = 0
+) -> Axes:
+    """Axes that begin `above` points under `top` (points from the edge of the panel), with their title at `top`.
+
+    They reach down to the margin of the panel, or have the `height` that is given.
+    """
+    height = height or HEIGHT - BOTTOM - top - above
+    lower = HEIGHT - top - above - height
+    axes = figure.add_axes((LEFT / WIDTH, lower / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, height / HEIGHT))
+    figure.text(2 / WIDTH, 1 - (top + 15) / HEIGHT, title, size=12, weight="bold")
+    axes.tick_params(length=0, pad=6)
+    axes.tick_params(axis="x", length=3, pad=4, width=0.8)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y")
+    axes.set_xlabel(xlabel, labelpad=4)
+    return axes
+
+
+def legend(axes: Axes) -> None:
+    """Names the lines of the panel between title and axes, where no curve can run under them."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06),
+        ncols=3,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=2.6,
+        handletextpad=0.6,
+        columnspacing=1.6,
+    )
+
+
+def count_axis(axes: Axes, last: float) -> None:
+    """An x axis of updates from 0 to `last`."""
+    axes.set_xlim(0, max(last, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The largest unit that fits twice into a time, as its seconds and its name."""
+    for size, name in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return size, name
+    return 1, "seconds"
+
+
+def time_axis(axes: Axes, last: float) -> None:
+    """An x axis of time from 0 to `last`, in the unit of `time_unit`."""
+    axes.set_xlim(0, last if last > 0 else 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+
+
+def linear_axis(
+    axes: Axes, values: np.ndarray, *, ticks: int = 5, at_least: float = 0, at_most: float = np.inf
+) -> None:
+    """A y axis from 0 (or below it, where values are) to a little above the largest value."""
+    finite = values[np.isfinite(values)]
+    top, low = max(finite, default=0.0), min(finite, default=0.0)
+    axes.set_ylim(min(0, 1.08 * low), min(max(1.08 * top, at_least), at_most) or 1)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+
+
+def wide_axis(axes: Axes, values: np.ndarray) -> None:
+    """A y axis for values ≥ 0 that lets a curve use its height.
+
+    Logarithmic where they span more than a factor of 20; values of exactly 0 stay visible on it: below the smallest
+    positive value it is linear down to 0. Else linear: from 0, or, where that would leave a third of the panel empty
+    below the curves, from a little below the smallest value.
+    """
+    positive = values[np.isfinite(values) & (values > 0)]
+    if len(positive) == 0 or positive.max() / positive.min() <= 20:
+        linear_axis(axes, values)
+        low, high = min(positive, default=0.0), max(positive, default=0.0)
+        if high > low > high / 3 and not (values <= 0).any():
+            margin = 0.06 * max(high - low, 0.01 * high)
+            axes.set_ylim(low - margin, high + margin)
+        return
+    low, high = float(positive.min()), float(positive.max())
+    ticks = _ticks(low, high)
+    if (values == 0).any():
+        axes.set_yscale("symlog", linthresh=low, linscale=0.4)
+        axes.set_ylim(0, 1.15 * high)
+        ticks = [0.0, *(tick for tick in ticks if tick >= low)]
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.15, 1.15 * high)
+        ticks = [tick for tick in ticks if low / 1.15 <= tick <= 1.15 * high]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
+    dense = [mantissa * 10.0**power for power in range(first, last + 1) for mantissa in (1, 2, 5)]
+    inside = [tick for tick in dense if low / 3 <= tick <= high * 1.15]
+    if len(inside) <= 8:
+        return inside
+    step = 1 + (last - first) // 7
+    return [10.0**power for power in range(first, last + 1, step) if 10.0**power <= high * 1.15]
+
+
+def draw(
+    axes: Axes,
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    colour: str,
+    label: str = "",
+    style: str | tuple[float, Sequence[float]] = "-",
+    marker: str = "",
+    width: float = 1.5,
+) -> None:
+    """One curve [points]; NaN makes a gap, and a point between gaps is drawn as a dot so that it is not lost.
+
+    Long curves are drawn as the mean of each of 300 pieces with the range of the piece as a band behind it.
+    """
+    if len(x) > 600:
+        x, y, low, high = in_pieces(x, y)
+        axes.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
+    few = marker if len(x) <= 60 else ""
+    size = 3.4 if len(x) <= 25 else 2.4
+    axes.plot(
+        x, y, color=colour, linestyle=style, linewidth=width, marker=few, markersize=size, label=label, clip_on=False
+    )
+    padded = np.concatenate(([np.nan], y, [np.nan]))
+    alone = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
+    if alone.any() and not few:
+        axes.plot(x[alone], y[alone], color=colour, linestyle="none", marker="o", markersize=3.4, clip_on=False)
+
+
+def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A curve [points] in equal pieces: mean x, and mean, smallest and largest y; a NaN makes its piece NaN."""
+    edges = np.linspace(0, len(x), pieces + 1).astype(int)[:-1]
+    sizes = np.diff(np.append(edges, len(x)))
+    return (
+        np.add.reduceat(x, edges) / sizes,
+        np.add.reduceat(y, edges) / sizes,
+        np.minimum.reduceat(y, edges),
+        np.maximum.reduceat(y, edges),
+    )

@@ -1,0 +1,206 @@
+"""Turns a figure into SVG that lives inside an HTML page: its colours, fonts and theme are those of the page.
+
+Pictures of a run directory as data URIs, so that the report needs no other file.
+
+What all pages share: templates that escape what they are given, and scripts that the page vouches for.
+"""
+
+import base64
+import hashlib
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+from convoy.errors import ConvoyError
+from convoy.report import axes, formats
+from convoy.terminal import printable
+
+LARGEST = 256
+"""Pictures are shown at about 130 pixels; twice that is sharp on every screen."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image for the page. `coarse` says that it has few pixels and is to be enlarged without smoothing."""
+
+    uri: str
+    width: int
+    height: int
+    coarse: bool
+
+
+def read_picture(run: Path, name: str | None) -> Picture | None:
+    """The picture `name` of the run directory `run`, or None if there is no such file in it.
+
+    Raises ConvoyError if the file is no readable picture, or its name leads out of the run directory.
+    """
+    if not name:
+        return None
+    path = run / name
+    try:
+        if not path.resolve().is_relative_to(run.resolve()):
+            raise ConvoyError(
+                f"{run / 'evaluation.json'}: the picture {name!r} lies outside the run directory; "
+                "evaluate the run again."
+            )
+        if not path.is_file():
+            return None
+        with Image.open(path, formats=("PNG", "JPEG")) as opened:
+            image = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
+    except ConvoyError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise ConvoyError(
+            f"{path} is not a readable PNG or JPEG picture; delete it and write the report again."
+        ) from None
+    image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    written = io.BytesIO()
+    image.save(written, format="PNG", optimize=True)
+    return Picture(data_uri(written.getvalue(), "image/png"), image.width, image.height, max(image.size) <= 96)
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    """`content` of the MIME type `kind` as a URI."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+_FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
+_OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
+
+
+def render(template: str, styles: tuple[str, ...], script: str, **content: object) -> str:
+    """A page as HTML.
+
+    Args:
+        template: its name under `templates/`.
+        styles: names of the style sheets, which are put into the page one after the other.
+        script: name of the script.
+        content: what the template asks for.
+    """
+    environment = Environment(
+        loader=PackageLoader("convoy.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    for name in _FILTERS:
+        environment.filters[name] = getattr(formats, name)
+    environment.filters["running"] = running
+    loader = environment.loader
+    assert loader is not None
+    style = "\n".join(loader.get_source(environment, name)[0] for name in styles)
+    code = loader.get_source(environment, script)[0]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
+    )
+
+
+def running(text: str) -> Markup:
+    """A sentence whose options, as `--resume`, stay in one line."""
+    found, end = Markup(""), 0
+    shown = printable(text, keep="\n\t")
+    for option in _OPTION.finditer(shown):
+        found += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
+        end = option.end()
+    return found + shown[end:]
+
+
+def _shown(value: object) -> object:
+    """Text of others without characters that turn its line around; markup is of our own making."""
+    return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_SVG = "{http://www.w3.org/2000/svg}"
+_HREF = "{http://www.w3.org/1999/xlink}href"
+
+_PROPERTIES = {
+    axes.PAPER: "var(--paper)",
+    axes.INK: "var(--ink)",
+    axes.MUTED: "var(--muted)",
+    axes.GRID: "var(--grid)",
+    axes.TRAIN: "var(--train)",
+    axes.TEST: "var(--test)",
+    axes.GREEN: "var(--green)",
+    axes.PURPLE: "var(--purple)",
+    axes.OCHRE: "var(--ochre)",
+}
+"""The CSS custom property of each colour that the plots use."""
+
+
+def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
+    """The figure as an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by `name`."""
+    written = io.BytesIO()
+    with axes.house_style():
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    root = ElementTree.fromstring(written.getvalue())
+    _drop(root, {f"{_SVG}metadata", f"{_SVG}style"})
+    _drop_background(root)
+    used = {reference for node in root.iter() for reference in _references(node)}
+    for node in root.iter():
+        _adapt(node, name, used)
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "role": "img",
+        "aria-labelledby": f"{name}-title {name}-description",
+    }
+    for position, (tag, text) in enumerate((("title", title), ("desc", description))):
+        element = ElementTree.Element(tag, {"id": f"{name}-{'title' if tag == 'title' else 'description'}"})
+        element.text = text
+        root.insert(position, element)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _drop(root: ElementTree.Element, tags: set[str]) -> None:
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in tags:
+                parent.remove(child)
+
+
+def _drop_background(root: ElementTree.Element) -> None:
+    """Panels are transparent: the first patch of the figure and of each axes is its background."""
+    for parent in list(root.iter(f"{_SVG}g")):
+        first = next(iter(parent), None)
+        if (
+            parent.get("id", "").startswith(("figure_", "axes_"))
+            and first is not None
+            and first.get("id", "").startswith("patch_")
+        ):
+            parent.remove(first)
+
+
+def _references(node: ElementTree.Element) -> list[str]:
+    found = re.findall(r"url\(#([^)]+)\)", " ".join(node.attrib.values()))
+    return [*found, node.attrib.get(_HREF, "#")[1:]]
+
+
+def _adapt(node: ElementTree.Element, name: str, used: set[str]) -> None:
+    node.tag = node.tag.removeprefix(_SVG)
+    if node.get("id") in used:
+        node.set("id", f"{name}-{node.get('id')}")
+    else:
+        node.attrib.pop("id", None)
+    if target := node.attrib.pop(_HREF, None):
+        node.set("href", f"#{name}-{target[1:]}")
+    if "clip-path" in node.attrib:
+        node.set("clip-path", node.attrib["clip-path"].replace("url(#", f"url(#{name}-"))
+    if "style" in node.attrib:
+        style = re.sub(r"\s*font-family:[^;]*;?", "", node.attrib["style"])
+        node.set("style", re.sub(r"#[0-9a-f]{6}\b", lambda match: _PROPERTIES[match[0]], style))
+    if node.get("transform", "").startswith("rotate(-0 "):
+        del node.attrib["transform"]
+    if "d" in node.attrib:
+        node.set("d", re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.2f}", node.attrib["d"]).replace("\n", ""))
+    if node.tag != "text":
+        node.text = None
+    node.tail = None

@@ -1,0 +1,182 @@
+"""The planner's page: one HTML file that says why a plan is the fastest, opens from disk and loads nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import convoy
+from convoy.files import to_json
+from convoy.planner.cost.timeline import ENGINE
+from convoy.planner.interface import document
+from convoy.planner.layers import Layer
+from convoy.planner.planner import Planned, Scored
+from convoy.planner.verdict import Explained, parts_of
+from convoy.planner.words import extra, per_second, percent, seconds, shape
+from convoy.plans.explain import size
+from convoy.report import formats, pages
+from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
+from convoy.report.pages import data_uri
+from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
+
+_VERDICTS = {
+    "compute": "compute-bound",
+    "communication": "communication-bound",
+    "batch": "too small a batch",
+    "division": "computing divides badly",
+    "repeated": "work is repeated",
+    "optimiser": "bound by the optimiser",
+    "input": "input-bound",
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure."""
+
+    label: str
+    value: str
+    note: str
+    main: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A plan beside the others: its parts as colour, share of the longest, and text."""
+
+    name: str
+    chosen: bool
+    parts: tuple[tuple[str, float, str], ...]
+    time: str
+    speedup: str
+    memory: str
+
+
+def plan_page(found: Explained, command: str = "") -> str:
+    """The page as HTML.
+
+    Args:
+        found: the plan and all that is said of it.
+        command: with which it was found.
+    """
+    styles = ("report.css", "bars.css", "plan.css")
+    return pages.render("plan.html.jinja", styles, "plan.js", **_content(found, command))
+
+
+def _content(found: Explained, command: str) -> dict[str, Any]:
+    planned, scored = found.planned, found.scored
+    workload, total = planned.workload, scored.seconds or 1.0
+    raw = to_json(document(found), indent=1).encode()
+    bars = [_bar(planned, one, one is scored) for one in _shown(planned)]
+    return {
+        "model": workload.name,
+        "devices": formats.plural(planned.devices, "device"),
+        "several": planned.devices > 1,
+        "facts": _facts(found),
+        "verdict": found.verdict,
+        "kind": _VERDICTS[found.verdict.kind],
+        "calm": found.verdict.kind == "compute",
+        "plan": str(scored.plan),
+        "axes": ", ".join(scored.placement.mesh.names),
+        "tiles": _tiles(found),
+        "bars": bars,
+        "bar_legend": _bar_legend(bars),
+        "parts": [
+            (part.name, PARTS[part.name], seconds(part.seconds), percent(part.seconds / total), seconds(part.ideal))
+            for part in found.parts
+        ],
+        "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
+        "network": draw_network(found),
+        "canvas": canvas_height(found),
+        "network_legend": legend(found),
+        "omitted": omitted_edges(found),
+        "timeline": draw_timeline(scored.timeline),
+        "kinds": kinds_in(scored.timeline),
+        "left_out": num_left_out(scored.timeline),
+        "layers": [_layer(layer, scored.seconds) for layer in found.layers],
+        "yaml": scored.plan.to_yaml().rstrip(),
+        "command": command,
+        "notes": list(found.notes),
+        "download": data_uri(raw, "application/json"),
+        "size": formats.prefixed(len(raw), "B"),
+        "version": convoy.__version__,
+    }
+
+
+def _facts(found: Explained) -> list[str]:
+    workload = found.planned.workload
+    batch = workload.samples * workload.passes
+    facts = [f"{formats.count(batch)} samples an update"]
+    if workload.passes > 1:
+        facts.append(f"{workload.passes} passes of {workload.samples}")
+    facts.append(f"images of {shape(workload.sample)}")
+    if workload.microbatch:
+        facts.append(f"microbatches of {workload.microbatch}")
+    if workload.precision is not None:
+        facts.append(str(workload.precision).removeprefix("torch."))
+    if workload.channels_last:
+        facts.append("channels last")
+    return facts
+
+
+def _tiles(found: Explained) -> list[Tile]:
+    planned, scored = found.planned, found.scored
+    memory = scored.memory
+    tiles = [
+        Tile("An update", seconds(scored.seconds), "predicted", True),
+        Tile("Samples a second", per_second(found.samples_per_second), "all devices together"),
+    ]
+    if planned.devices > 1:
+        alone = f"{seconds(planned.serial.seconds)} on one device"
+        tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", f"{percent(found.efficiency)} efficiency; {alone}"))
+    held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
+    tiles.append(Tile("Memory of a rank", size(memory.total), held))
+    return tiles
+
+
+def _shown(planned: Planned) -> list[Scored]:
+    candidates = list(planned.candidates)
+    return candidates if planned.devices == 1 else [*candidates, planned.serial]
+
+
+def _bar(planned: Planned, one: Scored, chosen: bool) -> Bar:
+    longest = max(each.seconds for each in _shown(planned)) or 1.0
+    serial = one is planned.serial
+    parts = tuple(
+        (PARTS[part.name], 100 * part.seconds / longest, f"{part.name}: {seconds(part.seconds)}")
+        for part in parts_of(planned, one)
+        if part.seconds > 0
+    )
+    speedup = planned.serial.seconds / one.seconds if one.seconds else 1.0
+    name = "one device" if serial else str(one.plan)
+    return Bar(name, chosen, parts, seconds(one.seconds), f"{speedup:.2f} ×", size(one.memory.total))
+
+
+def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
+    words = {
+        "forward": "forward",
+        "backward": "backward",
+        "around": "input and loss",
+        "packing": "packing",
+        "transfer": "waiting for messages",
+        "update": "optimiser",
+        "engine": ENGINE,
+        "idle": "idle",
+    }
+    used = {key for bar in bars for key, _, _ in bar.parts}
+    return [(key, word) for key, word in words.items() if key in used]
+
+
+def _layer(layer: Layer, total: float) -> dict[str, Any]:
+    other = layer.other
+    return {
+        "name": layer.name or "the network itself",
+        "work": ", ".join(dict.fromkeys(layer.ops)),
+        "strategy": layer.strategy,
+        "gives": shape(layer.gives),
+        "computes": seconds(layer.forward + layer.backward + layer.copies),
+        "waits": seconds(layer.exposed),
+        "sends": size(layer.sent),
+        "holds": size(layer.parameters),
+        "other": ",".join(other.strategy) if other is not None else "",
+        "extra": extra(other.seconds) if other is not None else "",
+        "share": round(100 * layer.seconds / total, 1) if total else 0.0,
+    }

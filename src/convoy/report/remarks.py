@@ -1,0 +1,221 @@
+"""Sentences about a run that a reader of its numbers has to know: what is missing, cut short, skewed or skipped."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from convoy.planner.comparison import difference, shown
+from convoy.report import formats
+from convoy.report.metrics import Line, column
+from convoy.report.plots import data_wait_shares
+from convoy.report.prediction import Prediction
+from convoy.report.run_directory import Run, RunSummary
+from convoy.report.tiles import last_result, num_test_images
+
+_ALIKE, _DOUBTFUL = 0.03, 0.25
+"""Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison."""
+_ONE_LINE = re.compile(r"[a-z]+(=\d+)?(,[a-z]+=\d+)*")
+"""Plans that a command line can name: a strategy on each axis."""
+
+
+def remarks(run: Run) -> list[str]:
+    """The sentences, the most important first; none for a run that is complete and healthy."""
+    found = [
+        _status(run),
+        *_not_finite("training", run.metrics.train),
+        *_not_finite("test", run.metrics.test),
+        _no_test(run),
+        _bad_images(run),
+        _data_wait(run),
+        _soft_targets(run),
+        _cut(run),
+    ]
+    return [sentence for sentence in found if sentence]
+
+
+def about(run: Run) -> list[str]:
+    """What the run did: its result, on which devices and by which plan, and whether several were faster than one."""
+    summary, devices = run.summary or RunSummary(), num_devices(run)
+    top1, images = last_result(run, "top1"), num_test_images(run)
+    model, epochs = summary.model or "The network", summary.epochs
+    length = "" if not epochs else f" after {formats.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+    time = "" if summary.time_s is None else f" in {formats.duration(summary.time_s)}"
+    plan = f", plan {formats.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
+    where = f" on {formats.plural(devices, 'device')}{plan}"
+    if top1 is None:
+        return [f"{model} has not been tested yet{length}{time}{where}."]
+    right = formats.percent(top1, formats.percent_places(images))
+    of = f" of {formats.plural(images, 'test image')}" if images else " of the test images"
+    said = [f"{model} recognises {right}{of}{length}{time}{where}."]
+    if devices > 1:
+        how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
+        said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
+    return said
+
+
+def bench_command(run: Run) -> str:
+    """The command that measures how fast the devices of a run are beside one; empty where one ran, or it is known."""
+    devices, plan = num_devices(run), _plan(run)
+    model, data = run.setting("model.name"), run.setting("data.path")
+    if devices < 2 or _is_settled(run) or not model or not data:
+        return ""
+    folder = Path(str(run.environment.get("run") or run.path.resolve().name))
+    plan = plan if plan and _ONE_LINE.fullmatch(plan) else str(folder / "plan.yaml")
+    words = ["convoy", "bench", str(model), "--data", str(data), "--recipe", str(folder / "config.yaml")]
+    return shlex.join([*words, "--devices", f"1,{devices}", "--plans", plan])
+
+
+def num_devices(run: Run) -> int:
+    """On which the run was last."""
+    known = run.summary.devices if run.summary is not None else None
+    noted = run.environment.get("devices")
+    return known or (noted if isinstance(noted, int) else 1)
+
+
+def _plan(run: Run) -> str:
+    return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
+
+
+def _pace(found: Prediction) -> float | None:
+    """How many times as fast as one device the devices were, as far as it was predicted what one takes."""
+    measured = found.update.measured_s
+    return found.one_device_s / measured if found.one_device_s and measured else None
+
+
+def _is_settled(run: Run) -> bool:
+    """Whether the prediction says how fast the devices are beside one, and its own plan was as fast as it said."""
+    found = run.prediction
+    return found is not None and _pace(found) is not None and not _is_doubtful(found)
+
+
+def _is_doubtful(found: Prediction) -> bool:
+    return found.error is not None and abs(found.error) > _DOUBTFUL
+
+
+def _speed_up(found: Prediction | None, devices: int) -> str:
+    pace = _pace(found) if found is not None else None
+    if found is None or pace is None:
+        return f"Whether {devices} devices were faster than one was not measured."
+    took = (
+        f"An update took {shown(found.update.measured_s)}, and {shown(found.one_device_s)} were predicted of one device"
+    )
+    if abs(pace - 1) < _ALIKE:
+        said = f"{took}: {devices} devices were as fast as one"
+    elif pace < 1:
+        said = (
+            f"{took}: {devices} devices were slower than one, which would need {formats.percent(pace, 0)} of the time"
+        )
+    else:
+        said = f"{took}: {devices} devices were {pace:.2f} times as fast as one"
+    if found.error is not None and _is_doubtful(found):
+        return f"{said}. That is in doubt: the prediction of the plan itself was off by {difference(found.error)}."
+    return f"{said}."
+
+
+def status(run: Run) -> tuple[str, str]:
+    """A word for the state of the run, and its kind: good, warn or open."""
+    known = run.summary.status if run.summary is not None else None
+    if known == "finished":
+        return "Finished", "good"
+    if known == "stopped":
+        return "Stopped early", "warn"
+    if known == "failed":
+        return "Failed", "warn"
+    if known == "running":
+        return ("Broken off", "warn") if run.training is False else ("Running", "open")
+    return "No summary", "warn"
+
+
+def _status(run: Run) -> str:
+    summary = run.summary
+    if summary is None or summary.status is None:
+        return (
+            "There is no summary: the run is still going on, or it ended without being able to write one. "
+            "What is shown is what it had written."
+        )
+    if summary.status == "finished":
+        return ""
+    goes_on = "--resume goes on from its last checkpoint"
+    if summary.status == "running":
+        if run.training is False:
+            return f"The run has ended without a word, as one does that is killed; {goes_on}."
+        known = "" if run.training else f", or had been killed: then {goes_on}"
+        return f"The run was still going on when this page was written{known}."
+    ended = "failed" if summary.status == "failed" else "was stopped"
+    steps, total, why = summary.steps, summary.total_steps, f": {summary.error}" if summary.error else ""
+    if "--resume" not in why:  # many reasons say how to go on
+        why += f"; {goes_on}"
+    if steps is None or not total:
+        return f"The run {ended} before its end{why}."
+    return (
+        f"The run {ended} after {formats.count(steps)} of {formats.plural(total, 'update')} "
+        f"({formats.percent(steps / total, 0)}){why}."
+    )
+
+
+def _not_finite(split: str, lines: list[Line]) -> list[str]:
+    lost = np.isnan(column(lines, "loss"))
+    if not lost.any():
+        return []
+    first = lines[int(lost.argmax())].step
+    return [
+        f"The {split} loss was not a finite number (NaN or infinite) in {formats.count(int(lost.sum()))} of "
+        f"{formats.plural(len(lines), 'line')} of the record, first at update {formats.count(first)}; "
+        "the curves have a gap there."
+    ]
+
+
+def _no_test(run: Run) -> str:
+    if not run.metrics.train and not run.metrics.test:
+        return "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
+    if not run.metrics.test and run.evaluation is None:
+        return "The net has not been tested yet, so there is no test curve and no test accuracy."
+    return ""
+
+
+def _bad_images(run: Run) -> str:
+    number = len(run.summary.bad_images) if run.summary is not None else 0
+    if not number:
+        return ""
+    return f"{formats.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
+
+
+def _data_wait(run: Run) -> str:
+    share = run.summary.data_wait_share if run.summary is not None else None
+    if share is None:
+        shares = data_wait_shares(run)
+        share = float(np.nanmean(shares)) if np.isfinite(shares).any() else 0.0
+    if share < 0.1:
+        return ""
+    return (
+        f"Training waited for data in {formats.percent(share, 0)} of its time: "
+        "more loader processes (data.workers), smaller pictures on disk or less augmentation would make it faster."
+    )
+
+
+def _soft_targets(run: Run) -> str:
+    mixing = [name for name in ("mixup", "cutmix") if _positive(run.setting(f"data.mix.{name}"))]
+    if mixing:
+        return (
+            f"Training images are blended ({' and '.join(mixing)}), so training loss and error "
+            "cannot be compared with those of the test split."
+        )
+    if _positive(smoothing := run.setting("loss.label_smoothing")):
+        return (
+            f"Label smoothing of {formats.value(smoothing)} keeps the training loss above zero even for a perfect net."
+        )
+    return ""
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _cut(run: Run) -> str:
+    return (
+        "The last line of metrics.jsonl was cut off in the middle of writing and is left out."
+        if run.metrics.cut
+        else ""
+    )

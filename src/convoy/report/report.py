@@ -1,0 +1,216 @@
+"""Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
+
+import gzip
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePath
+from typing import Any
+
+from markupsafe import Markup
+
+import convoy
+from convoy.errors import ConvoyError
+from convoy.report import confusion, formats, pages
+from convoy.report.metrics import column
+from convoy.report.pages import Picture, data_uri, inline_svg, read_picture
+from convoy.report.plots import Panel, draw_panels
+from convoy.report.prediction import compared
+from convoy.report.remarks import about, bench_command, remarks, status
+from convoy.report.run_directory import Evaluation, Mistake, Run, read_run
+from convoy.report.tiles import num_test_images, result_tiles
+from convoy.terminal import printable
+
+MOST_BAD_IMAGES = 200
+COMPRESS_FROM = 1 << 20
+"""Metrics of this many bytes are packed with gzip for the download."""
+
+
+@dataclass(frozen=True)
+class ShownMistake:
+    """A mistake with names for its classes and its picture, if there is one."""
+
+    name: str
+    true: str
+    predicted: str
+    probability: float | None
+    picture: Picture | None
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file inside the page."""
+
+    name: str
+    size: str
+    uri: str
+
+
+def write_report(run: Path) -> Path:
+    """Writes `report.html` into the run directory `run` and gives its path.
+
+    The page needs no other file and no network. It is written beside its place and moved there, so that a reader never
+    sees half of it, and the same run gives the same bytes. Everything but `config.yaml` may be missing or incomplete:
+    the page says so.
+
+    Raises ConvoyError if `run` is no run directory, a file in it is corrupt (naming file and line), or the page cannot
+    be written.
+    """
+    content = render(read_run(run)).encode("utf-8", errors="replace")
+    report = Path(run) / "report.html"
+    partial = report.with_name(f".report.html.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(report)
+    except OSError as error:
+        raise ConvoyError(
+            f"{report} cannot be written ({error.strerror}); free space there or make the directory writable."
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return report
+
+
+def render(run: Run) -> str:
+    """The page of a run as HTML."""
+    return pages.render("report.html.jinja", ("report.css", "bars.css"), "report.js", **_content(run))
+
+
+def _content(run: Run) -> dict[str, Any]:
+    word, kind = status(run)
+    evaluation = run.evaluation
+    bad = run.summary.bad_images if run.summary is not None else []
+    many = evaluation is not None and len(evaluation.classes) > confusion.LARGEST_MATRIX
+    return {
+        "title": _title(run),
+        "folder": run.path.resolve().name,
+        "status": word,
+        "status_kind": kind,
+        "facts": _facts(run),
+        "remarks": remarks(run),
+        "about": about(run),
+        "bench": bench_command(run),
+        "notes": run.summary.notes if run.summary is not None else [],
+        "tiles": result_tiles(run),
+        "panels": [(panel, _drawn(panel)) for panel in draw_panels(run)],
+        "updates_per_epoch": _updates_per_epoch(run),
+        "pieces": len(run.metrics.train) > 600,
+        "tests": _tests(run),
+        "places": formats.percent_places(num_test_images(run)),
+        "compared": compared(run.prediction),
+        "evaluation": evaluation,
+        "matrix": confusion.matrix(evaluation) if evaluation else None,
+        "pairs": confusion.confused_pairs(evaluation, 12 if many else 8) if evaluation else [],
+        "classes": confusion.classes(evaluation) if evaluation else [],
+        "hardest": confusion.hardest_classes(evaluation, 12) if evaluation and many else [],
+        "mistakes": list(_mistakes(run, evaluation)) if evaluation else [],
+        "derived": run.summary.derived if run.summary is not None else [],
+        "bad_images": bad[:MOST_BAD_IMAGES],
+        "num_bad_images": len(bad),
+        "command": _text(run.environment.get("command")),
+        "configuration": _highlighted(run.config_text),
+        "environment": {key: value for key, value in run.environment.items() if key not in ("command", "restarts")},
+        "restarts": _restarts(run),
+        "download": _download(run),
+        "version": _text(run.environment.get("convoy")) or convoy.__version__,
+    }
+
+
+def _title(run: Run) -> tuple[str, str]:
+    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
+    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
+    title = formats.shorten(model or run.path.resolve().name, 60)
+    return title, formats.shorten(PurePath(data).name or data, 60)
+
+
+def _facts(run: Run) -> list[str]:
+    started = _moment(run.environment.get("started"))
+    seed = run.setting("seed")
+    facts = [f"started {started}" if started else "", f"seed {seed}" if seed is not None else ""]
+    facts += [_text(run.environment.get("machine")), f"PyTorch {run.environment.get('torch', '')}"]
+    return [fact for fact in facts if fact and fact != "PyTorch "]
+
+
+def _moment(value: object) -> str:
+    """A moment as people write it, or whatever stands in its place."""
+    try:
+        moment = datetime.fromisoformat(_text(value))
+    except ValueError:
+        return _text(value)
+    return moment.strftime("%Y-%m-%d %H:%M") + (f" {moment.tzname()}" if moment.tzinfo else "")
+
+
+def _restarts(run: Run) -> list[dict[str, Any]]:
+    """When the run was started again, after how many updates, on how many devices, under which plan, on other data."""
+    found = run.environment.get("restarts")
+    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    facts = ("after", "devices", "plan", "data")
+    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in listed]
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _drawn(panel: Panel) -> Markup | None:
+    if panel.figure is None:
+        return None
+    return Markup(inline_svg(panel.figure, panel.name, panel.title, panel.description))  # markup of our own making
+
+
+def _updates_per_epoch(run: Run) -> int | None:
+    for line in reversed([*run.metrics.train, *run.metrics.test]):
+        if line.epoch:
+            return round(line.step / line.epoch)
+    return None
+
+
+def _tests(run: Run) -> list[dict[str, Any]]:
+    """The rows of the table of evaluations: each test line, and the training loss of the last line before it."""
+    train_steps = column(run.metrics.train, "step")
+    best = max((line.top1 for line in run.metrics.test if line.top1 is not None), default=None)
+    rows = []
+    for line in run.metrics.test:
+        before = int(train_steps.searchsorted(line.step, side="right")) - 1
+        train_loss = run.metrics.train[before].loss if before >= 0 else None
+        rows.append({"line": line, "train_loss": train_loss, "best": line.top1 is not None and line.top1 == best})
+    return rows
+
+
+def _mistakes(run: Run, evaluation: Evaluation) -> Iterator[ShownMistake]:
+    def shown(mistake: Mistake) -> ShownMistake:
+        return ShownMistake(
+            name=mistake.name or f"test image {mistake.sample}",
+            true=evaluation.class_name(mistake.label),
+            predicted=evaluation.class_name(mistake.predicted),
+            probability=mistake.probability,
+            picture=read_picture(run.path, mistake.picture),
+        )
+
+    return (shown(mistake) for mistake in evaluation.mistakes[:24])
+
+
+def _highlighted(text: str) -> Markup:
+    """The configuration with its keys marked; every part of it is escaped."""
+    lines = []
+    for raw in text.rstrip().splitlines():
+        line = printable(raw, keep="\t")
+        key = re.match(r"^(\s*(?:- )?)([\w./-]+)(:)(?=\s|$)", line)
+        if key:
+            lines.append(Markup('{}<span class="key">{}</span>{}{}').format(key[1], key[2], key[3], line[key.end() :]))
+        else:
+            lines.append(Markup("{}").format(line))
+    return Markup("\n").join(lines)
+
+
+def _download(run: Run) -> Download | None:
+    raw = run.metrics.raw
+    if not raw:
+        return None
+    size = f"{formats.prefixed(len(raw), 'B')}"
+    if len(raw) < COMPRESS_FROM:
+        return Download("metrics.jsonl", size, data_uri(raw, "application/jsonl"))
+    packed = gzip.compress(raw, mtime=0)
+    return Download("metrics.jsonl.gz", f"{size}, packed", data_uri(packed, "application/gzip"))

@@ -1,0 +1,222 @@
+"""Reads a run directory into one checked object; whatever a run has not written yet may be missing."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from convoy.errors import ConvoyError
+from convoy.report.metrics import Metrics, Number, Share, first_problem, read_metrics
+from convoy.report.prediction import Prediction
+from convoy.training.documents import parse
+from convoy.training.lock import is_locked
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class BadImage(_Part):
+    """An image that could not be read and was skipped."""
+
+    name: str
+    reason: str = ""
+    split: str = ""
+
+
+class DerivedQuantity(_Part):
+    """A number that follows from the recipe, with the formula and the source it comes from."""
+
+    name: str
+    value: Any = None
+    formula: str | None = ""
+    source: str | None = ""
+
+
+class RunSummary(_Part):
+    """`summary.json`: what came out of the run so far."""
+
+    status: Literal["finished", "stopped", "running", "failed"] | None = None
+    error: str | None = None
+    model: str | None = None
+    data: str | None = None
+    devices: int | None = None
+    plan: str | None = None
+    parameters: int | None = None
+    flops: int | None = None
+    num_train: int | None = None
+    num_test: int | None = None
+    steps: int | None = None
+    total_steps: int | None = None
+    epochs: Number = None
+    top1: Share = None
+    top5: Share = None
+    loss: Number = None
+    best_top1: Share = None
+    best_step: int | None = None
+    time_s: Number = None
+    images_per_s: Number = None
+    data_wait_share: Share = None
+    bad_images: list[BadImage] = []
+    derived: list[DerivedQuantity] = []
+    notes: list[str] = []
+
+
+class Mistake(_Part):
+    """A test image that the net got wrong, and how sure it was (`probability` of the predicted class)."""
+
+    sample: int
+    name: str = ""
+    label: int = Field(ge=0)
+    predicted: int = Field(ge=0)
+    probability: Share = None
+    picture: str | None = None
+
+
+class _EvaluationFile(_Part):
+    classes: list[str] = []
+    confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
+    images: int | None = None
+    top1: Share = None
+    top5: Share = None
+    loss: Number = None
+    mistakes: list[Mistake] = []
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`evaluation.json`: `confusion` is int64 [true class, predicted class], or None where it was not written."""
+
+    classes: list[str]
+    confusion: np.ndarray | None
+    images: int | None
+    top1: float | None
+    top5: float | None
+    loss: float | None
+    mistakes: list[Mistake]
+
+    def class_name(self, label: int) -> str:
+        """The name of a class, or its number where the data has no names."""
+        return self.classes[label] if label < len(self.classes) else f"class {label}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files.
+
+    `training` says whether a process trains in it now; None where that cannot be told.
+    """
+
+    path: Path
+    config_text: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: Metrics
+    summary: RunSummary | None
+    evaluation: Evaluation | None
+    prediction: Prediction | None = None
+    training: bool | None = None
+
+    def setting(self, key: str) -> Any:
+        """The value of a dotted key of the configuration, or None."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(path: Path) -> Run:
+    """The run in the directory `path`.
+
+    Raises ConvoyError if it is no run directory (no `config.yaml`) or a file in it is corrupt, naming file and line.
+    """
+    path = Path(path)
+    config_file = path / "config.yaml"
+    if not config_file.is_file():
+        missing = "has no config.yaml" if path.is_dir() else "does not exist or is no directory"
+        raise ConvoyError(f"{path} is not a run directory: it {missing}; give the directory that `--out` named.")
+    try:
+        text, config = _read_yaml(config_file)
+        return Run(
+            path=path,
+            config_text=text,
+            config=config,
+            environment=_read_json(path / "environment.json") or {},
+            metrics=read_metrics(path / "metrics.jsonl"),
+            summary=_read_model(path / "summary.json", RunSummary),
+            evaluation=_read_evaluation(path / "evaluation.json"),
+            prediction=_read_model(path / "prediction.json", Prediction),
+            training=is_locked(path),
+        )
+    except OSError as error:
+        raise ConvoyError(
+            f"{error.filename or path} cannot be read ({error.strerror}); check the file and its permissions."
+        ) from None
+
+
+def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    mend = "restore the file that the run wrote"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
+    try:
+        config = parse(text, str(path))
+    except ConvoyError as error:
+        raise ConvoyError(f"{error}; {mend}.") from None
+    if not isinstance(config, dict):
+        raise ConvoyError(f"{path}, line 1: the configuration is not a mapping of keys to values; {mend}.")
+    return text, config
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    mend = "restore or delete it and write the report again"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConvoyError(f"{path}, line {error.lineno} is not valid JSON ({error.msg}); {mend}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
+    except (ValueError, RecursionError):
+        raise ConvoyError(f"{path}, line 1 is not valid JSON (numbers too long or nested too deep); {mend}.") from None
+    if not isinstance(found, dict):
+        raise ConvoyError(f"{path}, line 1 is not a JSON object; {mend}.")
+    return found
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _read_model(path: Path, model: type[_Model]) -> _Model | None:
+    found = _read_json(path)
+    if found is None:
+        return None
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        raise ConvoyError(
+            f"{path}: {first_problem(error)}; restore or delete the file and write the report again."
+        ) from None
+
+
+def _read_evaluation(path: Path) -> Evaluation | None:
+    found = _read_model(path, _EvaluationFile)
+    if found is None:
+        return None
+    confusion = None
+    if found.confusion:
+        size = len(found.classes)
+        if len(found.confusion) != size or any(len(row) != size for row in found.confusion):
+            raise ConvoyError(
+                f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
+                "evaluate the run again."
+            )
+        confusion = np.array(found.confusion, dtype=np.int64)
+    return Evaluation(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)

@@ -1,0 +1,301 @@
+"""`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept.
+
+How long a rank's samples take to get ready, measured before a plan is made.
+
+From the `parallel` section of a recipe to a plan for the devices that there are, and what is said of it.
+"""
+
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.engine.coupling import microbatch_sizes
+from convoy.engine.profiling import steady
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.planner import Planned, Ranks, Scored, make_plan
+from convoy.planner.cost.costs import Around
+from convoy.planner.cost.store import ProfileStore
+from convoy.planner.remembered import remember
+from convoy.planner.verdict import explained
+from convoy.plans.explain import size
+from convoy.plans.layout import balanced
+from convoy.plans.plan import Plan
+from convoy.training.derived import Derived
+from convoy.training.devices import Devices
+from convoy.training.division import Division, text
+from convoy.training.parallel import Method
+from convoy.training.parallel_config import ParallelConfig
+from convoy.training.recipe import Recipe
+from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.workloads import device_memory, measuring, workload_in_passes
+
+_LEAST, _LONGEST_S = 4, 3.0
+"""Batches that are measured, but for as long as that."""
+
+
+def measure_input(recipe: Recipe, data: DataSet, device: torch.device, devices: Devices) -> Around | None:
+    """Seconds of a sample on its way from where it is stored to the device, normalised; of the slowest rank.
+
+    All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
+    GPU work beside it; those of a CPU take their time from the cores that compute.
+
+    Returns:
+        What a pass takes, or None where a picture cannot be read: the training will say so.
+    """
+    devices.barrier()
+    try:
+        own: float | None = _seconds(recipe, data, device, devices)
+    except ConvoyError:
+        own = None
+    everyone = devices.gather(own)
+    known = [seconds for seconds in everyone if seconds is not None]
+    if len(known) < len(everyone):
+        return None
+    beside = device.type == "cuda" and num_workers(data, recipe.data)[0] > 0
+    return Around(per_sample=max(known), beside=beside)
+
+
+def _seconds(recipe: Recipe, data: DataSet, device: torch.device, devices: Devices) -> float:
+    """Of a sample here. Workers get batches ready in turns, so that as many as there are workers make a round."""
+    positions = balanced(recipe.batch, devices.num)[devices.rank]
+    assert isinstance(positions, range)
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    pipeline = InputPipeline(data, device, memory_format)
+    batches = training_batches(
+        data,
+        recipe.data,
+        Order(len(data.train), recipe.batch, recipe.seed),
+        first_update=0,
+        num_updates=1 + max(_LEAST, num_workers(data, recipe.data)[0]),
+        seed=recipe.seed,
+        positions=positions,
+        pin_memory=device.type == "cuda",
+    )
+    with closing(batches):
+        pipeline(next(batches))  # workers have started, and memory is there
+        _finish(device)
+        began, samples, passed = time.perf_counter(), 0, 0.0
+        for batch in batches:
+            pipeline(batch)
+            _finish(device)
+            samples += len(batch.images)
+            passed = time.perf_counter() - began
+            if passed > _LONGEST_S:
+                break
+    return passed / max(1, samples)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def method_of(recipe: Recipe) -> Method:
+    """How gradients become an update."""
+    section = recipe.parallel
+    return Method(
+        tree=recipe.reproducible,
+        compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
+        local_updates=section.local_sgd,
+    )
+
+
+def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Division) -> list[Derived]:
+    """Rows for the log and the report about devices and plan."""
+    if num_devices == 1:
+        return []
+    parts = len(division.counts)
+    even = microbatch_sizes(len(division.sizes), parts)
+    if section.shares is None:
+        shared = "as even as can be" if division.counts == even else "by the speeds that the planner measured"
+    else:
+        shared = "measured" if section.shares == "auto" else "in the shares given"
+    rows = [Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")]
+    if parts > 1:
+        rows.append(
+            Derived(
+                "microbatches of each part",
+                text(division.counts),
+                f"{len(division.sizes)} over {parts}, {shared}",
+                "each computes its own samples; the sum is that of one device",
+            )
+        )
+    if section.approximate is not None:
+        rows.append(Derived("approximate", section.approximate, "as said", "the result depends on the devices"))
+    return rows
+
+
+CLEAR = 2 / 3
+"""A plan that is predicted to need no more than this part of every other's time need not race."""
+_ENOUGH, _MOST = 3, 8
+"""Updates of a racer that must be near its fastest, and after how many it ends in any case."""
+
+Shares = tuple[int, ...] | None
+"""Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
+MakeStep = Callable[[nn.Module, Plan, Devices, Shares], TrainingStep]
+"""The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan that runs.
+
+    Attributes:
+        planned: what the planner predicted; None where it could not.
+        notes: sentences about how it came to be.
+    """
+
+    plan: Plan
+    planned: Planned | None
+    notes: tuple[str, ...]
+
+    @property
+    def shares(self) -> Shares:
+        """By which devices that are not equally fast end at the same time."""
+        return self.planned.shares(self.plan) if self.planned is not None else None
+
+    @property
+    def one_device_s(self) -> float | None:
+        """Seconds of an update on one device, as predicted."""
+        return self.planned.serial.seconds if self.planned is not None else None
+
+    @property
+    def scored(self) -> Scored | None:
+        """What was predicted of this plan."""
+        candidates = self.planned.candidates if self.planned is not None else ()
+        return next((one for one in candidates if one.plan == self.plan), None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan is chosen for.
+
+    Attributes:
+        model: the plain network; it is left as it is.
+        sizes: samples of each microbatch of an update.
+        merge: microbatches that one device takes in a pass.
+        profiles: of what was measured before; None keeps nothing.
+        make_step: the update of a copy of it under a plan, by the devices that are given.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+    data: DataSet
+    sizes: tuple[int, ...]
+    merge: int
+    device: torch.device
+    devices: Devices
+    profiles: ProfileStore | None
+    make_step: MakeStep
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+
+    def __call__(self) -> Chosen:
+        """Plan, and race where the prediction is not clear. All ranks call it.
+
+        Raises:
+            TooLargeError: no plan fits into the memory of the devices.
+        """
+        plain = Plan.parse(f"sample={self.devices.num}")
+        if self.recipe.reproducible:
+            return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
+        limit, source = device_memory(self.device, self.devices.ranks.on_host)
+        limit = min(self.devices.gather(limit))
+        self.progress("timing the input", 0, 1)
+        ahead = measure_input(self.recipe, self.data, self.device, self.devices) or Around()
+        try:
+            planned = self._planned(limit, ahead)
+        except TooLargeError:
+            raise
+        except ConvoyError as error:
+            return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
+        plans = [scored.plan for scored in planned.candidates]
+        racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
+        best = planned.best
+        within = f"within {size(int(limit))} of memory a device, {source}"
+        said = [f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
+        others = [scored.seconds for scored in planned.candidates[1:]]
+        winner = best.plan
+        if others and best.seconds > CLEAR * min(others):
+            took, failures = self._race(racers, planned, ahead)
+            winner = min(took, key=lambda plan: took[plan])
+            result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
+            said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
+            said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
+        chosen = Chosen(winner, planned, tuple(said))
+        verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
+        return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
+
+    def _planned(self, limit: float, ahead: Around) -> Planned:
+        shape = self.data.channels, self.data.image_size, self.data.image_size
+        workload = workload_in_passes(
+            self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
+        )
+        ranks, store = self.devices.ranks, self.profiles
+        planned = make_plan(
+            workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
+        )
+        if ranks.rank == 0 and store is not None:
+            here = measuring(self.recipe, self.device, ranks.on_host)
+            remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
+        return planned
+
+    def _race(
+        self, plans: Sequence[Plan], planned: Planned, ahead: Around
+    ) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
+        """Seconds of an update under each plan, of the slowest rank, with what its input takes; and why others failed.
+
+        Raises:
+            ConvoyError: none of them can be run.
+        """
+        took: dict[Plan, float] = {}
+        failures: dict[Plan, ConvoyError] = {}
+        for number, plan in enumerate(plans):
+            self.progress(f"racing {plan}", number, len(plans))
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                try:
+                    raced = partial(self._raced, plan, planned.shares(plan), ahead)
+                    took[plan] = self.devices.ranks.trying(f"racing {plan}", raced)
+                except ConvoyError as error:
+                    failures[plan] = error
+        self.progress("racing", len(plans), len(plans))
+        if not took:
+            raise failures[plans[0]]
+        return took, failures
+
+    def _raced(self, plan: Plan, shares: Shares, ahead: Around, ranks: Ranks) -> float:
+        here = replace(self, devices=Devices(ranks))
+        step = self.make_step(copy.deepcopy(self.model), plan, here.devices, shares)
+        samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+        waits = max(ranks.gather(ahead.seconds(samples)))
+        seconds = here._time(step)
+        return max(seconds, waits) if ahead.beside else seconds + waits
+
+    def _time(self, step: TrainingStep) -> float:
+        data = self.data
+        samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+        images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
+        batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+        updates = itertools.count()
+
+        def measure() -> float:
+            self.devices.barrier()
+            began = time.perf_counter()
+            step(batch, next(updates))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return max(self.devices.gather(time.perf_counter() - began))  # all know the same, and end together
+
+        return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))
+
+
+def _each(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms an update"

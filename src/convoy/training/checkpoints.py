@@ -1,0 +1,553 @@
+"""Saves a run's state while it trains: all ranks together, beside the training, one checkpoint at a time.
+
+The `checkpoint` section of a recipe.
+
+When a checkpoint is due: every so many updates as the recipe says, or as measurements tell.
+"""
+
+import json
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+from torch import Tensor
+
+from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snapshot, stamp
+from convoy.errors import ConvoyError, MachineError
+from convoy.files import to_json
+from convoy.training.config import PositiveDuration, Section
+from convoy.training.devices import Devices
+from convoy.training.timespan import TimeSpan, in_words
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, and what to do where that fails."""
+
+    every: PositiveDuration | Literal["auto"] = Field(
+        "auto", description="e.g. 1ep or 500ba; auto follows from the measured cost of a checkpoint and mtbf"
+    )
+    mtbf: TimeSpan = Field(
+        TimeSpan(6, "h"), description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
+    )
+    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="what the run does when a checkpoint cannot be written, e.g. on a full disk"
+    )
+
+
+FIRST_UPDATES = 65
+"""Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""
+FIRST_S = 30.0
+"""The same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all."""
+_REMEMBERED = 5
+
+
+class Pace:
+    """The time of an update on this rank, with evaluations and without checkpoints, from the second update on."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._began = 0.0
+        self._waited_s = 0.0
+        self._done = 0
+
+    def updated(self, done: int) -> None:
+        """`done` updates are done."""
+        self._done = done
+        if self._first is None:
+            self._first, self._began = done, time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """The run was kept by a checkpoint."""
+        if self._first is not None:
+            self._waited_s += seconds
+
+    @property
+    def update_s(self) -> float:
+        """Seconds; 0 while nothing is known."""
+        if self._first is None or self._done == self._first:
+            return 0.0
+        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
+
+
+class When(Protocol):
+    """Says after which updates the state is saved; the same on all ranks."""
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
+
+    def saved(self, step: int) -> None:
+        """One was begun, due or not."""
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """One is on disk: what it cost; the same numbers on all ranks.
+
+        Args:
+            step: of the checkpoint.
+            cost_s: what it kept the run from its work.
+            write_s: until it was on disk.
+            update_s: the time of an update; 0 where that is not known yet.
+
+        Returns:
+            A sentence, where there is something new to say.
+        """
+
+
+class Every:
+    """Every so many updates.
+
+    Args:
+        updates: at least 1.
+    """
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether the number is a multiple."""
+        return done % self._updates == 0
+
+    def saved(self, step: int) -> None:
+        """Changes nothing."""
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """Changes nothing."""
+        return None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A decision.
+
+    Attributes:
+        updates: between two checkpoints.
+        seconds: the same by the measured time of an update.
+        sentence: with formula, numbers and source.
+    """
+
+    updates: int
+    seconds: float
+    sentence: str
+
+
+@dataclass
+class Young:
+    """Derives the interval from measurements.
+
+    Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
+    mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
+    terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot be.
+
+    Attributes:
+        mtbf: M.
+        multiple: the interval is a multiple of so many updates.
+    """
+
+    mtbf: TimeSpan
+    multiple: int = 1
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def decide(self, cost_s: float, write_s: float, update_s: float) -> Interval:
+        """Take one more measurement into account: the median of the last ones counts.
+
+        Args:
+            cost_s: what a checkpoint kept the run from its work.
+            write_s: until it was on disk.
+            update_s: the time of an update.
+        """
+        self._costs.append(max(cost_s, 1e-6))
+        cost, update_s = median(self._costs), max(update_s, 1e-6)
+        young = math.sqrt(2 * cost * self.mtbf.seconds)
+        updates = max(1, round(max(young, write_s) / update_s))
+        updates = math.ceil(updates / self.multiple) * self.multiple
+        seconds = updates * update_s
+        formula = f"sqrt(2 · {in_words(cost)} · {in_words(self.mtbf.seconds)}), Young 1974"
+        if write_s > young:
+            formula = f"as long as one takes to be written, more than {formula}"
+        return Interval(
+            updates,
+            seconds,
+            f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)}): {formula}; "
+            f"at most {in_words(seconds + write_s)} of work are lost",
+        )
+
+
+class Automatic:
+    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
+
+    Args:
+        young: derives the interval.
+        devices: the ranks, which follow the clock of rank 0.
+    """
+
+    def __init__(self, young: Young, devices: Devices) -> None:
+        self._young = young
+        self._devices = devices
+        self._calls = 0
+        self._next: int | None = None
+        self._last = 0
+        self._interval: Interval | None = None
+        self._said = 0
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether the interval is over."""
+        self._calls += 1
+        if self._calls == 2 and self._next is None:
+            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
+            (updates,) = self._devices.largest(updates if self._devices.rank == 0 else 0)
+            self._next = self._rounded(done + updates - 2)
+        return self._next is not None and done >= self._next
+
+    def saved(self, step: int) -> None:
+        """The interval begins anew."""
+        self._last = step
+        if self._interval is not None:
+            self._next = self._rounded(step + self._interval.updates)
+        else:
+            self._next = None if self._next is None else self._rounded(step + FIRST_UPDATES)
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """Derive the interval; it is said at first, and where it has changed to half or double of that."""
+        if update_s == 0:
+            return None
+        self._interval = self._young.decide(cost_s, write_s, update_s)
+        self._next = self._rounded(self._last + self._interval.updates)
+        if self._said and 0.5 < self._interval.updates / self._said < 2:
+            return None
+        self._said = self._interval.updates
+        return self._interval.sentence
+
+    def _rounded(self, step: int) -> int:
+        multiple = self._young.multiple
+        return -(-step // multiple) * multiple
+
+
+LOOK_S = 0.5
+"""How often the ranks ask each other, beside the training, whether a checkpoint is written."""
+MAX_UPDATES = 1000
+"""The same in updates, at most."""
+PATIENCE_S = (0.05, 1.0)
+"""How long a rank waits for its own thread before it hears of the others: at first, and at most."""
+LONG_S = 30.0
+"""A wait that is mentioned."""
+TIMEOUT_S = 300.0
+"""Seconds that the run waits for a checkpoint, unless it is told otherwise."""
+END_S = 5.0
+"""What a checkpoint on its way is given when the run ends by a mistake."""
+
+
+@dataclass
+class Tally:
+    """What the checkpoints of a run have cost it, on rank 0.
+
+    Attributes:
+        written: checkpoints.
+        failed: those that could not be written.
+        waited_s: seconds in which the run waited: while its state was copied, and for one that was not yet on disk.
+        longest_wait_s: the longest of them at once.
+    """
+
+    written: int = 0
+    failed: int = 0
+    waited_s: float = 0.0
+    longest_wait_s: float = 0.0
+
+    def at_once(self, seconds: float) -> None:
+        """The run waited so long without a break."""
+        self.longest_wait_s = max(self.longest_wait_s, seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the summary, and for `Tally(**values)`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.written:,} checkpoint{'' if self.written == 1 else 's'} written; the run waited "
+            f"{in_words(self.waited_s)} for them in all, {in_words(self.longest_wait_s)} at most"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank knows of the checkpoint on its way.
+
+    Attributes:
+        failure: why this rank could not write.
+        waited_s: the run, for this checkpoint.
+        processor_s: that the thread had.
+        seconds: until it was written.
+        update_s: the time of an update.
+        kept_s: that the run has now waited for it in one go.
+    """
+
+    state: State
+    failure: str | None
+    waited_s: float
+    processor_s: float
+    seconds: float
+    update_s: float
+    kept_s: float
+
+    @staticmethod
+    def of(writing: Writing, waited_s: float, update_s: float, kept_s: float) -> "Report":
+        """This rank's, now."""
+        state = writing.state
+        failure = None if state == "running" else _reason(writing.failure)
+        return Report(state, failure, waited_s, writing.processor_s, writing.seconds, update_s, kept_s)
+
+
+class Saver:
+    """Writes the checkpoints of a run.
+
+    Every rank that sees the run directory writes a share of the tensors. The run waits while the shares are copied to
+    the host's memory, and, where one is due before the one before is on disk, for that one.
+
+    Args:
+        store: of the run.
+        when: one is due.
+        devices: the ranks.
+        tell: takes a sentence for whoever watches.
+        goes_on: whether the run goes on where a checkpoint cannot be written.
+        on_processor: whether the ranks compute on the processor that the writing thread needs as well.
+        timeout_s: seconds that the run waits for a checkpoint before it ends.
+
+    Attributes:
+        newest: step of the newest checkpoint that is on disk; None without any.
+        tally: what the run's checkpoints have cost it.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        when: When,
+        devices: Devices,
+        tell: Callable[[str], None],
+        *,
+        goes_on: bool = False,
+        on_processor: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.newest: int | None = None
+        self.tally = Tally()
+        self._wait_s = 0.0
+        self._store = store
+        self._when = when
+        self._devices = devices
+        self._tell = tell
+        self._goes_on = goes_on
+        self._on_processor = on_processor
+        self._timeout_s = timeout_s
+        self._pace = Pace()
+        self._writing: Writing | None = None
+        self._writers: list[int] = [0]
+        self._token = ""
+        self._count = 0
+        self._look_at = 0
+        self._failed = False
+
+    @contextmanager
+    def open(self, seen: Path) -> Iterator[None]:
+        """While entered, checkpoints are written. All ranks enter it.
+
+        Args:
+            seen: a file of the run directory that rank 0 has just written.
+        """
+        if self._devices.rank == 0:
+            self._store.sweep()
+        here = stamp(seen)
+        stamps = self._devices.gather((here, uuid.uuid4().hex))
+        self._token = stamps[0][1]
+        self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
+        try:
+            yield
+        except BaseException as error:
+            self._abandon(END_S if isinstance(error, ConvoyError) else 0.0)
+            raise
+
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` updates is saved, or on its way."""
+        return self.newest == step or (self._writing is not None and self._writing.draft.step == step)
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due now. All ranks call it after every update.
+
+        Raises:
+            ConvoyError: the one before could not be written, and the run is not to go on then.
+        """
+        self._pace.updated(done)
+        if self._writing is not None and done >= self._look_at:
+            reports = self._ask()
+            update_s = reports[0].update_s
+            self._look_at = done + (min(MAX_UPDATES, max(1, int(LOOK_S / update_s))) if update_s else 1)
+        return self._when.due(done, self._pace)
+
+    def save(
+        self,
+        step: int,
+        identity: str,
+        tensors: Iterable[tuple[str, Tensor]],
+        values: Mapping[str, Any],
+        best_step: int | None,
+    ) -> None:
+        """Begin a checkpoint of the state after `step` updates, when the one before is written. All ranks call it.
+
+        Args:
+            step: weight updates done.
+            identity: of the run.
+            tensors: the state's, whole and by serial names; each is asked for once.
+            values: all else.
+            best_step: of the checkpoint that stays.
+
+        Raises:
+            ConvoyError: the one before could not be written, and the run is not to go on then.
+        """
+        came = time.perf_counter()
+        self.finish()
+        began = time.perf_counter()
+        self._wait_s = 0.0
+        number = self._writers.index(self._devices.rank) if self._devices.rank in self._writers else None
+        shard = snapshot(tensors, number, len(self._writers))
+        self._count += 1
+        draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
+        frozen = json.loads(to_json(values))
+
+        def put() -> None:
+            draft.put(self._store.place(step), identity, frozen)
+            self._store.prune(step, best_step)
+
+        self._writing = Writing(draft, number, shard, put if self._devices.rank == 0 else None)
+        self._look_at = step + 1
+        self._when.saved(step)
+        self._waited(began)
+        self.tally.at_once(time.perf_counter() - came)
+
+    def finish(self, or_raise: bool = False) -> None:
+        """Wait until the checkpoint on its way is written. All ranks call it.
+
+        Args:
+            or_raise: a failure ends the run in any case.
+
+        Raises:
+            ConvoyError: it could not be written, and the run is not to go on then.
+            MachineError: that takes too long.
+        """
+        came = time.perf_counter()
+        patience, longest = PATIENCE_S
+        said = False
+        while self._writing is not None:
+            began = time.perf_counter()
+            self._writing.wait(patience)
+            patience = min(longest, 2 * patience)
+            self._waited(began)
+            writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
+            kept_s = reports[0].kept_s  # one clock for all
+            if self._writing is not None and kept_s > self._timeout_s:
+                self._too_late(writing, reports)
+            if not said and kept_s > LONG_S:
+                said = True
+                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+        self.tally.at_once(time.perf_counter() - came)
+
+    def _waited(self, since: float) -> None:
+        seconds = time.perf_counter() - since
+        self._wait_s += seconds
+        self.tally.waited_s += seconds
+        self._pace.waited(seconds)
+
+    def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[Report]:
+        """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
+        writing = self._writing
+        assert writing is not None
+        mine = Report.of(writing, self._wait_s, self._pace.update_s, kept_s)
+        reports = self._devices.gather(mine)
+        states = [report.state for report in reports]
+        if "failed" in states:
+            writing.give_up()
+        if "running" not in states:
+            self._writing = None
+            if "failed" in states:
+                self._failure(writing, reports, or_raise)
+            else:
+                self._success(writing.draft, reports)
+        return reports
+
+    def _success(self, draft: Draft, reports: list[Report]) -> None:
+        self.newest = draft.step
+        self.tally.written += 1
+        if self._failed:
+            self._failed = False
+            self._tell(f"the checkpoint of update {draft.step:,} is written: a failure costs no more than that")
+        cost = max(report.waited_s + (report.processor_s if self._on_processor else 0.0) for report in reports)
+        write = max(report.seconds for report in reports)
+        sentence = self._when.measured(draft.step, cost, write, reports[0].update_s)
+        if sentence is not None:
+            self._tell(sentence)
+
+    def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
+        if self._devices.rank == 0:
+            writing.draft.discard()
+        if writing.failure is not None and not isinstance(writing.failure, OSError):
+            raise writing.failure
+        sentence = (
+            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} "
+            f"({_first_failure(reports)}): {self._older()}"
+        )
+        if or_raise or not self._goes_on:
+            raise ConvoyError(
+                f"{sentence}; free what is in its way and go on with --resume, or let runs train on without it: "
+                "--set checkpoint.on_error=continue"
+            )
+        self._failed = True
+        self.tally.failed += 1
+        self._tell(f"{sentence}; the run goes on")
+
+    def _too_late(self, writing: Writing, reports: list[Report]) -> None:
+        """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
+        self._writing = None
+        writing.give_up()
+        raise MachineError(
+            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
+            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            "answers, then go on with --resume"
+        )
+
+    def _older(self) -> str:
+        return f"the newest whole one is of update {self.newest:,}" if self.newest else "there is no older one"
+
+    def _abandon(self, timeout_s: float) -> None:
+        """The run ends in the middle: let what is on its way become a checkpoint if that does not take long."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        writing.wait(timeout_s)
+        writing.give_up()
+        if self._devices.rank == 0 and timeout_s and writing.state != "written":
+            writing.draft.discard()
+
+
+def _still(reports: Sequence[Report]) -> str:
+    """Who has not ended."""
+    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
+    return f"still written by {slow}"
+
+
+def _first_failure(reports: Sequence[Report]) -> str:
+    """Why it could not be written, and by whom, where several write."""
+    rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
+    return f"rank {rank}: {reason}" if len(reports) > 1 else reason
+
+
+def _reason(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

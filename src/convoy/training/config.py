@@ -1,0 +1,111 @@
+"""Lengths of training in the words people use: `90ep` epochs, `5000ba` weight updates, `5%` of the whole run.
+
+What every section of a recipe has in common: typed, unchangeable, and strict about names it does not know.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+Unit = Literal["ep", "ba", "%"]
+FORMS = "epochs as 90ep or 0.5ep, or weight updates as 5000ba"
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|ba|%)")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length or a point of training.
+
+    Attributes:
+        value: not negative; whole for `ba`, at most 100 for `%`.
+        unit: `ep` (epochs), `ba` (weight updates, each of one global batch) or `%` (of the whole run).
+    """
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str | float) -> "Duration":
+        """Read `90ep`, `0.5ep`, `5000ba` or `5%`; a number without a unit counts epochs.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        if isinstance(text, bool) or not isinstance(text, str | int | float):
+            raise ValueError(f"{text!r} is not a duration: write {FORMS}")
+        form = _FORM.fullmatch(text.strip() if isinstance(text, str) else f"{text}ep")
+        if form is None:
+            raise ValueError(f"{text!r} is not a duration: write {FORMS}")
+        value = float(form[1])
+        if not math.isfinite(value):
+            raise ValueError(f"{text!r} is too long")
+        if form[2] == "ba":
+            if not value.is_integer():
+                raise ValueError(f"{text!r} is not a whole number of weight updates: write {FORMS}")
+            return cls(value, "ba")
+        if form[2] == "%":
+            if value > 100:
+                raise ValueError(f"{text!r} is more than the whole run: write at most 100%")
+            return cls(value, "%")
+        return cls(value, "ep")
+
+    def updates(self, updates_per_epoch: int, total: int | None = None) -> int:
+        """The nearest whole number of weight updates.
+
+        Something above zero in `ep` or `ba` is at least one update; a small share of a short run may be none.
+
+        Args:
+            updates_per_epoch: weight updates in one pass over the data.
+            total: weight updates of the whole run, of which a `%` is taken.
+        """
+        if self.unit == "ba":
+            return int(self.value)
+        if self.unit == "%":
+            assert total is not None, f"{self} needs the length of the whole run"
+            return math.floor(self.value * total / 100 + 0.5)
+        return max(math.floor(self.value * updates_per_epoch + 0.5), 1 if self.value > 0 else 0)
+
+    def longer_than(self, other: "Duration") -> bool:
+        """Whether this is longer than `other` whatever the data; False where only the data can tell."""
+        return self.unit == other.unit and self.value > other.value
+
+    def __bool__(self) -> bool:
+        return self.value > 0
+
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        return f"{number}{self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls.parse(value),
+            serialization=core_schema.to_string_ser_schema(),
+        )
+
+
+class Section(BaseModel):
+    """A part of a recipe. Unknown keys, infinities and NaN are refused; a value never changes after it was checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _positive(value: Duration) -> Duration:
+    if not value:
+        raise ValueError(f"{value} is no time at all: write more than 0")
+    return value
+
+
+def _absolute(value: Duration) -> Duration:
+    if value.unit == "%":
+        raise ValueError(f"{value} would be a share of itself: write epochs as 90ep or weight updates as 5000ba")
+    return _positive(value)
+
+
+PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
+AbsoluteDuration = Annotated[Duration, AfterValidator(_absolute)]

@@ -1,0 +1,207 @@
+"""Losses and gradients that are not finite: what is said of them, and updates that are left out because of them.
+
+Where numbers that are not finite begin: the first layer that gives some, forward or backward.
+"""
+
+import contextlib
+import math
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.layerwise import Layerwise
+from convoy.engine.network import Network
+from convoy.errors import ConvoyError
+from convoy.plans.place import Placement
+from convoy.training.devices import Devices
+from convoy.training.parallel import TrainedNetwork, UnderPlan
+
+
+@dataclass(frozen=True)
+class Found:
+    """Numbers that are not finite.
+
+    Attributes:
+        of: the output of a layer; its input, where what comes before is no layer; or the gradient of its output.
+        layer: its name.
+        run: the pass through the network, from 0.
+    """
+
+    of: Literal["output", "input", "gradient"]
+    layer: str
+    run: int
+
+    def __str__(self) -> str:
+        return f"the {self.of} of layer {self.layer}"
+
+
+class Origin:
+    """Looks at all that the layers of a network give, and keeps the first that is not finite.
+
+    Attributes:
+        found: it; None for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self._run = -1
+
+    @contextmanager
+    def watching(self, model: nn.Module, engine: Network | None = None) -> Iterator[None]:
+        """While entered, look.
+
+        Args:
+            model: the network.
+            engine: what runs it, where that does not call its modules.
+        """
+        with contextlib.ExitStack() as stack:
+            if engine is not None:
+                before, engine.watch = engine.watch, self.of_pass
+                stack.callback(setattr, engine, "watch", before)
+            else:
+                stack.enter_context(_hook(model.register_forward_pre_hook(self._entered)))
+                for name, module in model.named_modules():
+                    if not any(True for _ in module.children()):
+                        stack.enter_context(_hook(module.register_forward_hook(partial(self._called, name))))
+            yield
+
+    def of_pass(self, placement: Placement | None = None) -> "Origin":
+        """A pass through the network begins; see `convoy.engine.program.Watch`."""
+        self._run += 1
+        return self
+
+    def before(self, name: str) -> None:
+        """A call begins."""
+
+    def after(self, name: str, results: Sequence[Any]) -> None:
+        """A call has given its results; those between calls have no name."""
+        for result in results if name else ():
+            if isinstance(result, Tensor) and result.is_floating_point():
+                self._see("output", name, result)
+                if result.requires_grad:
+                    result.register_hook(partial(self._see, "gradient", name))
+
+    def _entered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.of_pass()
+
+    def _called(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for given in inputs:
+            if isinstance(given, Tensor) and given.is_floating_point():
+                self._see("input", name, given)
+        self.after(name, output if isinstance(output, tuple | list) else [output])
+
+    def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
+        if self.found is None and not bool(torch.isfinite(x).all()):
+            self.found = Found(of, name.partition("#")[0], self._run)
+
+
+@contextmanager
+def _hook(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
+SKIP = ", or leave such updates out (--set on_nan=skip)"
+
+
+class NotFiniteError(ConvoyError):
+    """Loss or weights are not finite; every rank raises it.
+
+    Attributes:
+        what: happened, in words.
+        by: weight updates done when it was noticed.
+        saved: what there is to go back to, in words.
+    """
+
+    def __init__(self, what: str, by: int, saved: str) -> None:
+        super().__init__(f"{what} by update {by:,}: {ADVICE}{SKIP} ({saved})")
+        self.what, self.by, self.saved = what, by, saved
+
+
+@dataclass(frozen=True)
+class Bad:
+    """An update whose loss or gradient is not finite, the same on every rank.
+
+    Attributes:
+        update: its number, counted from 0.
+        loss: of the global batch.
+        where: in which layer on which ranks it begins, in words; empty where no layer was seen.
+    """
+
+    update: int
+    loss: float
+    where: str
+
+    def __str__(self) -> str:
+        what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else "the gradient is not finite"
+        return f"{what} in update {self.update + 1:,}{self.where}"
+
+
+class Guard:
+    """Looks at every update before the weights are changed. All ranks make the same calls.
+
+    Losses and gradients are those of the global batch, so that whatever the devices are the same updates are left out.
+
+    Args:
+        network: that is trained.
+        devices: the ranks.
+        gradients: whether those are looked at too; a scale of the loss lets them overflow, and copes with it.
+    """
+
+    def __init__(self, network: TrainedNetwork, devices: Devices, gradients: bool) -> None:
+        self._network, self._devices, self._gradients = network, devices, gradients
+        self._buffers: list[Tensor] = []
+
+    def begin(self) -> None:
+        """An update begins: keep what it changes before the weights."""
+        self._buffers = [buffer.clone() for buffer in self._network.model.buffers()]
+
+    def passes(self, losses: Sequence[Tensor]) -> bool:
+        """Whether the update may be made; `losses` are those of this rank's passes."""
+        fine = all(bool(torch.isfinite(loss)) for loss in losses)
+        if fine and self._gradients:
+            fine = all(bool(torch.isfinite(gradient).all()) for gradient in self._network.own_gradients())
+        return not self._devices.any(not fine)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what the update has changed."""
+        for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
+            buffer.copy_(before)
+
+    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> Bad:
+        """Where it began.
+
+        Args:
+            update: its number, counted from 0.
+            losses: of this rank's passes.
+            again: does the passes of this update again, on all ranks, and leaves nothing behind.
+        """
+        origin, network = Origin(), self._network
+        engine = network.engine if isinstance(network, UnderPlan) else None
+        with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):
+            again()
+        own = sum(float(loss) for loss in losses)
+        said = self._devices.gather((origin.found, own, socket.gethostname()))
+        loss = sum(self._devices.gather_samples(own))
+        return Bad(update, loss, _where([(found, host) for found, _, host in said]))
+
+
+def _where(said: Sequence[tuple[Found | None, str]]) -> str:
+    """The earliest of what the ranks have found, and which of them have."""
+    order = {"input": 0, "output": 0, "gradient": 1}
+    known = [found for found, _ in said if found is not None]
+    if not known:
+        return ""
+    first = min(known, key=lambda found: (order[found.of], found.run))
+    ranks = [f"rank {rank} on host {host}" for rank, (found, host) in enumerate(said) if found == first]
+    return f", first in {first}" + (f" on {', '.join(ranks)}" if len(said) > 1 else "")

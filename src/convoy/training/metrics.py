@@ -1,0 +1,142 @@
+"""Writes the course of a run: `metrics.jsonl` for programs, TensorBoard events for people.
+
+A file that grows: what a full disk refuses is kept, and written as soon as there is room.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from convoy.errors import ConvoyError
+from convoy.files import to_json
+from convoy.training import events
+
+
+class AppendedFile:
+    """Appends to a file, at once on the operating system's side of the process.
+
+    Args:
+        path: of the file; its folder is made.
+
+    Raises:
+        ConvoyError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept = b""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
+
+    def write(self, content: bytes) -> None:
+        """Append, after what is kept from before.
+
+        Raises:
+            OSError: not all of it could be written; the rest is kept.
+        """
+        self._kept += content
+        while self._kept:
+            self._kept = self._kept[self._file.write(self._kept) :]
+
+    @property
+    def kept(self) -> int:
+        """Bytes that wait for room."""
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Write what is kept, if that is possible, and let go of the file.
+
+        Raises:
+            OSError: something could not be written, and is lost.
+        """
+        try:
+            self.write(b"")
+        finally:
+            self._file.close()
+
+
+class MetricsWriter:
+    """Appends lines to the metrics of a run, each at once on disk's side of the process.
+
+    A line that cannot be written, because the disk is full, does not end the run: it is kept, and written with a later
+    one. That is said once, and again when all is written.
+
+    Args:
+        metrics: file of lines.
+        tensorboard: folder of events.
+        first_step: updates done before.
+        tell: takes a sentence for whoever watches.
+
+    Raises:
+        ConvoyError: the files cannot be opened.
+    """
+
+    def __init__(
+        self, metrics: Path, tensorboard: Path, first_step: int = 0, tell: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self._lines = AppendedFile(metrics)
+        try:
+            self._events = AppendedFile(events.new_file(tensorboard))
+        except BaseException:
+            self._lines.close()
+            raise
+        self._tell = tell
+        self._failed = False
+        self._append(self._events, events.beginning(first_step + 1))
+
+    @staticmethod
+    def silent() -> "MetricsWriter":
+        """One that writes nothing: of ranks other than 0."""
+        return _Silent()
+
+    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
+        """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
+        line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
+        self._append(self._lines, f"{to_json(line)}\n".encode())
+        finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
+        self._append(self._events, events.scalars(step, finite))
+        if self._failed and not self._lines.kept and not self._events.kept:
+            self._failed = False
+            self._tell("the metrics are written again, those that were kept too")
+        return line
+
+    def _append(self, file: AppendedFile, content: bytes) -> None:
+        try:
+            file.write(content)
+        except OSError as error:
+            if not self._failed:
+                self._tell(f"{file.path} cannot be written ({error.strerror}): the metrics are kept until it can")
+            self._failed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost: list[str] = []
+        reason = None
+        for file in (self._lines, self._events):
+            try:
+                file.close()
+            except OSError as failure:
+                lost.append(str(file.path))
+                reason = failure.strerror
+        if lost:
+            self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
+
+
+class _Silent(MetricsWriter):
+    def __init__(self) -> None:
+        pass
+
+    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,1 +1,0 @@
-"""Optimisers, schedules, losses and precision, as recipes name them."""

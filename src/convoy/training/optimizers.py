@@ -1,0 +1,222 @@
+"""The optimiser of a recipe: its options, which parameters decay, and the learning rate for the size of the batch."""
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from convoy.errors import ConvoyError
+from convoy.training.config import Section
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+REFERENCE_BATCH = 256
+
+_Rate = Annotated[float | None, Field(gt=0)]
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Common(Section):
+    """The learning rate and the weight decay, which every optimiser has."""
+
+    scaling: ClassVar[Literal["linear", "sqrt"]] = "linear"
+
+    name: str
+    lr: _Rate = Field(None, description="peak learning rate, whatever the batch")
+    base_lr: _Rate = Field(None, description="peak learning rate for a global batch of 256")
+    weight_decay: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if (self.lr is None) == (self.base_lr is None):
+            said = "are both given" if self.lr is not None else "are both missing"
+            rule = "batch/256" if self.scaling == "linear" else "the square root of batch/256"
+            raise ValueError(
+                f"optimizer.lr and optimizer.base_lr {said}: give one, lr as it is or base_lr to be multiplied by "
+                f"{rule}"
+            )
+        return self
+
+
+class _Decaying(_Common):
+    decay_norm_and_bias: bool = Field(False, description="let biases and the scales of normalisation layers decay too")
+
+    @model_validator(mode="after")
+    def _decay_of_something(self) -> Self:
+        if self.decay_norm_and_bias and self.weight_decay == 0:
+            raise ValueError(
+                "optimizer.decay_norm_and_bias would be ignored without weight decay: set optimizer.weight_decay or "
+                "leave it out"
+            )
+        return self
+
+
+class SgdConfig(_Decaying):
+    """Stochastic gradient descent with momentum; the weight decay is added to the gradient (L2).
+
+    The learning rate multiplies the momentum buffer, as in torch: when the rate changes, no momentum correction is
+    needed (Goyal et al., 2017, remark 2).
+    """
+
+    name: Literal["sgd"]
+    momentum: _Fraction = 0.9
+    nesterov: bool = Field(False, description="Nesterov's momentum (Sutskever et al., 2013)")
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Self:
+        _refuse_nesterov_alone(self.nesterov, self.momentum)
+        return self
+
+
+class AdamWConfig(_Decaying):
+    """AdamW (Loshchilov and Hutter, 2019): the weights decay by themselves, by lr times weight_decay an update."""
+
+    scaling: ClassVar[Literal["linear", "sqrt"]] = "sqrt"
+
+    name: Literal["adamw"]
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+class LarsConfig(_Common):
+    """LARS (You, Gitman and Ginsburg, 2017, algorithm 1): each weight tensor has a learning rate of its own.
+
+    v ← momentum · v + λ · (g + weight_decay · w), w ← w − lr · v, with the trust ratio
+    λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖). As with SGD, lr multiplies the momentum buffer. Biases and
+    the scales of normalisation layers (every parameter of one dimension) take plain SGD steps without decay, as in
+    TensorFlow's LARSOptimizer, to which the first author contributed.
+    """
+
+    name: Literal["lars"]
+    momentum: _Fraction = 0.9
+    nesterov: bool = False
+    trust_coefficient: float = Field(0.001, gt=0)
+    decay_norm_and_bias: bool = Field(False, description="always false: see the optimiser")
+
+    @model_validator(mode="after")
+    def _refuse_ignored(self) -> Self:
+        if self.decay_norm_and_bias:
+            raise ValueError(
+                "optimizer.decay_norm_and_bias cannot be true with lars, which never lets biases and the scales of "
+                "normalisation layers decay: leave it out"
+            )
+        _refuse_nesterov_alone(self.nesterov, self.momentum)
+        return self
+
+
+class LambConfig(_Decaying):
+    """LAMB (You et al., 2020, algorithm 2, with φ(z) = z): Adam's direction, and a trust ratio for each weight tensor.
+
+    r = m / (√v + eps) + weight_decay · w, w ← w − lr · (‖w‖ / (‖r‖ + eps)) · r. The moments are not corrected for their
+    start at zero, as in version 3 of the paper: give it a warm-up. Biases and the scales of normalisation layers take
+    steps of r without decay and without the ratio, as in timm, unless `decay_norm_and_bias`.
+    """
+
+    scaling: ClassVar[Literal["linear", "sqrt"]] = "sqrt"
+
+    name: Literal["lamb"]
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.999)
+    eps: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+OptimizerConfig = Annotated[SgdConfig | AdamWConfig | LarsConfig | LambConfig, Field(discriminator="name")]
+
+
+def learning_rate(config: OptimizerConfig, batch: int) -> float:
+    """The peak learning rate for a global batch.
+
+    `lr` as it is; `base_lr` times batch/256 for SGD and LARS (Goyal et al., 2017, section 2.1), times the square root
+    of that for AdamW and LAMB (timm's rule).
+    """
+    if config.lr is not None:
+        return config.lr
+    assert config.base_lr is not None
+    ratio = batch / REFERENCE_BATCH
+    return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
+
+
+def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not.
+
+    A bias or the scale or shift of a normalisation layer is a parameter with at most one dimension.
+
+    Raises:
+        ConvoyError: nothing can be trained.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConvoyError(f"the model {type(model).__name__} has no parameter that can be trained: choose another")
+    if config.decay_norm_and_bias:
+        return [{"params": parameters, "weight_decay": config.weight_decay}]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
+    """The optimiser for a model's parameters.
+
+    LARS and LAMB overwrite the gradients during a step.
+
+    Raises:
+        ConvoyError: nothing can be trained.
+    """
+    import torch  # which a mistake in a recipe is not to wait for
+
+    groups = parameter_groups(model, config)
+    match config:
+        case SgdConfig():
+            return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov)
+        case AdamWConfig():
+            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps)
+        case LarsConfig():
+            from pytorch_optimizer import LARS  # the import takes most of a second
+
+            return _as_optimizer(
+                LARS(
+                    groups,
+                    lr=lr,
+                    momentum=config.momentum,
+                    nesterov=config.nesterov,
+                    trust_coefficient=config.trust_coefficient,
+                )
+            )
+        case LambConfig():
+            return _lamb(groups, config, lr)
+
+
+def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> "Optimizer":
+    from pytorch_optimizer import Lamb
+
+    for group in groups:
+        exempt = not config.decay_norm_and_bias and all(parameter.ndim <= 1 for parameter in group["params"])
+        group["adam"] = exempt  # True: the trust ratio is 1
+    optimizer = Lamb(
+        groups,
+        lr=lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decouple=False,  # the decay belongs into r; the library's default is that of AdamW
+        adam_debias=True,  # a step of lr; the library's default is lr / (1 - beta1^t), ten times that at first
+    )
+    optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
+    return _as_optimizer(optimizer)
+
+
+def _as_optimizer(optimizer: Any) -> "Optimizer":
+    from torch.optim import Optimizer
+
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def _refuse_nesterov_alone(nesterov: bool, momentum: float) -> None:
+    if nesterov and momentum == 0:
+        raise ValueError("optimizer.nesterov would be ignored without momentum: set optimizer.momentum or leave it out")

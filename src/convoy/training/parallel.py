@@ -1,0 +1,369 @@
+"""The network of a run on several devices: the engine, as the trainer asks for it.
+
+What the trainer asks of the network that it trains, on one device and on several.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from convoy.comm.collectives import all_gather
+from convoy.engine import GradientTree, StepContext
+from convoy.engine.divided_update import divide_update
+from convoy.engine.gradients import GradientReducer, TreeReducer
+from convoy.engine.gradients.local_sgd import LocalSgd
+from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
+from convoy.engine.parallelize import BatchNorm, take_part
+from convoy.plans.mesh import Axes
+from convoy.plans.plan import Plan
+from convoy.training.division import Division, Pass
+
+
+class TrainedNetwork(Protocol):
+    """A network whose updates are those of the global batch, wherever its parts are computed.
+
+    Its parameters are `model.parameters()`; where a plan divides them, each rank holds its own part under the serial
+    name. An update is, for every pass: `enter`, `forward`, the backward pass, `passed`; then `finish_update`. All
+    ranks do the same.
+    """
+
+    model: nn.Module
+    sample_axes: Axes
+    """Axes of the mesh that divide the samples."""
+    joint: bool
+    """Whether passes exchange between sample ranks, so that those without samples must run them too."""
+    local_mean: bool
+    """Whether the loss is to be the mean over this rank's own samples: approximate methods alone."""
+    version: int
+    """Which of the optimiser's states is this rank's, where a method lets them drift apart, else 0."""
+
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
+
+    def enter(self, update: int, piece: Pass) -> None:
+        """Announce a training pass, with the samples of all ranks."""
+
+    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
+        """Announce a pass in evaluation mode: how many samples each sample rank has."""
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples, perhaps none.
+
+        The loss of the trainer is a part of the global mean already, so gradients are added over the ranks as they
+        are.
+        """
+
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """The optimiser with its work divided over ranks that have the same weights, where that is faster."""
+
+    def divide(self, division: Division, num_passes: int) -> None:
+        """Divide the updates from the next on so, in so many passes each. All ranks call it."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While entered, backward passes leave their gradients on this rank: it is not the last pass."""
+
+    def passed(self) -> None:
+        """A backward pass is done."""
+
+    def finish_update(self) -> None:
+        """After the last pass: `.grad` and buffers become those of the global batch."""
+
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's part of the update will use, after `finish_update`."""
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradient down to a norm, taken over the whole parameters."""
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """While entered, norms that the optimiser takes are those of whole tensors."""
+
+    def updated(self) -> None:
+        """The optimiser has changed the weights."""
+
+    def synchronise(self) -> None:
+        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
+
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of such a whole."""
+
+
+class OneDevice:
+    """A plain network."""
+
+    sample_axes: Axes = ()
+    joint = False
+    local_mean = False
+    version = 0
+
+    def __init__(
+        self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
+    ) -> None:
+        self.model = model
+        self.context = context
+        self.device = device
+        self.forward = forward
+        self._tree = GradientTree(list(model.parameters())) if tree else None
+
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """One device has samples in every pass."""
+        return False
+
+    def enter(self, update: int, piece: Pass) -> None:
+        """Announce a pass to the layers."""
+        self.context.enter(update, piece.parts[0].start, piece.sizes, self.device)
+
+    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
+        """Nothing to announce."""
+
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """Nobody to share with."""
+        return optimizer
+
+    def divide(self, division: Division, num_passes: int) -> None:
+        """Nothing to divide."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing to pause."""
+        return contextlib.nullcontext()
+
+    def passed(self) -> None:
+        """Put the microbatch's gradient into the tree."""
+        if self._tree is not None:
+            self._tree.add()
+
+    def finish_update(self) -> None:
+        """Take the sum out of the tree."""
+        if self._tree is not None:
+            self._tree.finish()
+
+    def own_gradients(self) -> list[Tensor]:
+        """All."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradient."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Tensors are whole."""
+        return contextlib.nullcontext()
+
+    def updated(self) -> None:
+        """Nothing to do."""
+
+    def synchronise(self) -> None:
+        """Nobody drifts."""
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The tensor alone."""
+        return [tensor]
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients become an update of all ranks.
+
+    Attributes:
+        tree: add them in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
+        compression: approximate: the type in which they are sent.
+        local_updates: approximate: updates that every rank makes by itself before the weights are averaged.
+    """
+
+    tree: bool = False
+    compression: torch.dtype | None = None
+    local_updates: int | None = None
+
+
+class UnderPlan:
+    """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
+
+    joint = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        example: Tensor,
+        *,
+        batch_norm: BatchNorm,
+        seed: int,
+        method: Method,
+        compile: bool = False,
+    ) -> None:
+        """Make the model this rank's part of it, in place. All ranks call it.
+
+        Args:
+            model: the plain network, on its device.
+            plan: for as many devices as there are.
+            example: images of one microbatch; only shape, type and device matter.
+            batch_norm: over which samples statistics are taken.
+            seed: the run's.
+            method: how gradients become an update.
+            compile: whether what lies between the exchanges is compiled.
+
+        Raises:
+            ConvoyError: a layer cannot be divided as the plan says.
+        """
+        self.model = model
+        self.engine = take_part(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
+        self.sample_axes: Axes = self.engine.sample_axes
+        self.local_mean = method.local_updates is not None
+        self.version = self.engine.sample_rank if self.local_mean else 0
+        self._method = method
+        self._device = example.device
+        self._places = {id(p): self.engine.layouts[name] for name, p in self.model.named_parameters()}
+        self._tree: TreeReducer | None = None
+        self._local: LocalSgd | None = None
+        self._left_over = False
+        self._normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+        self._update = 0
+        if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
+            self.engine.reducer.remove()
+            self.engine.reducer = None
+            if not method.tree:
+                self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
+
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Where passes exchange nothing; batch norm learns of the others' microbatches all the same."""
+        if self._method.tree or not self.engine.silent:
+            return False
+        if self._normed:
+            self._announce(update, piece)
+            owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
+            self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
+        return True
+
+    def enter(self, update: int, piece: Pass) -> None:
+        """Announce a pass with the samples of all ranks."""
+        self._update = update
+        self._left_over = False  # the pass takes with it what paused ones before it have left
+        self.engine.samples = tuple(map(len, piece.parts))
+        self._announce(update, piece)
+
+    def _announce(self, update: int, piece: Pass) -> None:
+        self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
+
+    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
+        """Announce how many samples each rank has."""
+        self.engine.samples = parts
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples."""
+        return self.model(images)
+
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        """Divide the optimiser's state over the ranks where that is faster."""
+        exact = not (self._method.tree or self._method.compression or self.local_mean)
+        return divide_update(self.model, optimizer) if exact else optimizer
+
+    def divide(self, division: Division, num_passes: int) -> None:
+        """Tell the tree, or the average of local SGD, who has how much."""
+        if self._method.tree and self._tree is None:
+            self._tree = TreeReducer(
+                self._reduced(),
+                self.engine.groups,
+                sample_axes=self.sample_axes,
+                shares=division.counts,
+                passes=num_passes,
+            )
+        elif self._tree is not None:
+            self._tree.set_shares(division.counts, num_passes)
+        if self._method.local_updates is not None:
+            self._local = LocalSgd(
+                list(self.model.parameters()),
+                self.engine.groups,
+                self.sample_axes,
+                every=self._method.local_updates,
+                weight=len(division.positions(self.engine.sample_rank)),
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave gradients on this rank."""
+        with self.engine.reducer.paused() if self.engine.reducer is not None else contextlib.nullcontext():
+            yield
+        self._left_over = self.engine.reducer is not None
+
+    def passed(self) -> None:
+        """The engine was there."""
+
+    def finish_update(self) -> None:
+        """Gradients and running statistics of the global batch."""
+        if self._left_over and self.engine.reducer is not None:
+            self.engine.reducer.reduce()
+        self._left_over = False
+        if self._tree is not None:
+            self._tree.finish()
+        self.engine.context.statistics.fold(self.engine.groups)
+
+    def own_gradients(self) -> list[Tensor]:
+        """This rank's pieces of those that are divided, and the others."""
+        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
+        return [own[p][0] if p in own else p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradient by its norm over all shards."""
+        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
+        clip_grad_norm(self._divided(), self.engine.groups, max_norm, own)
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Whole norms for LARS and LAMB."""
+        divided = self._divided()
+        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in divided):
+            return contextlib.nullcontext()
+        return WholeNorms(divided, self.engine.groups)
+
+    def updated(self) -> None:
+        """Average the weights, where it is their time."""
+        if self._local is not None:
+            self._local.step(self._update)
+
+    def synchronise(self) -> None:
+        """Average the weights now."""
+        if self._local is not None:
+            self._local.average()
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Collect a tensor from all ranks."""
+        return self.engine.whole(name, tensor)
+
+    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Collect what local SGD leaves to each sample rank."""
+        whole = self.whole(name, tensor)
+        axes = self.sample_axes if self.local_mean else ()
+        return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Cut this rank's part out of a whole tensor."""
+        whole = tuple(tensor.shape) == self.engine.entry(name)[0]
+        return self.engine.part(name, tensor) if whole else tensor
+
+    def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
+        """Every parameter with the axes over which its gradient is added."""
+        apart = frozenset(self.sample_axes if self.local_mean else ())
+        return [(p, tuple(sorted(self._places[id(p)].copied - apart))) for p in self.model.parameters()]
+
+    def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
+        """Every parameter with the axes that divide it."""
+        return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]

@@ -1,1 +1,0 @@
-"""From a recipe to a plan for the devices that there are."""

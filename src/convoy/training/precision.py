@@ -1,0 +1,89 @@
+"""Torch's switches and the precision of a run.
+
+Training in low precision: whether a device can, tried out, not looked up; and the scale of fp16's loss.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from convoy.errors import ConvoyError
+from convoy.training.derived import num_threads
+from convoy.training.recipe import Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Run one small convolution and matrix product forwards and backwards as the training would.
+
+    Raises:
+        ConvoyError: torch cannot do that on this device; the sentence says what to choose.
+    """
+    if precision == "fp32":
+        return
+    images = torch.ones(2, 8, 8, 8, device=device)
+    weight = torch.full((8, 8, 3, 3), 0.01, device=device, requires_grad=True)
+    matrix = torch.full((8, 8), 0.01, device=device, requires_grad=True)
+    try:
+        with torch.autocast(device.type, DTYPES[precision]):
+            loss = F.linear(F.conv2d(images, weight, padding=1).mean((2, 3)), matrix).float().sum()
+        loss.backward()
+        works = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (weight, matrix))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConvoyError(_refusal(precision, device, reason)) from error
+    if not works:
+        raise ConvoyError(_refusal(precision, device, "gradients are not finite"))
+
+
+class Scaler(torch.amp.GradScaler):
+    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed.
+
+    Where parameters are divided over ranks, only the rank that has the part that overflowed would know of it, and the
+    weights and the scale would drift apart: all ranks agree once for each update.
+
+    Args:
+        device: of the gradients.
+        precision: `fp16`; in any other it does nothing, and asks nobody.
+        anywhere: whether something holds on any rank, given whether it does here; all ranks call it.
+    """
+
+    def __init__(self, device: torch.device, precision: str, anywhere: Callable[[bool], bool] = bool) -> None:
+        super().__init__(device.type, enabled=precision == "fp16")
+        self._anywhere = anywhere
+
+    def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
+        found = super()._unscale_grads_(*args, **options)
+        here = any(bool(number) for number in found.values())
+        if self._anywhere(here) and not here:
+            for number in found.values():
+                number.fill_(1.0)
+        return found
+
+
+def _refusal(precision: str, device: torch.device, reason: str) -> str:
+    other = "bf16 or fp32" if precision == "fp16" else "fp32"
+    return f"precision={precision} does not train on {device} here ({reason}): choose {other}"
+
+
+def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass in the recipe's precision."""
+    if recipe.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, DTYPES[recipe.precision])
+
+
+def set_numerics(recipe: Recipe) -> None:
+    """Set the process's threads and torch's switches as the recipe asks."""
+    torch.set_num_threads(num_threads(recipe))
+    if recipe.reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(recipe.reproducible)
+    torch.backends.cudnn.benchmark = not recipe.reproducible

@@ -1,1 +1,0 @@
-"""The ranks of a run as the trainer sees them: who computes what, and what they tell each other."""

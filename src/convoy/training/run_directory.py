@@ -1,0 +1,261 @@
+"""The folder of one run: what lies where, and that nobody's earlier results are overwritten.
+
+What is wrong with a disk, in one sentence.
+
+The final weights as a safetensors file that plain PyTorch loads.
+"""
+
+import errno
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from convoy.errors import ConvoyError
+from convoy.files import unwritable, write_atomically, write_json, write_text
+from convoy.training import lock
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+@contextmanager
+def disk_explained(folder: Path) -> Iterator[None]:
+    """Say in one sentence what is wrong with the disk that `folder` is on.
+
+    Raises:
+        ConvoyError: a file in it could not be written, or some disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = Path(str(error.filename)) if error.filename is not None else None
+        if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
+            raise
+        raise ConvoyError(
+            f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
+            "then go on with --resume"
+        ) from error
+
+
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model's parameters and buffers, whole and under its own names."""
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
+
+
+_HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run's files. `config.yaml` makes a folder a run directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """On what, by whom and when the run was begun."""
+        return self.path / "environment.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan by which the devices divided the work, the last time."""
+        return self.path / "plan.yaml"
+
+    @property
+    def prediction(self) -> Path:
+        """What was predicted of an update, beside what was measured."""
+        return self.path / "prediction.json"
+
+    @property
+    def trace(self) -> Path:
+        """The same for viewers of traces: one of the updates that were watched, and the predicted one."""
+        return self.path / "trace.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The final weights, whole tensors under the model's own names."""
+        return self.path / "weights.safetensors"
+
+    @property
+    def evaluation(self) -> Path:
+        """The final evaluation."""
+        return self.path / "evaluation.json"
+
+    @property
+    def summary_file(self) -> Path:
+        """How the run stands."""
+        return self.path / "summary.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def is_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
+    def begun_by(self) -> dict[str, Any]:
+        """What `environment.json` says of who began the run; empty where that is not to be read."""
+        return _read(self.environment)
+
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` says of how the run stands; empty where that is not to be read."""
+        return _read(self.summary_file)
+
+    def add_restart(self, restart: dict[str, Any]) -> None:
+        """Note in `environment.json` how the run was started again."""
+        found = self.begun_by()
+        before = found.get("restarts")
+        write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
+    def check_run(self) -> None:
+        """Refuse a folder that holds no run.
+
+        Raises:
+            ConvoyError: it holds none.
+        """
+        if not self.is_run():
+            raise ConvoyError(
+                f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
+            )
+
+    def check_trained(self) -> None:
+        """Refuse a folder without a trained network.
+
+        Raises:
+            ConvoyError: it is no run, or one without weights yet.
+        """
+        self.check_run()
+        path = self.path
+        if not self.weights.is_file():
+            raise ConvoyError(
+                f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume"
+            )
+
+    def check_free(self, mine: bool = False) -> None:
+        """Refuse to begin a run where something is already.
+
+        Args:
+            mine: this process has the lock, so that nobody else trains there.
+
+        Raises:
+            ConvoyError: the folder holds a run or other files, or the path is a file.
+        """
+        if self.is_run():
+            raise ConvoyError(self._taken(mine))
+        if self.path.is_file():
+            raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
+        if self.path.is_dir() and not all(map(self._is_left_over, self.path.iterdir())):
+            raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
+
+    def _taken(self, mine: bool) -> str:
+        """What there is, and how to go on with it if that can be."""
+        if not mine and lock.is_locked(self.path):
+            return lock.busy(self.path)
+        status = self.summary().get("status")
+        if status == "finished":
+            return f"{self.path} already holds a run, which is finished: choose another --out"
+        failed = ", which failed" if status == "failed" else ""
+        return f"{self.path} already holds a run{failed}: add --resume to go on with it, or choose another --out"
+
+    def _is_left_over(self, entry: Path) -> bool:
+        """Whether a process has left it that was killed while it began its run, which is no run yet."""
+        if entry.name == self.environment.name:
+            return "convoy" in self.begun_by()
+        return entry.name == lock.NAME or entry.name.startswith(_HALF_WRITTEN)
+
+    def check_writable(self) -> None:
+        """Refuse a place where the run could not be written, before the work for it is done.
+
+        Raises:
+            ConvoyError: it could not.
+        """
+        reason = unwritable(self.path)
+        if reason is not None:
+            raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ConvoyError: that cannot be.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    def lock(
+        self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None
+    ) -> AbstractContextManager[None]:
+        """Keep other processes from training in this folder, while entered; see `convoy.training.lock`."""
+        return lock.locked(self.path, patience_s, tell)
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written; nobody may be writing."""
+        for unfinished in self.path.glob(".*.tmp"):
+            with suppress(OSError):
+                unfinished.unlink()
+
+    def create(self, config: str, environment: dict[str, Any]) -> None:
+        """Write how the run was begun.
+
+        Raises:
+            ConvoyError: the folder cannot be written to.
+        """
+        self.make()
+        try:
+            write_json(self.environment, environment)
+            write_text(self.config, config)
+        except OSError as error:
+            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
+
+    def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
+        """Drop the metrics of updates that will be done again; a half-written last line goes too.
+
+        Args:
+            step: weight updates that are done.
+            and_evaluation: the evaluation after them will be done again, too.
+        """
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+                again = and_evaluation and entry["split"] == "test"
+                if entry["step"] < step or (entry["step"] == step and not again):
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

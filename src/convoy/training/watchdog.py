@@ -1,0 +1,265 @@
+"""Ends a run in which nothing moves any more, with a sentence on who holds it up and where every rank is.
+
+A thread of each rank writes the rank's position into the store by which the ranks have met, every few seconds. Where
+its own rank has not moved for as long as the user allows, it reads those of the others, says what it knows, and ends
+the process: the main thread may be in a collective, which nothing interrupts. Nor does it end a rank that waits for one
+that moves.
+
+While the run is set up nobody can say how long a rank may take for a step of its own: pictures are counted, plans are
+searched, networks compiled. Then only a rank ends that waits for others, shortly before its collective would.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Self
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from convoy.comm.position import Position, here
+from convoy.training.devices import Devices
+from convoy.training.timespan import in_words
+
+TIMEOUT_S = 300.0
+"""Seconds without any movement that a run is given, unless the user says otherwise."""
+_LIMIT_S, _BEFORE = 600.0, 0.9
+_OUTSIDE = {
+    "start": "before the first update",
+    "reading": "reading a checkpoint",
+    "weights": "writing the weights",
+    "report": "writing the report",
+}
+_WORDS = {
+    "data": "waiting for data",
+    "input": "moving its data to the device",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "gradient": "exchange of gradients",
+    "update": "optimiser",
+    "rest": "between the parts of the update",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank as another one sees it.
+
+    Attributes:
+        host: its name.
+        update, part, layer, collective: its position.
+        still_s: seconds since it moved, when it wrote that.
+        count: how often it has written.
+        silent_s: seconds since it wrote.
+    """
+
+    host: str
+    update: int
+    part: str
+    layer: str
+    collective: str
+    still_s: float
+    count: int
+    silent_s: float = 0.0
+
+    def place(self) -> str:
+        """Its position, in words."""
+        layer = f" of layer {self.layer.partition('#')[0]}" if self.layer else ""
+        what = f" ({self.collective})" if self.collective != "wait" else ""
+        waits = f", waiting for other ranks{what}" if self.collective else ""
+        if self.part in _OUTSIDE:
+            return f"{_OUTSIDE[self.part]}{waits}"
+        return f"update {self.update + 1:,}, {_WORDS.get(self.part, self.part)}{layer}{waits}"
+
+    def works(self, timeout_s: float) -> bool:
+        """Whether it moves, and waits for nobody."""
+        return not self.collective and self.still_s + self.silent_s <= timeout_s
+
+
+def collective_limit_s(timeout_s: float) -> float:
+    """Seconds that a collective may take where the user allows so many without movement: a watchdog speaks before."""
+    return max(_LIMIT_S, 2 * timeout_s)
+
+
+def explain(
+    rank: int,
+    ranks: Mapping[int, Seen],
+    timeout_s: float,
+    silence_s: float,
+    num_ranks: int,
+    option: str = " (--timeout)",
+) -> str:
+    """The sentence of a rank that has waited for too long, and below it where all are.
+
+    Args:
+        rank: which one.
+        ranks: what is known.
+        timeout_s: that it has waited.
+        silence_s: after which a rank that writes nothing does not run.
+        num_ranks: of all.
+        option: that says how long it may wait.
+    """
+    own = ranks[rank]
+    missing = [other for other in range(num_ranks) if other not in ranks]
+    silent = [other for other, seen in ranks.items() if other != rank and seen.silent_s > silence_s]
+    busy = [other for other, seen in ranks.items() if not seen.collective and other not in silent]
+    if missing or silent:
+        held = f"held up by {_named([*silent, *missing], ranks)}, not heard of any more"
+    elif busy == [rank]:
+        held = "and the others wait for it"
+    elif busy:
+        held = f"held up by {_named(busy, ranks)}"
+    else:
+        first = min(seen.update for seen in ranks.values())
+        behind = [other for other, seen in ranks.items() if seen.update == first]
+        late = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
+        held = f"while all wait for each other{late}"
+    lines = [
+        f"rank {rank} on host {own.host} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
+        "last positions:",
+    ]
+    for other in range(num_ranks):
+        if other not in ranks:
+            lines.append(f"  rank {other}: nothing is known of it")
+            continue
+        seen = ranks[other]
+        since = f"not heard of for {in_words(seen.silent_s)}" if other in silent else f"for {in_words(seen.still_s)}"
+        lines.append(f"  rank {other} on host {seen.host}: {seen.place()} ({since})")
+    return "\n".join(lines)
+
+
+def say_and_end(sentence: str) -> None:
+    """What to do where nobody has said otherwise."""
+    print(sentence, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Watchdog:
+    """Watches over this rank while entered. All ranks make it, at the same time.
+
+    Args:
+        devices: the ranks.
+        store: by which they have met; None where there is nobody to wait for.
+        end: is called with the sentence, from a thread; it should end the process.
+        timeout_s: seconds without movement.
+        position: of this process.
+        patient: the run is still being set up: nothing ends but a rank that waits for others, until `begin`.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        store: Store | None,
+        end: Callable[[str], None] = say_and_end,
+        timeout_s: float = TIMEOUT_S,
+        position: Position = here,
+        patient: bool = False,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._patient = patient
+        self._rank, self._num = devices.rank, devices.num
+        self.end, self._position = end, position
+        self._interval_s = min(5.0, max(0.2, timeout_s / 10))
+        self._store: Store | None = None
+        self._count = 0
+        self._stop = threading.Event()
+        self._host = socket.gethostname()
+        self._known: dict[int, tuple[Seen, float]] = {}
+        if store is None or devices.num == 1:
+            return
+        prefix = devices.broadcast(uuid.uuid4().hex)
+        self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self._interval_s)))
+        self._write()
+        devices.barrier()
+
+    def __enter__(self) -> Self:
+        self._position.moved = time.monotonic()
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="convoy-watchdog")
+            self._thread.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._stop.set()
+        if self._store is not None:
+            self._thread.join(self._interval_s)
+
+    def begin(self) -> None:
+        """The run is set up: from now on the user's time counts."""
+        self._position.moved = time.monotonic()
+        self._patient = False
+
+    @contextmanager
+    def ending_by(self, end: Callable[[str], None]) -> Iterator[None]:
+        """While entered, another function is called with the sentence."""
+        before, self.end = self.end, end
+        try:
+            yield
+        finally:
+            self.end = before
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            still_s = time.monotonic() - self._position.moved
+            try:
+                self._write()
+                if still_s > min(2 * self._interval_s, self.timeout_s):
+                    self._read(range(self._num))
+            except RuntimeError:  # the host of the store is not to be reached
+                self._known[self._rank] = (self._own(), time.monotonic())
+            still_s = time.monotonic() - self._position.moved
+            if self._is_stuck(still_s) and not self._stop.is_set():
+                self.end(self._sentence(still_s))
+                return
+
+    def _is_stuck(self, still_s: float) -> bool:
+        waits = bool(self._position.collective)
+        if self._patient:
+            return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
+        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in self._others()))
+
+    def _others(self) -> list[Seen]:
+        return [seen for rank, seen in self._as_seen().items() if rank != self._rank]
+
+    def _as_seen(self) -> dict[int, Seen]:
+        """Those that are known, with the time since they wrote."""
+        now = time.monotonic()
+        return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
+
+    def _own(self) -> Seen:
+        at = self._position
+        still_s = time.monotonic() - at.moved
+        return Seen(self._host, at.update, at.part, at.layer, at.collective, still_s, self._count)
+
+    def _write(self) -> None:
+        assert self._store is not None
+        self._count += 1
+        self._store.set(str(self._rank), json.dumps(asdict(self._own())))
+
+    def _read(self, ranks: Sequence[int]) -> None:
+        assert self._store is not None
+        now = time.monotonic()
+        for rank, text in zip(ranks, self._store.multi_get([str(rank) for rank in ranks]), strict=True):
+            seen = Seen(**json.loads(text))
+            if rank not in self._known or self._known[rank][0].count != seen.count:
+                self._known[rank] = (seen, now)
+
+    def _sentence(self, still_s: float) -> str:
+        known = {**self._as_seen(), self._rank: self._own()}
+        silence_s = 3 * self._interval_s + max(1.0, 2 * self._interval_s)
+        return explain(self._rank, known, still_s, silence_s, self._num, "" if self._patient else " (--timeout)")
+
+
+def _named(ranks: Sequence[int], known: Mapping[int, Seen]) -> str:
+    parts = [f"rank {rank}" + (f" on host {known[rank].host}" if rank in known else "") for rank in sorted(ranks)]
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,0 +1,132 @@
+"""What a recipe's training is to the planner: passes, microbatches, precision, optimiser.
+
+How much memory a plan may take on a device.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from convoy.engine import microbatch_sizes
+from convoy.planner import Workload, workload_of
+from convoy.planner.cost.device import Device, memory_limits, this_device
+from convoy.plans.explain import size
+from convoy.training.derived import num_microbatches
+from convoy.training.division import divide, soonest
+from convoy.training.optimizers import create_optimizer, learning_rate
+from convoy.training.precision import DTYPES
+from convoy.training.recipe import Recipe
+from convoy.training.trial import merged, probed
+
+SHARE = 0.9
+"""Of what there is: kernels, the framework and the data take some."""
+
+
+def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
+    """Bytes for parameters, gradients, optimiser and activations on a device, and a word on where they come from.
+
+    Args:
+        device: a GPU, which has what is free and what this process holds of it; or a CPU, whose memory, or what
+            control groups leave of it, is shared by all ranks of the host.
+        on_host: ranks of this host.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        there = float(free + torch.cuda.memory_reserved(device))
+        return SHARE * there, f"nine tenths of the {size(int(there))} that are free on the GPU"
+    there = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+    shared = f" over {on_host} devices" if on_host > 1 else ""
+    return SHARE * there / on_host, f"nine tenths of the host's {size(int(there))}{shared}"
+
+
+def workload_of_recipe(
+    recipe: Recipe, model: nn.Module, image_shape: tuple[int, int, int], devices: int, device: torch.device
+) -> Workload:
+    """One weight update of a recipe on some number of devices.
+
+    Args:
+        recipe: how it is trained; the data is not read.
+        model: its network, on `device`; it is left as it is.
+        image_shape: channels, height and width.
+        devices: on which it will run.
+        device: the one here.
+
+    Raises:
+        ConvoyError: the network does not take such images, or cannot be seen as one graph.
+    """
+    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+    change = "--image-size, the microbatches or the model"
+    found = probed(model, recipe, image_shape, sizes, device, change)
+    merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
+    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
+
+
+def workload_in_passes(
+    recipe: Recipe,
+    model: nn.Module,
+    image_shape: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    merge: int,
+    devices: int,
+    device: torch.device,
+) -> Workload:
+    """The same where it is known how many microbatches a device takes in a pass.
+
+    Args:
+        sizes: samples of each microbatch of an update.
+        merge: microbatches of one device in a pass.
+    """
+
+    def in_passes(passes: int) -> Workload:
+        return workload_of(
+            model,
+            torch.empty(1, *image_shape, device=device),
+            recipe.batch,
+            name=recipe.model.name,
+            passes=passes,
+            channels_last=recipe.channels_last,
+            batch_norm=recipe.batch_norm,
+            microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
+            precision=workload_precision(recipe),
+            optimizer=partial(_optimizer, recipe=recipe),
+        )
+
+    together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
+    even = in_passes(together)
+    even = even if alone == together else replace(even, alone=in_passes(alone))
+
+    def by_speed(pace: Sequence[float]) -> Workload:
+        asked = recipe.parallel.shares
+        bound = isinstance(asked, tuple) and len(asked) > 1
+        if isinstance(asked, tuple) and bound:
+            counts = divide(sizes, len(asked), asked).counts
+        elif pace and len(pace) <= len(sizes):
+            counts = soonest(len(sizes), pace)
+        else:
+            return even
+        return replace(in_passes(math.ceil(max(counts) / merge)), shares=counts, bound=bound, alone=even.alone or even)
+
+    return even if devices == 1 else replace(even, by_speed=by_speed)
+
+
+def workload_precision(recipe: Recipe) -> torch.dtype | None:
+    """In which autocast has layers compute; None without it."""
+    return None if recipe.precision == "fp32" else DTYPES[recipe.precision]
+
+
+def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
+    """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
+    precision = str(DTYPES[recipe.precision]).removeprefix("torch.")
+    return this_device(device, precision=precision, channels_last=recipe.channels_last, neighbours=neighbours)
+
+
+def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    return create_optimizer(
+        nn.ParameterList(parameters), recipe.optimizer, learning_rate(recipe.optimizer, recipe.batch)
+    )
