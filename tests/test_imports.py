@@ -1,4 +1,4 @@
-"""Who imports whom: no circles of modules or rooms, and every folder only from those above it in docs/architecture.md."""
+"""Who imports whom: no circles of modules or rooms; every folder only from those above it in docs/architecture.md."""
 
 import ast
 import re

@@ -106,6 +106,7 @@ class Signature:
         inputs: the inputs' sizes but for the samples, and their types.
         form: the other arguments; None where there are none but positional tensors.
         as_given: whether the outputs stay as the last layers give them.
+        exceptions: modules in the other mode, by their positions in `modules()`: frozen batch norm, for example.
     """
 
     training: bool
@@ -113,6 +114,7 @@ class Signature:
     inputs: tuple[Kind, ...]
     form: Form | None = None
     as_given: bool = False
+    exceptions: tuple[int, ...] = ()
 
 
 def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:

@@ -52,9 +52,9 @@ def save(
         optimizer: optimizer of its parameters, or of some of them.
         scheduler: learning-rate schedule, or any object with `state_dict` and `load_state_dict`.
         anything: more to save, under names of your own: numbers, strings, None, lists, tuples and dictionaries (those
-            of rank 0 count), tensors, also in such, and objects with `state_dict` and `load_state_dict` (the same on all
-            ranks); other networks, and copies of this one (`copy.deepcopy(net)`, `AveragedModel(net)`), which are saved
-            whole; and their optimizers.
+            of rank 0 count), tensors, also in such, and objects with `state_dict` and `load_state_dict` (the same on
+            all ranks); other networks, and copies of this one (`copy.deepcopy(net)`, `AveragedModel(net)`), which are
+            saved whole; and their optimizers.
 
     Raises:
         ConvoyError: something cannot be saved, or not to that path; what was there before is as it was.
