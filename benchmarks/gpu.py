@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --trainer                       and `convoy train`, with its loader, on pictures in memory
     python benchmarks/gpu.py --device cpu --precision fp32 --batches 4 --size 64 --updates 2
 
-Both sides train the same network with the same optimiser on the same random batch, which stays on the device:
+Both sides train the same network with the same optimizer on the same random batch, which stays on the device:
 channels_last, autocast, SGD with momentum. One side is `torch.compile(model)`, the other
 `torch.compile(convoy.parallelize(model, "serial", example))`. The sides take turns for some rounds, every other round
 in reverse; a round's ratio is Convoy's images a second over PyTorch's, and the medians count.
@@ -137,7 +137,7 @@ def batch(arguments: argparse.Namespace, device: torch.device, size: int) -> tup
 
 
 def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
-    """Images a second of every counted update of `convoy train`: loader, transfer, normalisation, metrics and all.
+    """Images a second of every counted update of `convoy train`: loader, transfer, normalization, metrics and all.
 
     Batch norm is over the global batch, as on the other sides, and nothing is augmented.
     """

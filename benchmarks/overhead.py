@@ -1,4 +1,4 @@
-"""What the trainer costs beside a bare PyTorch loop: the same network, optimiser, batches and data in memory.
+"""What the trainer costs beside a bare PyTorch loop: the same network, optimizer, batches and data in memory.
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
@@ -6,7 +6,7 @@
 Both sides run in turn in one process, several rounds; the ratio of a round is the trainer's seconds over the bare
 loop's (above 1: the trainer is slower), and the median is the result. The trainer's side is all that goes on between
 evaluations: loader, order of samples, microbatches, metrics, TensorBoard, progress. The bare loop takes its batches
-by a random permutation of a tensor, and normalises them as the trainer must. Neither side augments.
+by a random permutation of a tensor, and normalizes them as the trainer must. Neither side augments.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from tiny import TinyNet
 
 BAND = 0.4462, 0.458
-"""Between these are the means of a few pictures in a thousand, normalised."""
+"""Between these are the means of a few pictures in a thousand, normalized."""
 
 
 class Odd(nn.Module):

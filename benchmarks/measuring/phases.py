@@ -1,6 +1,6 @@
 """LeNet that notes what its rank is doing, in a file that another process reads: for whoever kills ranks.
 
-Only public hooks are used, and nothing that is computed changes: hooks of all modules, of all optimisers, and the
+Only public hooks are used, and nothing that is computed changes: hooks of all modules, of all optimizers, and the
 engine's watch of collectives.
 """
 

@@ -155,7 +155,7 @@ class _Made:
 
 
 def _updater(net: nn.Module, images: Tensor, labels: Tensor, divided: bool = False) -> Callable[[], None]:
-    """An update; `divided` as the trainer does it, who has ranks share the optimiser's work where that is faster."""
+    """An update; `divided` as the trainer does it, who has ranks share the optimizer's work where that is faster."""
     optimizer: Optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
     if divided:
         optimizer = divide_update(net, optimizer)

@@ -1,6 +1,6 @@
 """The sides that are measured beside each other: what each does with a network, as a user would write it.
 
-A side becomes a `Trained`: the network to call, its optimiser, how to run a backward pass, and how to say that a
+A side becomes a `Trained`: the network to call, its optimizer, how to run a backward pass, and how to say that a
 pass is not the update's last one, so that gradients are exchanged once an update.
 """
 

@@ -153,7 +153,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (tmp / "list.yaml").write_text("- 1\n")
     (tmp / "word.yaml").write_text("model: {name: lenet}\nbatch: many\n")
     (tmp / "length.yaml").write_text("model: {name: lenet}\nepochs: 10 epochs\n")
-    (tmp / "section.yaml").write_text("model: {name: lenet}\noptimiser: {lr: 1}\n")
+    (tmp / "section.yaml").write_text("model: {name: lenet}\noptimizer: {lr: 1}\n")
     save_file(TinyNet().state_dict(), tmp / "tiny.safetensors")
     (tmp / "cut.safetensors").write_bytes((tmp / "tiny.safetensors").read_bytes()[:-9])
     torch.save({"weight": os.system}, tmp / "evil.pth")

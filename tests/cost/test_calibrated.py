@@ -118,7 +118,7 @@ def test_empty_pieces_do_not_disturb():
     assert calibrated(empty) == Times(1e-5, 1e-5)
 
 
-def test_an_optimiser_from_measured_points():
+def test_an_optimizer_from_measured_points():
     truth = Update(2e-10, 3e-6)
     points = [(size, count, truth.seconds(size, count)) for size, count in ((10**8, 16), (10**8, 160), (10**6, 60))]
     found = Update.fit(points, state=2.0, divisible=True)

@@ -1,4 +1,4 @@
-"""What normalisations send: statistics inside a call, and running statistics before an update."""
+"""What normalizations send: statistics inside a call, and running statistics before an update."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def captured(*layers, samples=8):
 
 
 @pytest.fixture(scope="module")
-def normalised():
+def normalized():
     return captured(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
 
 
@@ -38,8 +38,8 @@ def by_op(graph, plan, op):
     return placement, next(placed for placed in placement.calls if placed.call.op == op)
 
 
-def test_synchronised_batch_norm_gathers_statistics_and_adds_two_numbers_a_channel(normalised):
-    placement, call = by_op(normalised, "sample=4", "batch_norm")
+def test_synchronized_batch_norm_gathers_statistics_and_adds_two_numbers_a_channel(normalized):
+    placement, call = by_op(normalized, "sample=4", "batch_norm")
     own = piece(call, placement, 0)
     assert own.option("ranks") == 4
     found = inside(call, placement.graph, placement.mesh, own)
@@ -48,19 +48,19 @@ def test_synchronised_batch_norm_gathers_statistics_and_adds_two_numbers_a_chann
     assert found.backward == (("all_reduce", 2 * 6 * 4),)
 
 
-def test_divided_channels_and_microbatches_need_no_statistics_of_others(normalised):
-    placement, call = by_op(normalised, "filter=2", "batch_norm")
+def test_divided_channels_and_microbatches_need_no_statistics_of_others(normalized):
+    placement, call = by_op(normalized, "filter=2", "batch_norm")
     assert inside(call, placement.graph, placement.mesh, piece(call, placement, 0)).axes == ()
-    placement, call = by_op(normalised, "sample=2", "batch_norm")
+    placement, call = by_op(normalized, "sample=2", "batch_norm")
     own = piece(call, placement, 0, batch_norm="microbatch", microbatch=2)
     assert (own.option("ranks"), own.option("parts")) == (1, 2)
     assert inside(call, placement.graph, placement.mesh, own, "microbatch").axes == ()
-    placement, call = by_op(normalised, "height=2", "batch_norm")
+    placement, call = by_op(normalized, "height=2", "batch_norm")
     assert inside(call, placement.graph, placement.mesh, piece(call, placement, 0), "microbatch").axes == (0,)
 
 
-def test_running_statistics_travel_once_in_an_update(normalised):
-    placement, _ = by_op(normalised, "sample=2", "batch_norm")
+def test_running_statistics_travel_once_in_an_update(normalized):
+    placement, _ = by_op(normalized, "sample=2", "batch_norm")
     assert running_statistics(placement, "sync", 0, 3) == []
     (gathered,) = running_statistics(placement, "microbatch", 2, 3)
     assert gathered.kind == "exchange"
@@ -84,8 +84,8 @@ def test_softmax_over_divided_classes_sends_three_numbers_a_sample():
     assert found.backward == (("all_reduce", 8 * 4),)
 
 
-def test_statistics_hold_up_the_step(normalised):
-    placement, _ = by_op(normalised, "sample=2", "batch_norm")
+def test_statistics_hold_up_the_step(normalized):
+    placement, _ = by_op(normalized, "sample=2", "batch_norm")
     layer = next(call.call.layer for call in placement.calls if call.call.op == "batch_norm")
     exposed = predict(placement, COSTS).exposed()
     own = predict(placement, Costs(COSTS.times, COSTS.links, batch_norm="local")).exposed()

@@ -126,12 +126,12 @@ def test_nothing_but_bad_pictures_ends():
     assert (len(empty), tuple(empty.images.shape), len(empty.bad)) == (0, (0, 3, 20, 20), 4)
 
 
-def test_grey_and_colour_are_converted():
+def test_grey_and_color_are_converted():
     grey = Listed([encoded(picture(mode="L"))])
     images = maker(grey, channels=3).evaluation(np.array([0])).images
     assert torch.equal(images[:, 0], images[:, 2])
-    colour = Listed([encoded(picture())])
-    assert maker(colour, channels=1, crop="random-resized", color_jitter=0.2).training(
+    color = Listed([encoded(picture())])
+    assert maker(color, channels=1, crop="random-resized", color_jitter=0.2).training(
         np.array([0]), 0
     ).images.shape == (
         1,

@@ -33,8 +33,8 @@ WRONG = [
     ({"augment": {"rand_augment": "m9"}}, "nN-mM"),
     ({"augment": {"rand_augment": "n2-m30"}}, "M from 1 to 29"),
     ({"augment": {"interpolation": "cubic"}}, "interpolation"),
-    ({"channels": 1, "augment": {"pca_noise": 0.1}}, "pca_noise needs colours"),
-    ({"channels": 1, "augment": {"rand_augment": "n2-m9"}}, "rand_augment needs colours"),
+    ({"channels": 1, "augment": {"pca_noise": 0.1}}, "pca_noise needs colors"),
+    ({"channels": 1, "augment": {"rand_augment": "n2-m9"}}, "rand_augment needs colors"),
     ({"mix": {"mixup": -1}}, "mixup"),
 ]
 

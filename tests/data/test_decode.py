@@ -69,7 +69,7 @@ def test_palettes_with_and_without_transparency():
     assert decode(encoded(image, "GIF")).mode == "RGB"
 
 
-def test_a_transparent_colour_of_an_rgb_png():
+def test_a_transparent_color_of_an_rgb_png():
     image = Image.new("RGB", (4, 4), (10, 20, 30))
     image.putpixel((0, 0), (1, 2, 3))
     result = decode(encoded(image, transparency=(1, 2, 3)))

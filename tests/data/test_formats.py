@@ -60,7 +60,7 @@ def test_mnist_names_with_a_dot(tmp_path):
     assert len(opened(tmp_path).train) == 40
 
 
-def test_mnist_in_colour_and_in_another_size(tmp_path):
+def test_mnist_in_color_and_in_another_size(tmp_path):
     write_mnist(tmp_path)
     data = opened(tmp_path, channels=3, image_size=32)
     assert (data.channels, data.image_size, len(data.mean)) == (3, 32, 3)

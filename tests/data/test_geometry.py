@@ -12,9 +12,9 @@ def geometry(image_size: int = 32, resize: int = 32, **augment) -> Geometry:
     return Geometry(image_size, resize, AugmentConfig(**augment))
 
 
-def test_the_centre_of_the_resized_picture():
+def test_the_center_of_the_resized_picture():
     image = picture(120, 60)
-    result = geometry(28, 30).centre(image, "it")
+    result = geometry(28, 30).center(image, "it")
     whole = image.resize((60, 30), Image.Resampling.BILINEAR)
     expected = whole.crop((16, 1, 44, 29))
     assert result.size == (28, 28)
@@ -23,12 +23,12 @@ def test_the_centre_of_the_resized_picture():
 
 def test_a_picture_of_the_right_size_is_not_touched():
     image = picture(32, 32)
-    assert geometry().centre(image, "it").tobytes() == image.tobytes()
+    assert geometry().center(image, "it").tobytes() == image.tobytes()
 
 
 def test_tall_pictures_and_tiny_ones():
     for width, height in ((20, 300), (300, 20), (1, 1), (3, 50)):
-        assert geometry(32, 36).centre(picture(width, height), "it").size == (32, 32)
+        assert geometry(32, 36).center(picture(width, height), "it").size == (32, 32)
         for crop in ("pad", "random-resized"):
             draws = np.full(22 if crop != "pad" else 2, 0.999)
             assert geometry(32, 36, crop=crop).crop(picture(width, height), "it", draws).size == (32, 32)
@@ -97,6 +97,6 @@ def test_a_crop_of_a_large_jpeg_is_nearly_that_of_the_whole_picture():
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
 def test_interpolation(interpolation):
     image = picture(64, 64)
-    result = geometry(32, 32, interpolation=interpolation).centre(image, "it")
+    result = geometry(32, 32, interpolation=interpolation).center(image, "it")
     expected = image.resize((32, 32), Image.Resampling[interpolation.upper()], box=(0, 0, 64, 64))
     np.testing.assert_array_equal(result, expected)

@@ -100,7 +100,7 @@ def test_the_test_of_sameness_notices_a_generator_with_a_state(photos, monkeypat
     plain = batches(section)
     assert same(batches(section, first=5, num=7), plain[5:])
     random = np.random.default_rng(0)
-    for module in ("batch", "geometry", "colour"):
+    for module in ("batch", "transforms"):
         monkeypatch.setattr(
             f"convoy.data.{module}.uniforms",
             lambda seed, purpose, epoch, samples, num: random.random((len(samples), num)),

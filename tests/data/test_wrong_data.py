@@ -434,8 +434,8 @@ def statistics_of_other_channels(root: Path):
     write_mnist(root)
 
 
-@wrong("pca_noise needs colours, but the pictures of mnist are grey", augment={"pca_noise": 0.1})
-def colour_noise_on_grey(root: Path):
+@wrong("pca_noise needs colors, but the pictures of mnist are grey", augment={"pca_noise": 0.1})
+def color_noise_on_grey(root: Path):
     write_mnist(root)
 
 
@@ -445,7 +445,7 @@ def interpolation_for_nothing(root: Path):
 
 
 @wrong("resize=20 is smaller than the image size 28", resize=20)
-def no_centre_to_take(root: Path):
+def no_center_to_take(root: Path):
     write_mnist(root)
 
 

@@ -31,7 +31,7 @@ class FunctionalDropout(nn.Module):
         return F.dropout(x, 0.1, self.training)
 
 
-class CentreOverBatch(nn.Module):
+class CenterOverBatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0, keepdim=True)
 
@@ -131,8 +131,8 @@ def test_replacing_keeps_names_and_values() -> None:
     [
         (nn.Identity(), False, True),
         (FunctionalDropout(), True, True),
-        (nn.Sequential(FunctionalDropout(), CentreOverBatch()), True, False),
-        (CentreOverBatch(), False, False),
+        (nn.Sequential(FunctionalDropout(), CenterOverBatch()), True, False),
+        (CenterOverBatch(), False, False),
         (OwnBatchNorm(6), False, False),
         (Scaled(0.0, (0,)), False, False),
         (Scaled(1e-6, (0,)), False, False),

@@ -83,7 +83,7 @@ def test_messages_belong_to_the_call_that_asks_for_them() -> None:
         assert ("transfer", calls[2]) in names  # its input is gathered
 
 
-def test_an_optimiser_that_has_stepped_gathers() -> None:
+def test_an_optimizer_that_has_stepped_gathers() -> None:
     model = network()
     watch = WatchedUpdate(DeviceClock(CPU, ticking()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

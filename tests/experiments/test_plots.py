@@ -46,7 +46,7 @@ def test_curves_hold_the_numbers_of_the_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(curve(run, "loss-time", "test").get_xdata(), [line["time_s"] for line in test])
 
 
-def test_train_and_test_differ_in_colour_and_in_line_style(tmp_path: Path) -> None:
+def test_train_and_test_differ_in_color_and_in_line_style(tmp_path: Path) -> None:
     drawn = draw_curves(complete_run(tmp_path))["error-updates"].axes[0]
     named = [line for line in drawn.lines if not line.get_label().startswith("_")]
     assert [line.get_label() for line in named] == ["train", "test"]

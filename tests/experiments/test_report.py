@@ -66,7 +66,7 @@ def test_a_complete_run_has_every_part(tmp_path: Path) -> None:
         "Finished",
         "2 min 14 s",
         "61,706",
-        "lenet recognises 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.",
+        "lenet recognizes 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.",
         "Every class in numbers (10)",
         "Precision",
         "833 kFLOP",

@@ -17,14 +17,14 @@ def drawings(tmp_path: Path) -> list[str]:
     return [inline_svg(panel.figure, panel.name, panel.title, "a <b>") for panel in panels if panel.figure is not None]
 
 
-def test_colours_and_fonts_are_those_of_the_page(drawings: list[str]) -> None:
+def test_colors_and_fonts_are_those_of_the_page(drawings: list[str]) -> None:
     for drawing in drawings:
         assert "var(--train)" in drawing
         assert "font-family" not in drawing
         assert not re.search(r"(fill|stroke): *(#|rgb|black|white)", drawing)
 
 
-def test_a_colour_without_a_property_of_the_page_is_noticed() -> None:
+def test_a_color_without_a_property_of_the_page_is_noticed() -> None:
     figure = Figure()
     figure.text(0, 0, "x", color="#123456")
     with pytest.raises(KeyError, match="#123456"):

@@ -32,7 +32,7 @@ def test_lenet_reads_28_and_32_pixels_and_any_channels() -> None:
     torch.testing.assert_close(model(digits), larger(nn.functional.pad(digits, (2, 2, 2, 2))))
 
 
-def normalised_by_the_paper(x: Tensor, alpha: float) -> Tensor:
+def normalized_by_the_paper(x: Tensor, alpha: float) -> Tensor:
     """Section 3.3 of Krizhevsky et al. (2012), as written there: k = 2, n = 5, beta = 0.75."""
     out = torch.empty_like(x)
     for i in range(x.shape[1]):
@@ -41,11 +41,11 @@ def normalised_by_the_paper(x: Tensor, alpha: float) -> Tensor:
     return out
 
 
-def test_response_normalisation_is_the_papers() -> None:
+def test_response_normalization_is_the_papers() -> None:
     x = 50 * torch.randn(2, 9, 3, 3, dtype=torch.float64)
-    torch.testing.assert_close(response_norm()(x), normalised_by_the_paper(x, alpha=1e-4))
+    torch.testing.assert_close(response_norm()(x), normalized_by_the_paper(x, alpha=1e-4))
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(response_norm()(x), normalised_by_the_paper(x, alpha=1e-4 / 5))
+        torch.testing.assert_close(response_norm()(x), normalized_by_the_paper(x, alpha=1e-4 / 5))
 
 
 def test_alexnet_2012_is_two_columns_that_start_as_in_the_paper() -> None:
@@ -88,16 +88,16 @@ def test_googlenet_gives_auxiliary_logits_in_training_only() -> None:
     }
 
 
-def test_transform_input_takes_imagenet_normalised_images_to_the_unit_range() -> None:
+def test_transform_input_takes_imagenet_normalized_images_to_the_unit_range() -> None:
     torch.manual_seed(0)
     model = create("googlenet-cifar", transform_input=True).eval()
     plain = create("googlenet-cifar").eval()
     plain.load_state_dict(model.state_dict())
     mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     pixels = torch.rand(2, 3, 32, 32)
-    normalised = (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
+    normalized = (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
     with torch.no_grad():
-        torch.testing.assert_close(model(normalised), plain((pixels - 0.5) / 0.5))
+        torch.testing.assert_close(model(normalized), plain((pixels - 0.5) / 0.5))
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:

@@ -89,7 +89,7 @@ def test_events_have_the_words_of_the_prediction():
         ("transfers", "transfer", "head", "head", 0.5),
         ("compute", "backward", "features.0", "conv", 1.5),
         ("gradients", "gradient", "", "gradient", 1.0),
-        ("compute", "update", "", "optimiser", 0.5),
+        ("compute", "update", "", "optimizer", 0.5),
         ("compute", "around", "", "rest", 0.25),
     ]
 

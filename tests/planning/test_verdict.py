@@ -103,9 +103,9 @@ def test_devices_that_only_cost_are_said_to() -> None:
     assert "One device alone" not in explain("sample=2", costs()).verdict.advice
 
 
-def test_a_slow_optimiser() -> None:
+def test_a_slow_optimizer() -> None:
     found = explain("sample=2", costs(update=Update(per_byte=1e-6)))
-    assert found.verdict.kind == "optimiser"
+    assert found.verdict.kind == "optimizer"
     assert found.verdict.change is not None
 
 
@@ -127,17 +127,17 @@ def test_input_beside_the_computation_costs_what_is_left_of_it(beside: bool) -> 
     assert fast.verdict.kind == "compute"
 
 
-def test_what_the_engine_adds_is_not_the_optimisers() -> None:
+def test_what_the_engine_adds_is_not_the_optimizers() -> None:
     update = Update(per_byte=1e-9)
     found = explain("sample=2", costs(update=replace(update, fixed=0.5)), alone=costs(update=update))
     parts = {part.name: part.seconds for part in found.parts}
     assert parts[ENGINE] == pytest.approx(0.5)
-    assert parts["optimiser"] == pytest.approx(next(part.ideal for part in found.parts if part.name == "optimiser") * 2)
+    assert parts["optimizer"] == pytest.approx(next(part.ideal for part in found.parts if part.name == "optimizer") * 2)
     assert found.verdict.kind == "batch"
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.5])
-def test_every_place_has_the_same_seconds_for_the_optimiser(fixed: float) -> None:
+def test_every_place_has_the_same_seconds_for_the_optimizer(fixed: float) -> None:
     update = Update(per_byte=1e-9)
     found = explain("sample=2", costs(with_delay, update=replace(update, fixed=fixed)), alone=costs(update=update))
     without = explain("sample=2", costs(with_delay, update=update)).scored
@@ -145,7 +145,7 @@ def test_every_place_has_the_same_seconds_for_the_optimiser(fixed: float) -> Non
     assert scored.seconds == pytest.approx(without.seconds + fixed)
     own = without.timeline.by_kind()["update"]
     compared = predicted(scored).parts
-    assert parts["optimiser"] == pytest.approx(own) == compared["optimiser"] == scored.timeline.by_kind()["update"]
+    assert parts["optimizer"] == pytest.approx(own) == compared["optimizer"] == scored.timeline.by_kind()["update"]
     assert parts.get(ENGINE, 0.0) == pytest.approx(fixed)
     assert compared["rest"] == pytest.approx(predicted(without).parts["rest"] + fixed)
     drawn = draw_timeline(scored.timeline)

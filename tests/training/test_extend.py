@@ -113,7 +113,7 @@ def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 REFUSED = {
     "another batch": (["--extend", "1", "--batch", "12"], "was trained with batch=24, so a run that extends it cannot"),
-    "another optimiser": (["--extend", "1", "--set", "optimizer.name=adamw", "--lr", "0.1"], "--weights"),
+    "another optimizer": (["--extend", "1", "--set", "optimizer.name=adamw", "--lr", "0.1"], "--weights"),
     "another seed": (["--extend", "1", "--seed", "3"], "seed=0, so a run that extends it cannot have seed=3"),
     "no length": (["--extend", "long"], "--extend: 'long' is not a duration: write epochs as 90ep"),
     "nothing": (["--extend", "0"], "--extend 0 is no length to train on for"),

@@ -182,7 +182,7 @@ def test_one_device_has_parts_but_no_layers(data: Path) -> None:
     (comparison,) = run_ranks(on_one_device, 1, data)
     assert comparison.groups == ()
     assert comparison.parts["forward"].measured_s and comparison.parts["backward"].measured_s
-    assert comparison.parts["optimiser"].measured_s
+    assert comparison.parts["optimizer"].measured_s
     assert comparison.parts["waiting"].measured_s == 0
     assert "plain network" in " ".join(comparison.notes)
 

@@ -1,4 +1,4 @@
-"""An optimiser whose state is divided over ranks trains and saves as one that is not."""
+"""An optimizer whose state is divided over ranks trains and saves as one that is not."""
 
 import copy
 from typing import Any
@@ -21,7 +21,7 @@ SAMPLES = 8
 
 
 def _run(plan: str, worth: int) -> tuple[RunState, bool]:
-    """A network under the plan, its optimiser divided if that is worth while from so many bytes on."""
+    """A network under the plan, its optimizer divided if that is worth while from so many bytes on."""
     sharded._WORTH = worth
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 5)).double()
@@ -122,11 +122,11 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
-def test_weights_and_checkpoints_are_those_of_a_whole_optimiser(plan: str) -> None:
+def test_weights_and_checkpoints_are_those_of_a_whole_optimizer(plan: str) -> None:
     world = 4 if "," in plan else 2
     assert max(run_ranks(_compare, world, plan)) < 1e-10
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_a_broken_optimiser_is_noticed(sabotage: str) -> None:
+def test_a_broken_optimizer_is_noticed(sabotage: str) -> None:
     assert max(run_ranks(_compare, 2, "sample=2", sabotage)) > 1e-6

@@ -2,7 +2,7 @@
 
 Where the time of an update goes, in the words of the files of a study.
 
-Where the time of an update goes: the input, waiting for other ranks, the optimiser, and all the rest, computing.
+Where the time of an update goes: the input, waiting for other ranks, the optimizer, and all the rest, computing.
 
 What a rank is asked to do when a configuration has its turn, and what it answers.
 
@@ -59,7 +59,7 @@ class Stopwatch:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """While entered, waits of the engine and steps of optimisers are seen."""
+        """While entered, waits of the engine and steps of optimizers are seen."""
         with ExitStack() as stack:
             stack.enter_context(watching(_Waits(self)))
             for handle in (

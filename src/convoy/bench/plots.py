@@ -23,14 +23,14 @@ from convoy.report import axes as ax
 from convoy.report import formats
 from convoy.report.plots import Panel
 
-COLOURS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
+COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0.0, (5.0, 2.0)), (0.0, (1.5, 1.5)))
 PARTS = {
     COMPUTE: ("computing", ax.TRAIN),
     COMMUNICATION: ("exposed communication", ax.TEST),
     INPUT: ("input", ax.OCHRE),
-    OPTIMIZER: ("optimiser", ax.GREEN),
+    OPTIMIZER: ("optimizer", ax.GREEN),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
 LEGEND, PLOT = 15, 170
@@ -106,9 +106,9 @@ def _line(axes: Axes, line: Series, place: int, aside: float) -> None:
         [row.devices + (aside if row.devices > 1 else 0) for row in line.rows],
         [row.speedup for row in line.rows],
         yerr=([min(row.speedup, width) for row, width in zip(line.rows, spread, strict=True)], spread),
-        color=COLOURS[place % len(COLOURS)],
+        color=COLORS[place % len(COLORS)],
         marker=MARKERS[place % len(MARKERS)],
-        linestyle=DASHES[place // len(COLOURS) % len(DASHES)],
+        linestyle=DASHES[place // len(COLORS) % len(DASHES)],
         linewidth=1.5,
         elinewidth=1,
         capsize=3,
@@ -127,12 +127,12 @@ def parts(found: Results) -> Panel:
 
     def draw(axes: Axes, row: Row, level: float) -> None:
         start = 0.0
-        for part, (_, colour) in PARTS.items():
-            axes.barh(level, row.parts[part], left=start, height=0.36, color=colour, edgecolor=ax.PAPER, linewidth=0.6)
+        for part, (_, color) in PARTS.items():
+            axes.barh(level, row.parts[part], left=start, height=0.36, color=color, edgecolor=ax.PAPER, linewidth=0.6)
             start += row.parts[part]
 
     figure, axes = _rows_figure(title, found.rows, longest, lambda row: time_of(row.seconds), draw)
-    handles = [axes.barh(-9, 0, color=colour) for _, colour in PARTS.values()]
+    handles = [axes.barh(-9, 0, color=color) for _, color in PARTS.values()]
     legend_above(axes, handles, [word for word, _ in PARTS.values()])
     said = (
         f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
@@ -249,7 +249,7 @@ def name_of(row: Row | Curve) -> str:
     return f"{formats.shorten(short(row.label), 38)}{devices}"
 
 
-_COLOURS = tuple(colour for colour in COLOURS if colour != ax.INK)  # which the reference has
+_COLORS = tuple(color for color in COLORS if color != ax.INK)  # which the reference has
 _STRIP, _GAP = 52, 40
 """In points: height of the strip of distances, and what lies between it and the curves."""
 
@@ -326,12 +326,12 @@ def _draw(axes: Axes, found: Convergence, number: int, places: Sequence[float], 
 
 
 def _look(found: Convergence, number: int, points: int) -> dict[str, object]:
-    """Colour, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
+    """Color, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
     place = number - sum(curve.distance is None for curve in found.curves[:number])
     apart = min(len(found.others), max(1, points // 3)) or 1
     return {
-        "color": _COLOURS[place % len(_COLOURS)],
-        "linestyle": DASHES[place // len(_COLOURS) % len(DASHES)],
+        "color": _COLORS[place % len(_COLORS)],
+        "linestyle": DASHES[place // len(_COLORS) % len(DASHES)],
         "marker": MARKERS[place % len(MARKERS)],
         "markevery": (place % apart, apart),
         "markersize": 4.5,

@@ -27,7 +27,7 @@ Examples:
 def command(run: Path, onnx: bool, torch_export: bool, to: Path | None) -> None:
     """Write the network of the finished run RUN in another format.
 
-    Its input is normalised pictures [batch, channels, height, width], its output logits [batch, classes]; mean,
+    Its input is normalized pictures [batch, channels, height, width], its output logits [batch, classes]; mean,
     standard deviation and classes are in the file's metadata. (The weights for PyTorch: RUN/weights.safetensors.)
     """
     if onnx and torch_export:

@@ -104,7 +104,7 @@ def command(
 
     MODEL may be left out where the recipe names it.
 
-    --extend makes a finished run longer in a new one, which begins with the old one's weights, optimiser, averages and
+    --extend makes a finished run longer in a new one, which begins with the old one's weights, optimizer, averages and
     place in the data; the old one stays as it is. The learning rate is that of a run of the whole length: where it is
     constant or falls at certain epochs it goes on, and a cosine, which has ended, rises to where it would stand.
     Schedule, loss and augmentation may change. To begin anew with the weights alone, use --weights.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from convoy.data.loader import evaluation_batches, num_workers, training_batches
     from convoy.data.order import Order
     from convoy.data.sources import Source
-    from convoy.data.transforms import Normalise, mix
+    from convoy.data.transforms import Normalize, mix
 
 __all__ = [
     "AugmentConfig",
@@ -21,7 +21,7 @@ __all__ = [
     "DataConfig",
     "DataSet",
     "MixConfig",
-    "Normalise",
+    "Normalize",
     "Order",
     "Source",
     "evaluation_batches",
@@ -40,7 +40,7 @@ __getattr__ = lazily(
         "DataConfig": "config",
         "DataSet": "dataset",
         "MixConfig": "config",
-        "Normalise": "transforms",
+        "Normalize": "transforms",
         "Order": "order",
         "Source": "sources",
         "evaluation_batches": "loader",

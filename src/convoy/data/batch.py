@@ -13,7 +13,7 @@ from convoy.data.decode import BadImage
 from convoy.data.memory import refusal
 from convoy.data.order import Purpose, uniforms
 from convoy.data.sources import PixelSource, Source
-from convoy.data.transforms import ColourAugment, Geometry
+from convoy.data.transforms import ColorAugment, Geometry
 from convoy.errors import ConvoyError
 
 
@@ -54,14 +54,14 @@ class BatchMaker:
         self.channels = channels
         self.seed = seed
         self.skip_bad = skip_bad
-        self.colour = ColourAugment(geometry.augment, seed)
+        self.color = ColorAugment(geometry.augment, seed)
 
     @property
     def vectorised(self) -> bool:
         """Whether training batches need no work picture by picture: pixels in memory, and crop and flip at most."""
         crop = self.geometry.augment.crop
         pads = crop == "pad" and self._in_memory(self.geometry.resize)
-        return not self.colour.on and (pads or (crop == "none" and self._central))
+        return not self.color.on and (pads or (crop == "none" and self._central))
 
     def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
         """The augmented batch of some samples [n] in an epoch.
@@ -86,7 +86,7 @@ class BatchMaker:
         raise ConvoyError(f"none of the {len(self.source)} training pictures can be read: {bad[0][1]}")
 
     def evaluation(self, samples: NDArray[np.int64]) -> Batch:
-        """The batch of some samples [n], resized and cut in the centre, without those that cannot be read.
+        """The batch of some samples [n], resized and cut in the center, without those that cannot be read.
 
         Raises:
             ConvoyError: a picture cannot be read and bad ones are not skipped.
@@ -116,7 +116,7 @@ class BatchMaker:
 
     @property
     def _central(self) -> bool:
-        """Whether resizing and taking the centre changes nothing."""
+        """Whether resizing and taking the center changes nothing."""
         return self.geometry.resize == self.geometry.image_size and self._in_memory(self.geometry.image_size)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
@@ -169,7 +169,7 @@ class BatchMaker:
             image = in_channels(image, self.channels)
             if flip:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            images[place] = _planes(self.colour(image, epoch, sample), self.channels)
+            images[place] = _planes(self.color(image, epoch, sample), self.channels)
         return failures
 
     def _accept(self, bad: BadImage) -> str:
@@ -194,7 +194,7 @@ class BatchMaker:
 
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:
     """A picture as an evaluation shows it to the network: uint8 [channels, image_size, image_size]. Raises BadImage."""
-    return _planes(geometry.centre(image, name), channels)
+    return _planes(geometry.center(image, name), channels)
 
 
 def in_channels(image: Image.Image, channels: int) -> Image.Image:

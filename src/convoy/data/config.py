@@ -19,11 +19,11 @@ class _Section(BaseModel):
 
 
 class AugmentConfig(_Section):
-    """How training pictures are varied. Evaluation always resizes and takes the centre."""
+    """How training pictures are varied. Evaluation always resizes and takes the center."""
 
     crop: Literal["none", "pad", "random-resized"] = Field(
         "none",
-        description="none: the centre, as in evaluation; pad: resize, pad with black, crop at random; "
+        description="none: the center, as in evaluation; pad: resize, pad with black, crop at random; "
         "random-resized: a random part of random size and shape (Szegedy et al., 2015)",
     )
     pad: int | None = Field(
@@ -42,7 +42,7 @@ class AugmentConfig(_Section):
         0.0, ge=0, le=1, description="brightness, contrast and saturation are multiplied by 1 ± this, in random order"
     )
     pca_noise: float = Field(
-        0.0, ge=0, le=10, description="standard deviation of the PCA colour noise (Krizhevsky et al., 2012: 0.1)"
+        0.0, ge=0, le=10, description="standard deviation of the PCA color noise (Krizhevsky et al., 2012: 0.1)"
     )
     rand_augment: str | None = Field(
         None, description="RandAugment (Cubuk et al., 2020) as nN-mM: N operations of strength M of 30, e.g. n2-m9"
@@ -122,7 +122,7 @@ class DataConfig(_Section):
         None,
         ge=1,
         le=8192,
-        description="short side before the centre is taken, and before crop=pad "
+        description="short side before the center is taken, and before crop=pad "
         "(image_size; photographs: 8/7 of it, as 256 for 224)",
     )
     channels: Literal[1, 3] | None = Field(None, description="1 = grey, 3 = RGB (the data set's own; photographs: 3)")
@@ -156,7 +156,7 @@ class DataConfig(_Section):
                 raise ValueError(f"std must be above 0, not {list(self.std)}")
         if self.image_size is not None and self.resize is not None and self.resize < self.image_size:
             raise ValueError(
-                f"resize={self.resize} is smaller than image_size={self.image_size}, so there is no centre to take: "
+                f"resize={self.resize} is smaller than image_size={self.image_size}, so there is no center to take: "
                 f"set resize to at least {self.image_size}"
             )
         if (self.path == MNIST_MINI) != (self.format == MNIST_MINI) and self.format != "auto":
@@ -166,5 +166,5 @@ class DataConfig(_Section):
             )
         if self.channels == 1 and (self.augment.pca_noise or self.augment.rand_augment):
             option = "pca_noise" if self.augment.pca_noise else "rand_augment"
-            raise ValueError(f"augment.{option} needs colours, but channels=1: leave it out or set channels=3")
+            raise ValueError(f"augment.{option} needs colors, but channels=1: leave it out or set channels=3")
         return self

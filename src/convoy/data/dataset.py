@@ -34,7 +34,7 @@ class DataSet:
         channels: 1 or 3, of the net's input.
         mean: of each channel, pixels from 0 to 1.
         std: of each channel, pixels from 0 to 1.
-        resize: short side of a picture before its centre is taken.
+        resize: short side of a picture before its center is taken.
         notes: what the user should know about how it was opened.
         format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
     """
@@ -181,7 +181,7 @@ def _split(
 
 
 def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, int]:
-    """Side of the net's input, and short side before the centre is taken."""
+    """Side of the net's input, and short side before the center is taken."""
     if own is not None:
         image_size = config.image_size or min(own[:2])
         resize = config.resize or image_size
@@ -190,7 +190,7 @@ def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, i
         resize = config.resize or round(image_size * 8 / 7)
     if resize < image_size:
         raise ConvoyError(
-            f"data.resize={resize} is smaller than the image size {image_size}, so there is no centre to take: set "
+            f"data.resize={resize} is smaller than the image size {image_size}, so there is no center to take: set "
             f"data.resize to at least {image_size}, or data.image_size to at most {resize}"
         )
     return image_size, resize
@@ -216,7 +216,7 @@ def _check_augmentation(
     for option in ("pca_noise", "rand_augment"):
         if getattr(augment, option) and channels == 1:
             raise ConvoyError(
-                f"data.augment.{option} needs colours, but the pictures of {name} are grey: leave it out or set "
+                f"data.augment.{option} needs colors, but the pictures of {name} are grey: leave it out or set "
                 "data.channels=3"
             )
     unchanged = own is not None and own[:2] == (image_size, image_size) == (resize, resize)

@@ -76,7 +76,7 @@ def evaluation_batches(
     split: str = "test",
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
-    """Every sample of a split exactly once, in order, resized and cut in the centre; the last batch may be smaller.
+    """Every sample of a split exactly once, in order, resized and cut in the center; the last batch may be smaller.
 
     Several parts take turns at the batches. All get equally many, so that the last ones may be empty.
 

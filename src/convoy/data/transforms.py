@@ -1,8 +1,8 @@
 """From bytes to the numbers a net likes.
 
-Where a picture is cut and how it is resized: in training at random, in evaluation always the centre.
+Where a picture is cut and how it is resized: in training at random, in evaluation always the center.
 
-Random changes of colour: jitter of brightness, contrast and saturation, PCA noise, RandAugment.
+Random changes of color: jitter of brightness, contrast and saturation, PCA noise, RandAugment.
 
 Mixup and CutMix: blends of two samples of a microbatch and of their labels.
 """
@@ -40,7 +40,7 @@ class Geometry:
 
     Attributes:
         image_size: side of the result.
-        resize: short side before the centre, or crop=pad's piece, is taken.
+        resize: short side before the center, or crop=pad's piece, is taken.
         augment: what training does.
     """
 
@@ -57,8 +57,8 @@ class Geometry:
         """Pixels added on each side before crop=pad."""
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
-    def centre(self, image: Image.Image, name: str) -> Image.Image:
-        """The centre of the picture after its short side was resized. Raises BadImage."""
+    def center(self, image: Image.Image, name: str) -> Image.Image:
+        """The center of the picture after its short side was resized. Raises BadImage."""
         image = finish_picture(image, name)
         width, height = image.size
         side = min(width, height) * self.image_size / self.resize
@@ -73,7 +73,7 @@ class Geometry:
     def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64]) -> Image.Image:
         """Training's piece of the picture, as `augment.crop` says. Raises BadImage."""
         if self.augment.crop == "none":
-            return self.centre(image, name)
+            return self.center(image, name)
         if self.augment.crop == "pad":
             return self._padded_crop(finish_picture(image, name), draws)
         width, height = upright_size(image)
@@ -126,8 +126,8 @@ _PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
 _PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 
 
-class ColourAugment:
-    """The changes of colour that a recipe asks for, each a function of (seed, epoch, sample)."""
+class ColorAugment:
+    """The changes of color that a recipe asks for, each a function of (seed, epoch, sample)."""
 
     def __init__(self, config: AugmentConfig, seed: int) -> None:
         """Raises ConvoyError when RandAugment is asked for and kornia is not installed."""
@@ -145,7 +145,7 @@ class ColourAugment:
         return bool(self._config.rand_augment or self._config.color_jitter or self._config.pca_noise)
 
     def __call__(self, image: Image.Image, epoch: int, sample: int) -> Image.Image:
-        """The picture (L or RGB) with its colours changed."""
+        """The picture (L or RGB) with its colors changed."""
         numbers = np.array([sample], np.int64)
         if self._config.rand_augment_numbers:
             key = int(keys(self._seed, Purpose.RAND_AUGMENT, epoch, numbers)[0])
@@ -175,7 +175,7 @@ def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> I
 
 
 def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Adds one colour to the whole RGB picture, along the main directions of ImageNet's colours.
+    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors.
 
     Krizhevsky, Sutskever, Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given
     standard deviation (0.1 there). `draws` are three numbers in [0, 1).
@@ -262,7 +262,7 @@ def _mix_one(images: Tensor, targets: Tensor, config: MixConfig, key: int) -> tu
     return result, torch.lerp(targets.flip(0), targets, part)
 
 
-class Normalise:
+class Normalize:
     """(images / 255 - mean) / std for each channel, on the device where the images are, in float32.
 
     Args:

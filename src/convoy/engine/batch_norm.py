@@ -16,8 +16,8 @@ from convoy.errors import ConvoyError
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def normalise_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
-    """Normalise a microbatch by its own mean and variance.
+def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
+    """Normalize a microbatch by its own mean and variance.
 
     Args:
         x: [samples, channels, ...].
@@ -25,7 +25,7 @@ def normalise_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, e
         eps: added to the variance.
 
     Returns:
-        The normalised microbatch, and what it adds to the running statistics.
+        The normalized microbatch, and what it adds to the running statistics.
     """
     dtype = x.dtype if weight is None else weight.dtype
     mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
@@ -35,7 +35,7 @@ def normalise_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, e
 
 
 class MicrobatchNorm(_BatchNorm):
-    """Batch norm that normalises every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3).
+    """Batch norm that normalizes every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3).
 
     The running statistics are updated once for each microbatch, in order, as if the microbatches had run one after
     the other; parameters and buffers are those of the layer that it replaces, under the same names.
@@ -60,16 +60,16 @@ class MicrobatchNorm(_BatchNorm):
         self._check_input_dim(input)
         sizes = self.context.sizes
         if len(sizes) < 2:
-            return self._normalise(input)
+            return self._normalize(input)
         if sum(sizes) != len(input):
             raise ConvoyError(
                 f"a batch norm of {self.num_features} channels sees {len(input)} samples of a batch of {sum(sizes)}: "
                 "the network folds something into the batch, so set batch_norm=sync"
             )
-        return torch.cat([self._normalise(piece) for piece in input.split(sizes)])
+        return torch.cat([self._normalize(piece) for piece in input.split(sizes)])
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        y, term = normalise_by_itself(x, self.weight, self.bias, self.eps)
+    def _normalize(self, x: Tensor) -> Tensor:
+        y, term = normalize_by_itself(x, self.weight, self.bias, self.eps)
         if self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)

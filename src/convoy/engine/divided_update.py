@@ -1,4 +1,4 @@
-"""An optimiser whose work the ranks of a network share, where that is faster."""
+"""An optimizer whose work the ranks of a network share, where that is faster."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -8,7 +8,7 @@ from convoy.engine.network import network_of
 
 
 def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """The optimiser to use: one that shares the update of large parameters, or the given one where that does not pay.
+    """The optimizer to use: one that shares the update of large parameters, or the given one where that does not pay.
 
     All ranks call it, before the first update. Where the update is shared each rank has the sum of its own piece of a
     large gradient only, so that `optimizer` must not be used any more.

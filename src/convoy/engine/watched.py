@@ -95,7 +95,7 @@ class WatchedUpdate:
 
     @contextmanager
     def parameters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """While entered, what is done when a gradient is there counts as `copy`, and what an optimiser does after its
+        """While entered, what is done when a gradient is there counts as `copy`, and what an optimizer does after its
         own step as `gradient`: it gathers weights."""
         nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
         handles: list[Any] = [node.register_prehook(self._adding) for node in nodes]

@@ -2,6 +2,6 @@
 
 from convoy.graph.capture import capture
 from convoy.graph.graph import Call, CaptureError, Graph, Ref, Value
-from convoy.graph.normalise import OPS
+from convoy.graph.normalize import OPS
 
 __all__ = ["OPS", "Call", "CaptureError", "Graph", "Ref", "Value", "capture"]

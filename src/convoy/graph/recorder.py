@@ -16,7 +16,7 @@ from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
 from convoy.graph.fake import Aliases, Fakes, FakeTensor
 from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
-from convoy.graph.normalise import Normal, Seen, normalise
+from convoy.graph.normalize import Normal, Seen, normalize
 
 Replacement = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
         outputs = self._name_outputs(func, made)
         seen = Seen(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
-        normal = normalise(seen) if any(name in self._data for name in inputs) else Normal("opaque")
+        normal = normalize(seen) if any(name in self._data for name in inputs) else Normal("opaque")
         return self._add(seen, normal, outputs, made, result)
 
     def _add(self, seen: Seen, normal: Normal, outputs: tuple[Value, ...], made: list[Tensor], result: Any) -> Call:
@@ -225,7 +225,7 @@ class Recorder(TorchFunctionMode):
             ref = Ref(self._names[id(tensor)])
             outputs = self._name_outputs(torch.Tensor.detach, [tensor])
             seen = Seen(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
-            self._add(seen, normalise(seen), outputs, [tensor], tensor)
+            self._add(seen, normalize(seen), outputs, [tensor], tensor)
 
     def _name_outputs(self, func: Any, made: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name

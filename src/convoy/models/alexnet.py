@@ -1,7 +1,7 @@
 """AlexNet in one tower, as it is trained on one device.
 
 Krizhevsky: One weird trick for parallelizing convolutional neural networks (2014), with torchvision's names and sizes:
-64, 192, 384, 256, 256 filters, neither columns nor response normalisation. The network of 2012 is in `alexnet_2012.py`.
+64, 192, 384, 256, 256 filters, neither columns nor response normalization. The network of 2012 is in `alexnet_2012.py`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""AlexNet as it won in 2012: two columns, response normalisation, overlapping pooling.
+"""AlexNet as it won in 2012: two columns, response normalization, overlapping pooling.
 
 Krizhevsky, Sutskever, Hinton: ImageNet Classification with Deep Convolutional Neural Networks (2012), figure 2. The
 paper put one column on each of two GPUs; here a column is a group of a convolution with `groups=2`, and the columns
@@ -45,14 +45,14 @@ class AlexNet2012(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(4096, num_classes),
         )
-        self._initialise()
+        self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
         return logits
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         layers = [layer for layer in self.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
         _, conv2, _, conv4, conv5, fc6, fc7, _ = layers
         for layer in layers:
@@ -62,7 +62,7 @@ class AlexNet2012(nn.Module):
 
 
 def response_norm() -> nn.LocalResponseNorm:
-    """Section 3.3's normalisation, b = a / (2 + 1e-4 · Σ a²)^0.75 over 5 neighbouring channels.
+    """Section 3.3's normalization, b = a / (2 + 1e-4 · Σ a²)^0.75 over 5 neighbouring channels.
 
     torch divides its alpha by the number of channels in the window, the paper does not: alpha is 5 · 1e-4 here.
     """

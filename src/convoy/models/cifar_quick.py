@@ -1,7 +1,7 @@
-"""The small network with which CIFAR-10 was tried out, with batch normalisation.
+"""The small network with which CIFAR-10 was tried out, with batch normalization.
 
 Krizhevsky: cuda-convnet, "quick" layers for CIFAR-10 (2012): three 5x5 convolutions with 32, 32, 64 filters, each
-followed by a pooling that halves the image, and 64 hidden units. Batch normalisation (Ioffe and Szegedy, 2015) is a
+followed by a pooling that halves the image, and 64 hidden units. Batch normalization (Ioffe and Szegedy, 2015) is a
 later addition, with which it learns faster. 145,706 parameters.
 """
 

@@ -1,7 +1,7 @@
 """GoogLeNet: filters of several sizes side by side, and two auxiliary classifiers on the way.
 
 Szegedy, Liu, Jia, Sermanet, Reed, Anguelov, Erhan, Vanhoucke, Rabinovich: Going Deeper with Convolutions (2014),
-table 1, with batch normalisation (Ioffe and Szegedy, 2015). Names, shapes and initialisation are torchvision's, and so
+table 1, with batch normalization (Ioffe and Szegedy, 2015). Names, shapes and initialization are torchvision's, and so
 is one deviation that published weights depend on: the branch of 5x5 filters has 3x3 filters.
 """
 
@@ -25,7 +25,7 @@ class GoogLeNet(nn.Module):
     """Images [N, C, H, W] to logits [N, num_classes], in training with `aux_logits` to `GoogLeNetOutputs`.
 
     The paper adds the losses of the auxiliary classifiers with a weight of 0.3; in evaluation they are not computed.
-    `transform_input` takes images normalised by ImageNet's mean and deviation to the range -1..1 for which
+    `transform_input` takes images normalized by ImageNet's mean and deviation to the range -1..1 for which
     torchvision's published weights were made. With `small_images` (32x32) the first convolution is 3x3 with
     stride 1, and nothing is pooled before the first inception block.
     Raises ConvoyError for `transform_input` with other than 3 channels.
@@ -52,7 +52,7 @@ class GoogLeNet(nn.Module):
             )
         self.aux_logits = aux_logits
         self.transform_input = transform_input
-        if transform_input:  # x · deviation + mean undoes ImageNet's normalisation, (x - 0.5) / 0.5 applies the other
+        if transform_input:  # x · deviation + mean undoes ImageNet's normalization, (x - 0.5) / 0.5 applies the other
             deviation, mean = torch.tensor([0.229, 0.224, 0.225]), torch.tensor([0.485, 0.456, 0.406])
             self.register_buffer("input_scale", (deviation / 0.5).view(3, 1, 1), persistent=False)
             self.register_buffer("input_shift", ((mean - 0.5) / 0.5).view(3, 1, 1), persistent=False)
@@ -87,7 +87,7 @@ class GoogLeNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(1024, num_classes)
-        self._initialise()
+        self._initialize()
 
     def forward(self, images: Tensor) -> Tensor | GoogLeNetOutputs:
         """Images [N, C, H, W] to logits [N, num_classes], with the auxiliary ones in training."""
@@ -104,7 +104,7 @@ class GoogLeNet(nn.Module):
             return GoogLeNetOutputs(logits, self.aux2(after_4d), self.aux1(after_4a))
         return logits
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.01, a=-2, b=2)

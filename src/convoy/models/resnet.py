@@ -103,7 +103,7 @@ class ResNet(nn.Module):
         self.layer4 = stage(block, 256 * block.expansion, 512, num_blocks[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, num_classes)
-        self._initialise(zero_init_residual)
+        self._initialize(zero_init_residual)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] to logits [N, num_classes]."""
@@ -112,7 +112,7 @@ class ResNet(nn.Module):
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
         return logits
 
-    def _initialise(self, zero_init_residual: bool) -> None:
+    def _initialize(self, zero_init_residual: bool) -> None:
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

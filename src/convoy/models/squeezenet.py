@@ -1,7 +1,7 @@
 """SqueezeNet: the accuracy of AlexNet with 50 times fewer parameters.
 
 Iandola, Han, Moskewicz, Ashraf, Dally, Keutzer: SqueezeNet (2016), table 1, and the authors' version 1.1, which needs
-2.4 times less computation. Names and initialisation are torchvision's.
+2.4 times less computation. Names and initialization are torchvision's.
 """
 
 from typing import Literal
@@ -75,13 +75,13 @@ class SqueezeNet(nn.Module):
             nn.ReLU(inplace=True),
             nn.AdaptiveAvgPool2d(1),
         )
-        self._initialise()
+        self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] to logits [N, num_classes]."""
         return torch.flatten(self.classifier(self.features(images)), 1)
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 if layer is self.classifier[1]:

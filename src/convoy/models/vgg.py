@@ -1,7 +1,7 @@
 """VGG: depth from nothing but 3x3 convolutions.
 
 Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition (2014), table 1, columns A, B, D
-and E; the variants with batch normalisation, the names and the initialisation (He et al., 2015) are torchvision's.
+and E; the variants with batch normalization, the names and the initialization (He et al., 2015) are torchvision's.
 """
 
 import torch
@@ -52,14 +52,14 @@ class VGG(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(units, num_classes),
         )
-        self._initialise()
+        self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
         return logits
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

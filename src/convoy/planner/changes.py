@@ -13,7 +13,7 @@ from convoy.planner.cost.times import LayerTimes, Times
 from convoy.planner.layers import Layer, alternatives
 from convoy.planner.planner import Planned, Scored
 
-Kind = Literal["links", "batch", "strategy", "compute", "optimiser", "input"]
+Kind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
 _LAYERS = 3
 """Layers that are tried with other strategies: those that keep others waiting longest."""
 
@@ -57,7 +57,7 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     yield again("compute", "devices that compute the layers twice as fast", replace(costs, times=_Faster(costs.times)))
     updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
     update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
-    yield again("optimiser", "an optimiser that is twice as fast", replace(costs, update=update))
+    yield again("optimizer", "an optimizer that is twice as fast", replace(costs, update=update))
     given = costs.input
     if given.per_pass or given.per_sample:
         given = replace(given, per_pass=given.per_pass / 2, per_sample=given.per_sample / 2)

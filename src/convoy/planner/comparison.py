@@ -64,7 +64,7 @@ def _cut(layer: str, depth: int) -> str:
 VERSION = 1
 """Of `prediction.json`."""
 GRADIENTS = "gradients of all layers"
-_KINDS = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimiser"}
+_KINDS = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ WORDS = {
     "rest": "loss and all else",
     "packing": "packing for messages",
     "waiting": "exposed communication",
-    "optimiser": "optimiser",
+    "optimizer": "optimizer",
 }
 """The parts of an update for people."""
 _ALIKE = 0.02

@@ -4,7 +4,7 @@ Devices that are not equally fast: how long each computes.
 
 The placements that are rehearsed: together they show every layer with every strategy at its own sizes.
 
-Measures the optimiser: seconds for a byte and for a tensor.
+Measures the optimizer: seconds for a byte and for a tensor.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ _POINTS = ((1, 2**24), (16, 2**20), (256, 2**16), (128, 64))
 
 
 def check_optimizer(make: MakeOptimizer) -> None:
-    """Refuse an optimiser whose updates cannot be timed.
+    """Refuse an optimizer whose updates cannot be timed.
 
     Raises:
         ConvoyError: its step calls a function that computes loss and gradients, as often as it likes.
@@ -156,12 +156,12 @@ def check_optimizer(make: MakeOptimizer) -> None:
         name = type(optimizer).__name__
         raise ConvoyError(
             f"{name} computes the gradients several times in a step, so an update cannot be predicted: plan with "
-            "another optimiser, e.g. SGD, and leave the optimiser's time out of account"
+            "another optimizer, e.g. SGD, and leave the optimizer's time out of account"
         )
 
 
 def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int = 5) -> Update:
-    """Time the optimiser on tensors of several sizes.
+    """Time the optimizer on tensors of several sizes.
 
     Args:
         make: makes it for some parameters.
@@ -310,7 +310,7 @@ def measure(
         notes.append("nothing could be rehearsed in the memory there is: times are those of a typical slow core")
     timed = partial(measure_update, workload.optimizer, workload.device)
     updates = {True: ranks.first(timed)}
-    everyone = ranks.gather(ranks.trying("timing the optimiser", lambda _: timed())) if ranks.num > 1 else []
+    everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
     updates[False] = max(everyone, key=lambda update: update.per_byte, default=updates[True])
     found_costs = {}
     for alone in (True, False):

@@ -18,7 +18,7 @@ from convoy.planner.cost.times import Times
 from convoy.planner.cost.trace import Event
 from convoy.plans.place import Placement
 
-PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "optimiser")
+PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "optimizer")
 """Of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for."""
 _PARTS = {
     "input": "input",
@@ -28,7 +28,7 @@ _PARTS = {
     "copy": "packing",
     "transfer": "waiting",
     "gradient": "waiting",
-    "update": "optimiser",
+    "update": "optimizer",
 }
 
 
@@ -157,7 +157,7 @@ def _of_update(
 
 _STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "gradient": "gradients"}
 _TASKS = {"input": "around", "rest": "around"}
-_NAMES = {"update": "optimiser"}
+_NAMES = {"update": "optimizer"}
 
 
 def observed_events(update: WatchedUpdate, rank: int, alone: bool = False) -> list[Event]:

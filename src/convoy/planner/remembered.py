@@ -1,4 +1,4 @@
-"""What was known of several devices when a plan was made, kept beside the times of pieces: links, optimiser, engine.
+"""What was known of several devices when a plan was made, kept beside the times of pieces: links, optimizer, engine.
 
 With it, a plan that is given can be predicted without measuring anything, once all its pieces have been measured.
 """

@@ -60,7 +60,7 @@ def _figures(found: Explained) -> Iterator[str]:
     held = [
         (memory.parameters, "parameters"),
         (memory.gradients, "gradients"),
-        (memory.optimizer, "optimiser"),
+        (memory.optimizer, "optimizer"),
         (memory.activations, "activations"),
         (memory.buffers, "buffers"),
         (memory.messages, "messages"),

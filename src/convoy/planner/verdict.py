@@ -10,7 +10,7 @@ from convoy.planner.layers import Layer, layers_of
 from convoy.planner.planner import Planned, Scored
 from convoy.planner.words import percent, seconds, times_as_fast
 
-Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimiser", "input"]
+Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 `division` is computing that takes longer in parts, `repeated` what runs whole on every device."""
 _SPENT_WELL = 0.9
@@ -149,7 +149,7 @@ def _seconds(scored: Scored) -> dict[str, float]:
         "backward": kinds.get("backward", 0.0),
         "packing for messages": kinds.get("copy", 0.0),
         "exposed communication": kinds["exposed"],
-        "optimiser": kinds.get("update", 0.0),
+        "optimizer": kinds.get("update", 0.0),
         ENGINE: engine,
         "idle": kinds["idle"],
     }
@@ -181,20 +181,20 @@ def _kind(
     if input_seconds > 0.5 * total:
         return "input", None
     if total <= ideal / _SPENT_WELL or planned.devices == 1:
-        updating = parts["optimiser"].seconds if "optimiser" in parts else 0.0
-        return ("optimiser", None) if updating > 0.5 * total else ("compute", longest)
+        updating = parts["optimizer"].seconds if "optimizer" in parts else 0.0
+        return ("optimizer", None) if updating > 0.5 * total else ("compute", longest)
     contention = scored.timeline.contention()
     lost = {
         "communication": contention + _lost(parts, "packing for messages", "exposed communication"),
         "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass", ENGINE) - contention,
-        "optimiser": _lost(parts, "optimiser"),
+        "optimizer": _lost(parts, "optimizer"),
         "input": _lost(parts, "input"),
     }
     most = max(lost, key=lambda name: lost[name])
     if most == "communication":
         return "communication", max(layers, key=lambda layer: layer.exposed + layer.copies, default=None)
-    if most == "optimiser":
-        return "optimiser", None
+    if most == "optimizer":
+        return "optimizer", None
     if most == "input":
         return "input", None
     slower = _slower(planned, layers)
@@ -267,8 +267,8 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
                 f"Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
                 f"{_ratio(parts.values())} times its even share."
             )
-        case "optimiser":
-            return f"Bound by the optimiser: {share('optimiser')} of an update is changing the weights."
+        case "optimizer":
+            return f"Bound by the optimizer: {share('optimizer')} of an update is changing the weights."
         case "input":
             return f"Input-bound: {share('input')} of an update is getting the input ready."
 

@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def momentum(parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimiser that is assumed where nobody says another."""
+    """The optimizer that is assumed where nobody says another."""
     return SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -43,7 +43,7 @@ class Workload:
         batch_norm: over which samples its statistics are taken.
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
-        optimizer: makes the optimiser for some parameters.
+        optimizer: makes the optimizer for some parameters.
         shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
             stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
         bound: whether the batch may have no other number of parts than there are shares.
@@ -201,7 +201,7 @@ def workload_of(
 
 
 def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is at hand: nothing of what has only a shape, and no images that are all of one colour."""
+    """What is at hand: nothing of what has only a shape, and no images that are all of one color."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
     return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}

@@ -1,7 +1,7 @@
 """How much memory a plan takes on each rank: parameters, their gradients, and what the backward pass needs kept.
 
 Counted from the layouts: what autograd keeps for each kind of call, tensors that several calls keep once. What a kernel
-holds while it runs, the optimiser's state and the framework itself come on top.
+holds while it runs, the optimizer's state and the framework itself come on top.
 
 Which calls may overwrite an input: those whose input nobody else reads, in no backward pass either.
 """

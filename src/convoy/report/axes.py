@@ -1,4 +1,4 @@
-"""The look of every plot: one size, fixed margins so that panels line up, few ticks, direct legends, named colours."""
+"""The look of every plot: one size, fixed margins so that panels line up, few ticks, direct legends, named colors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ TITLE = 30
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1b1f24", "#59636e", "#e4e7eb"
 TRAIN, TEST, GREEN = "#0072b2", "#d55e00", "#009e73"
-"""Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by colour-blind readers too."""
+"""Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by color-blind readers too."""
 
 PURPLE, OCHRE = "#a8508a", "#b8860b"
 """Two more of theirs, darker, so that thin lines are seen on white."""
@@ -175,7 +175,7 @@ def draw(
     x: np.ndarray,
     y: np.ndarray,
     *,
-    colour: str,
+    color: str,
     label: str = "",
     style: str | tuple[float, Sequence[float]] = "-",
     marker: str = "",
@@ -187,16 +187,16 @@ def draw(
     """
     if len(x) > 600:
         x, y, low, high = in_pieces(x, y)
-        axes.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
+        axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0)
     few = marker if len(x) <= 60 else ""
     size = 3.4 if len(x) <= 25 else 2.4
     axes.plot(
-        x, y, color=colour, linestyle=style, linewidth=width, marker=few, markersize=size, label=label, clip_on=False
+        x, y, color=color, linestyle=style, linewidth=width, marker=few, markersize=size, label=label, clip_on=False
     )
     padded = np.concatenate(([np.nan], y, [np.nan]))
     alone = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
     if alone.any() and not few:
-        axes.plot(x[alone], y[alone], color=colour, linestyle="none", marker="o", markersize=3.4, clip_on=False)
+        axes.plot(x[alone], y[alone], color=color, linestyle="none", marker="o", markersize=3.4, clip_on=False)
 
 
 def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

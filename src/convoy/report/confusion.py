@@ -12,7 +12,7 @@ LARGEST_MATRIX = 20
 
 @dataclass(frozen=True)
 class Cell:
-    """A count of the matrix; `shade` in 0..1 is its depth of colour."""
+    """A count of the matrix; `shade` in 0..1 is its depth of color."""
 
     count: int
     right: bool
@@ -46,7 +46,7 @@ class Class:
 
     Attributes:
         images: of the class.
-        recall: share of them that was recognised; None where there are none.
+        recall: share of them that was recognized; None where there are none.
         precision: of the images taken for the class, the share that belongs to it; None where none was.
         f1: harmonic mean of both; None where one of them is unknown.
         mostly: the class that it is taken for most often; empty where it never is for another.

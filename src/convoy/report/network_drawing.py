@@ -1,4 +1,4 @@
-"""The network drawn layer by layer, in the colours of its strategies, as SVG for a page.
+"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page.
 
 A network as boxes on a grid: what follows a layer joins its box, branches stand side by side.
 """

@@ -1,4 +1,4 @@
-"""Turns a figure into SVG that lives inside an HTML page: its colours, fonts and theme are those of the page.
+"""Turns a figure into SVG that lives inside an HTML page: its colors, fonts and theme are those of the page.
 
 Pictures of a run directory as data URIs, so that the report needs no other file.
 
@@ -134,7 +134,7 @@ _PROPERTIES = {
     axes.PURPLE: "var(--purple)",
     axes.OCHRE: "var(--ochre)",
 }
-"""The CSS custom property of each colour that the plots use."""
+"""The CSS custom property of each color that the plots use."""
 
 
 def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:

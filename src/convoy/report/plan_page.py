@@ -23,7 +23,7 @@ _VERDICTS = {
     "batch": "too small a batch",
     "division": "computing divides badly",
     "repeated": "work is repeated",
-    "optimiser": "bound by the optimiser",
+    "optimizer": "bound by the optimizer",
     "input": "input-bound",
 }
 
@@ -40,7 +40,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bar:
-    """A plan beside the others: its parts as colour, share of the longest, and text."""
+    """A plan beside the others: its parts as color, share of the longest, and text."""
 
     name: str
     chosen: bool
@@ -157,7 +157,7 @@ def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
         "around": "input and loss",
         "packing": "packing",
         "transfer": "waiting for messages",
-        "update": "optimiser",
+        "update": "optimizer",
         "engine": ENGINE,
         "idle": "idle",
     }

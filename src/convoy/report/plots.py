@@ -34,7 +34,7 @@ class Curve:
     label: str
     lines: list[Line]
     y: np.ndarray
-    colour: str
+    color: str
     style: str | tuple[float, tuple[float, ...]] = "-"
     marker: str = ""
     width: float = 1.5
@@ -155,7 +155,7 @@ def _draw(axes: Axes, run: Run, curve: Curve, against: Against) -> None:
         axes,
         _places(run, curve.lines, against),
         curve.y,
-        colour=curve.colour,
+        color=curve.color,
         label=curve.label,
         style=curve.style,
         marker=curve.marker,

@@ -4,20 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from convoy.planner.comparison import WORDS, apart, difference, shown
 from convoy.report.metrics import Number
 
-_COLOURS = {
+_COLORS = {
     "input": "input",
     "forward": "forward",
     "backward": "backward",
     "rest": "around",
     "packing": "packing",
     "waiting": "transfer",
-    "optimiser": "update",
+    "optimizer": "update",
 }
+_OLDER = {"optimiser": "optimizer"}
 
 
 class _Part(BaseModel):
@@ -54,6 +55,12 @@ class Prediction(_Part):
     notes: list[str] = []
     one_device_s: Number = Field(default=None, ge=0)
 
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _older_spelling(cls, parts: object) -> object:
+        """Runs before 2026-11-23 wrote "optimiser"."""
+        return {_OLDER.get(name, name): part for name, part in parts.items()} if isinstance(parts, dict) else parts
+
     @property
     def error(self) -> float | None:
         """By which part of the measured update the predicted one is longer; None where one of them is not known."""
@@ -63,7 +70,7 @@ class Prediction(_Part):
 
 @dataclass(frozen=True)
 class Track:
-    """A bar: its parts as colour, share of the longest bar, and text."""
+    """A bar: its parts as color, share of the longest bar, and text."""
 
     name: str
     parts: tuple[tuple[str, float, str], ...]
@@ -74,7 +81,7 @@ class Row:
     """Predicted beside measured, drawn and in numbers; empty where there is nothing."""
 
     name: str
-    colour: str
+    color: str
     tracks: tuple[Track, ...]
     predicted: str
     measured: str
@@ -91,7 +98,7 @@ class Compared:
         whole: all parts together, with bars.
         parts: without bars.
         groups: with bars of what they compute and what they wait.
-        legend: colour and word of every part that there is.
+        legend: color and word of every part that there is.
         sum: what the measured parts add up to, and why that is not what an update takes.
     """
 
@@ -123,12 +130,12 @@ def compared(found: Prediction | None) -> Compared | None:
         sentence=_sentence(found),
         both=found.update.predicted_s is not None,
         whole=_row("All parts", "", whole, _tracks(list(parts.items()), longest)),
-        parts=tuple(_row(WORDS[name], _COLOURS[name], both) for name, both in parts.items()),
+        parts=tuple(_row(WORDS[name], _COLORS[name], both) for name, both in parts.items()),
         groups=tuple(
             _row(one.name, "", _total(one), _tracks([("forward", one.computes), ("waiting", one.waits)], longest_group))
             for one in found.groups
         ),
-        legend=tuple((_COLOURS[name], WORDS[name]) for name in parts),
+        legend=tuple((_COLORS[name], WORDS[name]) for name in parts),
         rank=found.rank,
         watched=found.watched,
         learned=found.learned,
@@ -143,8 +150,8 @@ def _sentence(found: Prediction) -> str:
     return f"{took}; {shown(found.update.predicted_s)} were predicted ({off})." if off else f"{took}."
 
 
-def _row(name: str, colour: str, both: Both, tracks: tuple[Track, ...] = ()) -> Row:
-    return Row(name, colour, tracks, shown(both.predicted_s), shown(both.measured_s), _difference(both))
+def _row(name: str, color: str, both: Both, tracks: tuple[Track, ...] = ()) -> Row:
+    return Row(name, color, tracks, shown(both.predicted_s), shown(both.measured_s), _difference(both))
 
 
 def _difference(both: Both) -> str:
@@ -163,7 +170,7 @@ def _tracks(parts: Sequence[tuple[str, Both]], longest: float) -> tuple[Track, .
                 Track(
                     side,
                     tuple(
-                        (_COLOURS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
+                        (_COLORS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
                         for name, number in seconds
                         if number
                     ),

@@ -48,7 +48,7 @@ def about(run: Run) -> list[str]:
         return [f"{model} has not been tested yet{length}{time}{where}."]
     right = formats.percent(top1, formats.percent_places(images))
     of = f" of {formats.plural(images, 'test image')}" if images else " of the test images"
-    said = [f"{model} recognises {right}{of}{length}{time}{where}."]
+    said = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if devices > 1:
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
         said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")

@@ -1,6 +1,6 @@
 """The predicted timeline of an update, as wide as the page: a band for each stream of each rank.
 
-The look of strategies and of kinds of work on the planner's page: a letter, a colour and a word for each.
+The look of strategies and of kinds of work on the planner's page: a letter, a color and a word for each.
 """
 
 import math
@@ -19,8 +19,8 @@ class Look:
     """How something is drawn.
 
     Attributes:
-        key: what the style sheet calls its colour.
-        letter: so that it reads without colour.
+        key: what the style sheet calls its color.
+        letter: so that it reads without color.
         word: for the legend.
     """
 
@@ -43,7 +43,7 @@ KINDS = {
     "forward": Look("forward", "", "forward"),
     "backward": Look("backward", "", "backward"),
     "copy": Look("packing", "", "packing for messages"),
-    "update": Look("update", "", "optimiser"),
+    "update": Look("update", "", "optimizer"),
     "engine": Look("engine", "", ENGINE),
     "transfer": Look("transfer", "", "messages between layers"),
     "gradient": Look("gradient", "", "gradients"),
@@ -56,11 +56,11 @@ PARTS = {
     "backward": "backward",
     "packing for messages": "packing",
     "exposed communication": "transfer",
-    "optimiser": "update",
+    "optimizer": "update",
     ENGINE: "engine",
     "idle": "idle",
 }
-"""The colours of the parts of an update's time."""
+"""The colors of the parts of an update's time."""
 
 
 MOST_RANKS = 4

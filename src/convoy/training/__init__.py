@@ -1,4 +1,4 @@
-"""Trains a network: recipe, optimiser, loop, checkpoints and the folder of a run."""
+"""Trains a network: recipe, optimizer, loop, checkpoints and the folder of a run."""
 
 from typing import TYPE_CHECKING
 

@@ -43,7 +43,7 @@ _LEAST, _LONGEST_S = 4, 3.0
 
 
 def measure_input(recipe: Recipe, data: DataSet, device: torch.device, devices: Devices) -> Around | None:
-    """Seconds of a sample on its way from where it is stored to the device, normalised; of the slowest rank.
+    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
     GPU work beside it; those of a CPU take their time from the cores that compute.

@@ -23,7 +23,7 @@ class NetworkInput:
         classes: names, by label.
         channels: 1 or 3.
         image_size: height and width.
-        resize: short side of a picture before its centre is taken.
+        resize: short side of a picture before its center is taken.
         mean: of each channel, pixels from 0 to 1.
         std: of each channel, pixels from 0 to 1.
         in_memory: the data's pictures were all decoded before, and had their channels before they were resized.
@@ -65,7 +65,7 @@ class NetworkInput:
 
 
 def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Module, list[str]]:
-    """The recipe's network for some classes and channels, initialised from the seed, with its weights loaded.
+    """The recipe's network for some classes and channels, initialized from the seed, with its weights loaded.
 
     Returns:
         The network and notes on what was done to it.

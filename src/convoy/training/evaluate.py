@@ -178,7 +178,7 @@ def evaluate(
     Args:
         model: the network; its mode is put back afterwards.
         batches: every sample of the split once, or this rank's turns at them (`convoy.data.evaluation_batches`).
-        to_input: moves a batch's images to the device and normalises them.
+        to_input: moves a batch's images to the device and normalizes them.
         num_classes: size of the confusion matrix.
         autocast: makes the context in which the forward pass runs.
         devices: the ranks; every one gets the evaluation of the whole split.

@@ -28,7 +28,7 @@ NOTES = "convoy.json"
 def export(run: TrainedRun, form: Form, path: Path) -> float:
     """Write a trained network as one file with a free batch size, and run it.
 
-    Its input is normalised pictures [batch, channels, height, width], its output logits [batch, classes]. Classes, mean
+    Its input is normalized pictures [batch, channels, height, width], its output logits [batch, classes]. Classes, mean
     and standard deviation are in the metadata of an ONNX model, and in `convoy.json` within a `.pt2` file
     (`extra_files` of `torch.export.load`).
 

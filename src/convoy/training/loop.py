@@ -322,7 +322,7 @@ class Loop:
         self._collect()
         window = self.window.pack()
         self._check_loss(window["loss"])
-        self.session.network.synchronise()
+        self.session.network.synchronize()
         self._check_weights()
         self.progress.checkpoints = self.saver.tally.as_dict()
         values = {"progress": vars(self.progress), "window": window}

@@ -1,4 +1,4 @@
-"""The optimiser of a recipe: its options, which parameters decay, and the learning rate for the size of the batch."""
+"""The optimizer of a recipe: its options, which parameters decay, and the learning rate for the size of the batch."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -20,7 +20,7 @@ _Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Common(Section):
-    """The learning rate and the weight decay, which every optimiser has."""
+    """The learning rate and the weight decay, which every optimizer has."""
 
     scaling: ClassVar[Literal["linear", "sqrt"]] = "linear"
 
@@ -42,7 +42,7 @@ class _Common(Section):
 
 
 class _Decaying(_Common):
-    decay_norm_and_bias: bool = Field(False, description="let biases and the scales of normalisation layers decay too")
+    decay_norm_and_bias: bool = Field(False, description="let biases and the scales of normalization layers decay too")
 
     @model_validator(mode="after")
     def _decay_of_something(self) -> Self:
@@ -87,7 +87,7 @@ class LarsConfig(_Common):
 
     v ← momentum · v + λ · (g + weight_decay · w), w ← w − lr · v, with the trust ratio
     λ = trust_coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖). As with SGD, lr multiplies the momentum buffer. Biases and
-    the scales of normalisation layers (every parameter of one dimension) take plain SGD steps without decay, as in
+    the scales of normalization layers (every parameter of one dimension) take plain SGD steps without decay, as in
     TensorFlow's LARSOptimizer, to which the first author contributed.
     """
 
@@ -95,14 +95,14 @@ class LarsConfig(_Common):
     momentum: _Fraction = 0.9
     nesterov: bool = False
     trust_coefficient: float = Field(0.001, gt=0)
-    decay_norm_and_bias: bool = Field(False, description="always false: see the optimiser")
+    decay_norm_and_bias: bool = Field(False, description="always false: see the optimizer")
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
         if self.decay_norm_and_bias:
             raise ValueError(
                 "optimizer.decay_norm_and_bias cannot be true with lars, which never lets biases and the scales of "
-                "normalisation layers decay: leave it out"
+                "normalization layers decay: leave it out"
             )
         _refuse_nesterov_alone(self.nesterov, self.momentum)
         return self
@@ -112,7 +112,7 @@ class LambConfig(_Decaying):
     """LAMB (You et al., 2020, algorithm 2, with φ(z) = z): Adam's direction, and a trust ratio for each weight tensor.
 
     r = m / (√v + eps) + weight_decay · w, w ← w − lr · (‖w‖ / (‖r‖ + eps)) · r. The moments are not corrected for their
-    start at zero, as in version 3 of the paper: give it a warm-up. Biases and the scales of normalisation layers take
+    start at zero, as in version 3 of the paper: give it a warm-up. Biases and the scales of normalization layers take
     steps of r without decay and without the ratio, as in timm, unless `decay_norm_and_bias`.
     """
 
@@ -143,7 +143,7 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
 def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
     """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not.
 
-    A bias or the scale or shift of a normalisation layer is a parameter with at most one dimension.
+    A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
 
     Raises:
         ConvoyError: nothing can be trained.
@@ -161,7 +161,7 @@ def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[s
 
 
 def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
-    """The optimiser for a model's parameters.
+    """The optimizer for a model's parameters.
 
     LARS and LAMB overwrite the gradients during a step.
 

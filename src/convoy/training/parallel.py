@@ -42,7 +42,7 @@ class TrainedNetwork(Protocol):
     local_mean: bool
     """Whether the loss is to be the mean over this rank's own samples: approximate methods alone."""
     version: int
-    """Which of the optimiser's states is this rank's, where a method lets them drift apart, else 0."""
+    """Which of the optimizer's states is this rank's, where a method lets them drift apart, else 0."""
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
         """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
@@ -61,7 +61,7 @@ class TrainedNetwork(Protocol):
         """
 
     def share(self, optimizer: Optimizer) -> Optimizer:
-        """The optimiser with its work divided over ranks that have the same weights, where that is faster."""
+        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
@@ -82,12 +82,12 @@ class TrainedNetwork(Protocol):
         """Scale the gradient down to a norm, taken over the whole parameters."""
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """While entered, norms that the optimiser takes are those of whole tensors."""
+        """While entered, norms that the optimizer takes are those of whole tensors."""
 
     def updated(self) -> None:
-        """The optimiser has changed the weights."""
+        """The optimizer has changed the weights."""
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class OneDevice:
     def updated(self) -> None:
         """Nothing to do."""
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Nobody drifts."""
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class UnderPlan:
         return self.model(images)
 
     def share(self, optimizer: Optimizer) -> Optimizer:
-        """Divide the optimiser's state over the ranks where that is faster."""
+        """Divide the optimizer's state over the ranks where that is faster."""
         exact = not (self._method.tree or self._method.compression or self.local_mean)
         return divide_update(self.model, optimizer) if exact else optimizer
 
@@ -339,7 +339,7 @@ class UnderPlan:
         if self._local is not None:
             self._local.step(self._update)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Average the weights now."""
         if self._local is not None:
             self._local.average()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from convoy.data import BadImage, Normalise
+from convoy.data import BadImage, Normalize
 from convoy.training.devices import Devices
 from convoy.training.environment import num_cores
 from convoy.training.loss import heads
@@ -59,7 +59,7 @@ class Classifier:
         self._run = run
         self._device = device
         self._top = min(top, len(run.classes))
-        self._normalise = Normalise(run.given.mean, run.given.std, device, run.memory_format)
+        self._normalize = Normalize(run.given.mean, run.given.std, device, run.memory_format)
         # One for each thread, with the same weights: a network may keep things in itself while it computes.
         self._networks: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
         self.num_threads = min(num_cores(), _MAX_THREADS)
@@ -86,7 +86,7 @@ class Classifier:
         network = self._networks.get()
         try:
             with torch.inference_mode(), autocast_of(self._run.recipe, self._device):
-                logits = heads(network(self._normalise(images.to(self._device))))[0].float().cpu()
+                logits = heads(network(self._normalize(images.to(self._device))))[0].float().cpu()
         finally:
             self._networks.put(network)
         # As in an evaluation: of equally likely classes the first one.

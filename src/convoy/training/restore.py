@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from convoy.data import BadImage, DataConfig, DataSet, Normalise, evaluation_batches, open_data
+from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
 from convoy.data.batch import evaluation_pixels, in_channels
 from convoy.data.config import AugmentConfig
 from convoy.data.decode import finish_picture, open_picture
@@ -40,8 +40,8 @@ Picture = Image.Image | str | os.PathLike[str] | NDArray[np.uint8]
 class Transform:
     """Prepares a picture for a trained network as the evaluation of its run did.
 
-    The picture is turned upright, its short side resized, its centre cut out, its colours brought to the network's
-    channels, and every channel normalised.
+    The picture is turned upright, its short side resized, its center cut out, its colors brought to the network's
+    channels, and every channel normalized.
 
     Args:
         given: what the network is given.
@@ -52,7 +52,7 @@ class Transform:
         self._channels = given.channels
         self._in_memory = given.in_memory
         self._geometry = Geometry(given.image_size, given.resize, augment)
-        self._normalise = Normalise(given.mean, given.std)
+        self._normalize = Normalize(given.mean, given.std)
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU.
@@ -67,11 +67,11 @@ class Transform:
             pixels = self.pixels(picture)
         except BadImage as bad:
             raise ConvoyError(f"{bad}: mend the picture, or leave it out") from None
-        normalised: Tensor = self._normalise(torch.from_numpy(pixels.copy())[None])[0]
-        return normalised
+        normalized: Tensor = self._normalize(torch.from_numpy(pixels.copy())[None])[0]
+        return normalized
 
     def pixels(self, picture: Picture, name: str | None = None) -> NDArray[np.uint8]:
-        """The same before it is normalised: uint8 [channels, image_size, image_size]. Raises BadImage."""
+        """The same before it is normalized: uint8 [channels, image_size, image_size]. Raises BadImage."""
         if isinstance(picture, str | os.PathLike):
             path = os.fspath(picture)
             name = path if name is None else name

@@ -88,7 +88,7 @@ class Session:
             self.network.enter_evaluation(parts)
             return parts[devices.sample_rank]
 
-        self.network.synchronise()
+        self.network.synchronize()
         batches = evaluation_batches(
             self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
         )

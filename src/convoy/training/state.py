@@ -21,7 +21,7 @@ class RunState:
     """What changes while a run goes on.
 
     A checkpoint holds whole tensors under serial names, whatever parts of them this rank has. Where a method lets the
-    optimiser's state drift apart (local SGD), it has that of the second and later sample ranks as `optimizer-1.…`.
+    optimizer's state drift apart (local SGD), it has that of the second and later sample ranks as `optimizer-1.…`.
 
     Attributes:
         averaged: averages of the weights (EMA), if there are any.
@@ -135,7 +135,7 @@ class RunState:
         return saved
 
     def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's version of an optimiser's state; the first one where there are fewer than ranks."""
+        """This rank's version of an optimizer's state; the first one where there are fewer than ranks."""
         own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
         return tensors.get(own, tensors[key])
 

@@ -1,4 +1,4 @@
-"""One weight update of the global batch: passes over its microbatches, gradients, optimiser."""
+"""One weight update of the global batch: passes over its microbatches, gradients, optimizer."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from convoy.comm.position import here
-from convoy.data import Batch, DataSet, MixConfig, Normalise, mix
+from convoy.data import Batch, DataSet, MixConfig, Normalize, mix
 from convoy.engine.random import fold
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
@@ -23,16 +23,16 @@ from convoy.training.parallel import TrainedNetwork
 
 
 class InputPipeline:
-    """Takes a batch's uint8 pictures to the device and normalises them there."""
+    """Takes a batch's uint8 pictures to the device and normalizes them there."""
 
     def __init__(self, data: DataSet, device: torch.device, memory_format: torch.memory_format) -> None:
         self.data = data
         self.device = device
-        self.normalise = Normalise(data.mean, data.std, device, memory_format)
+        self.normalize = Normalize(data.mean, data.std, device, memory_format)
 
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
-        return self.normalise(batch.images[start:end].to(self.device, non_blocking=True))
+        return self.normalize(batch.images[start:end].to(self.device, non_blocking=True))
 
 
 @dataclass(frozen=True)

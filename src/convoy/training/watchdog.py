@@ -43,7 +43,7 @@ _WORDS = {
     "forward": "forward pass",
     "backward": "backward pass",
     "gradient": "exchange of gradients",
-    "update": "optimiser",
+    "update": "optimizer",
     "rest": "between the parts of the update",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",

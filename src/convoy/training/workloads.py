@@ -1,4 +1,4 @@
-"""What a recipe's training is to the planner: passes, microbatches, precision, optimiser.
+"""What a recipe's training is to the planner: passes, microbatches, precision, optimizer.
 
 How much memory a plan may take on a device.
 """
@@ -29,7 +29,7 @@ SHARE = 0.9
 
 
 def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
-    """Bytes for parameters, gradients, optimiser and activations on a device, and a word on where they come from.
+    """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from.
 
     Args:
         device: a GPU, which has what is free and what this process holds of it; or a CPU, whose memory, or what

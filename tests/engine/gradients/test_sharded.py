@@ -1,4 +1,4 @@
-"""Optimiser state divided over ranks gives the steps, and the saved state, of the whole."""
+"""Optimizer state divided over ranks gives the steps, and the saved state, of the whole."""
 
 import copy
 from typing import Any
@@ -84,7 +84,7 @@ def compare(name: str, dtype: torch.dtype) -> tuple[float, bool, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_weights_are_those_of_the_whole_optimiser(name: str) -> None:
+def test_the_weights_are_those_of_the_whole_optimizer(name: str) -> None:
     for world in (2, 3):
         results = run_ranks(compare, world, name, torch.float64, timeout=30)
         assert max(error for error, _, _ in results) < 1e-12

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.engine import MicrobatchNorm, StepContext
-from convoy.engine.kernels import synchronised
+from convoy.engine.kernels import synchronized
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
 from one_call import OneCall, run_call, worst
 from ranks import RankFailed
@@ -121,7 +121,7 @@ def test_local_statistics_are_noticed_and_their_buffers_averaged() -> None:
 
 
 def test_a_backward_pass_without_its_sums_is_noticed() -> None:
-    case = make(Layout.of(samples(4, 3)), (2,), sabotage=(synchronised.__name__, "all_reduce"))
+    case = make(Layout.of(samples(4, 3)), (2,), sabotage=(synchronized.__name__, "all_reduce"))
     where, error = worst(run_call(case), serial(case))
     assert where == "x.grad"
     assert error > 1e-3

@@ -1,4 +1,4 @@
-"""Group norm, layer norm and local response normalisation over a mesh, in float64 on real processes."""
+"""Group norm, layer norm and local response normalization over a mesh, in float64 on real processes."""
 
 from collections.abc import Callable
 from typing import Any

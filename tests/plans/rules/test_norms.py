@@ -61,7 +61,7 @@ def test_group_norm_divides_its_parameters_as_the_channels() -> None:
     assert found.inputs["weight"] == Layout.of({0: CHANNELS[1]}, copied=(0,))
 
 
-def test_layer_norm_divides_its_parameters_as_the_normalised_dims() -> None:
+def test_layer_norm_divides_its_parameters_as_the_normalized_dims() -> None:
     last = {2: Split((1,), ((0, 3, 5), (1, 2, 4)))}
     found = placed("layer_norm", (4, 7, 6), Layout.of({**SAMPLES, **last}), NORM, normalized_shape=(6,))
     assert found.inputs["weight"] == Layout.of({0: last[2]}, copied=(0,))

@@ -1,4 +1,4 @@
-"""The optimisers against their papers' formulas, written down once more in float64."""
+"""The optimizers against their papers' formulas, written down once more in float64."""
 
 import copy
 import math
@@ -205,7 +205,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 
 def test_the_learning_rate_of_a_batch() -> None:
-    """Goyal et al., 2017: 0.1 for 256 is 3.2 for 8,192; timm: the square root for Adam-like optimisers."""
+    """Goyal et al., 2017: 0.1 for 256 is 3.2 for 8,192; timm: the square root for Adam-like optimizers."""
     assert learning_rate(SgdConfig(name="sgd", base_lr=0.1), 8192) == pytest.approx(3.2)
     assert learning_rate(LarsConfig(name="lars", base_lr=0.1), 8192) == pytest.approx(3.2)
     assert learning_rate(AdamWConfig(name="adamw", base_lr=0.1), 1024) == pytest.approx(0.2)

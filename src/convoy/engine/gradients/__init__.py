@@ -1,4 +1,4 @@
-"""Gradients, weights and their norms over the ranks: reduction, fixed tree, sharded optimiser, approximations."""
+"""Gradients, weights and their norms over the ranks: reduction, fixed tree, sharded optimizer, approximations."""
 
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm, global_norm, shard_norms

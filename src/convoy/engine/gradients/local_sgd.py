@@ -15,8 +15,8 @@ class LocalSgd:
     """Averages weights over `axes` after every `every` updates, and in every update before `start`.
 
     Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1, and post-local SGD. Each rank takes
-    steps of its own optimiser on the mean gradient of its own samples: its gradients must be reduced over the other
-    axes only. The optimiser's momentum stays local. The result is another one than that of the global batch, and
+    steps of its own optimizer on the mean gradient of its own samples: its gradients must be reduced over the other
+    axes only. The optimizer's momentum stays local. The result is another one than that of the global batch, and
     depends on the number of ranks.
 
     Args:

@@ -1,6 +1,6 @@
 """LARS and LAMB on parameters that are divided over ranks.
 
-Their trust ratios need norms of whole tensors. The optimisers ask for them through two functions of torch, for every
+Their trust ratios need norms of whole tensors. The optimizers ask for them through two functions of torch, for every
 parameter in turn or for lists of parameters; here these functions answer for the whole tensors.
 
 Norms of tensors whose elements are divided over ranks: every element counts once.
@@ -118,5 +118,5 @@ class WholeNorms(TorchFunctionMode):
         if len(axes) == len(tensors):
             self._last = axes
         elif axes or len(self._last) != len(tensors):
-            raise RuntimeError("the optimiser asks for norms of tensors that do not belong to known parameters")
+            raise RuntimeError("the optimizer asks for norms of tensors that do not belong to known parameters")
         return shard_norms(list(zip(tensors, self._last, strict=True)), self._groups)

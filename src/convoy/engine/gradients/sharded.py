@@ -1,8 +1,8 @@
-"""An optimiser whose state is divided over the ranks that have the same parameters.
+"""An optimizer whose state is divided over the ranks that have the same parameters.
 
 Rajbhandari et al., ZeRO, 2020, stage 1: every rank gets the sum of its own piece of each gradient, updates that piece
 of the weights, and the pieces are gathered. These are the bytes of an all-reduce; each rank does 1/k of the update's
-work and keeps 1/k of the optimiser's state. Only large parameters are divided (`GradientReducer.scattered`).
+work and keeps 1/k of the optimizer's state. Only large parameters are divided (`GradientReducer.scattered`).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
-"""Optimisers that treat every element by itself, so that a piece of a parameter is updated as in the whole."""
+"""Optimizers that treat every element by itself, so that a piece of a parameter is updated as in the whole."""
 
 _WORTH = WORTH_DIVIDING
 
@@ -61,10 +61,10 @@ def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter,
 
 
 class ShardedOptimizer(Optimizer):
-    """Takes the steps of another optimiser, each rank on its own pieces.
+    """Takes the steps of another optimizer, each rank on its own pieces.
 
     Its groups hold the parameters themselves: learning rates are set there as ever. `state_dict` is that of the
-    optimiser as if it were not divided, gathered from all ranks, which must all call it; it loads into either, on any
+    optimizer as if it were not divided, gathered from all ranks, which must all call it; it loads into either, on any
     number of ranks.
 
     Args:
@@ -72,7 +72,7 @@ class ShardedOptimizer(Optimizer):
         reducer: of their gradients, with `scatter`.
 
     Raises:
-        ConvoyError: the optimiser does not treat every element by itself.
+        ConvoyError: the optimizer does not treat every element by itself.
     """
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:

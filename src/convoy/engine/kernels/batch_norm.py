@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine.batch_norm import normalise_by_itself
+from convoy.engine.batch_norm import normalize_by_itself
 from convoy.engine.kernels.kernel import Alone, Kernel, Recorded, Site
 from convoy.engine.kernels.shared_statistics import affine
-from convoy.engine.kernels.synchronised import Holders, normalise_together
+from convoy.engine.kernels.synchronized import Holders, normalize_together
 from convoy.engine.statistics import Running, Term, add_term
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
@@ -110,7 +110,7 @@ class _Layer:
             return _nothing(t)
         if self.passing is None:
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
-        y, term = normalise_together(t.x, t.weight, t.bias, self.eps, self.passing)
+        y, term = normalize_together(t.x, t.weight, t.bias, self.eps, self.passing)
         if t.mean is not None and t.var is not None:
             add_term([t.mean, t.var], term, [weight] * 2)
         return y
@@ -119,7 +119,7 @@ class _Layer:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are."""
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
-        y, term = self._normalise(t, t.x)
+        y, term = self._normalize(t, t.x)
         return y, [*term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
@@ -139,7 +139,7 @@ class _Layer:
         sizes = self._division().sizes if t.x.shape[1] else ()
         if not sizes:
             return _nothing(t), []
-        pieces = [self._normalise(t, x) for x in ([t.x] if len(sizes) == 1 else t.x.split(sizes))]
+        pieces = [self._normalize(t, x) for x in ([t.x] if len(sizes) == 1 else t.x.split(sizes))]
         terms = [number for _, term in pieces for number in term]
         return pieces[0][0] if len(sizes) == 1 else torch.cat([y for y, _ in pieces]), terms
 
@@ -159,12 +159,12 @@ class _Layer:
             return None
         return Running(self.name, buffers.mean, buffers.var, buffers.count, self.momentum, self.sample_axes)
 
-    def _normalise(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:
+    def _normalize(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:
         if self.own is None:
-            return normalise_by_itself(x, t.weight, t.bias, self.eps)
+            return normalize_by_itself(x, t.weight, t.bias, self.eps)
         rows = len(x)
         holders = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
-        return normalise_together(x, t.weight, t.bias, self.eps, holders)
+        return normalize_together(x, t.weight, t.bias, self.eps, holders)
 
     def _count(self, count: Tensor | None, terms: int) -> float:
         """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.engine.kernels.kernel import Alone, Kernel, Site
-from convoy.engine.kernels.shared_statistics import Normalise, Sharing, affine
+from convoy.engine.kernels.shared_statistics import Normalize, Sharing, affine
 from convoy.plans.layout import Indices
 from convoy.plans.mesh import Axes
 
@@ -44,7 +44,7 @@ def build(site: Site) -> Kernel:
         found = dict(zip(names, tensors, strict=True))
         x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
         assert x is not None
-        rows: Tensor = Normalise.apply(_rows(x), sharing, eps)
+        rows: Tensor = Normalize.apply(_rows(x), sharing, eps)
         y = _from_rows(rows, x)
         return [affine(y, weight, bias, view)]
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.engine.kernels.kernel import Alone, Kernel, Site
-from convoy.engine.kernels.shared_statistics import Normalise, Sharing, affine
+from convoy.engine.kernels.shared_statistics import Normalize, Sharing, affine
 
 
 def build(site: Site) -> Kernel:
@@ -41,7 +41,7 @@ def build(site: Site) -> Kernel:
         x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
         assert x is not None
         rows = x.reshape(math.prod(x.shape[:first]), 1, elements)
-        y = Normalise.apply(rows, sharing, eps).view(x.shape)
+        y = Normalize.apply(rows, sharing, eps).view(x.shape)
         return [affine(y, weight, bias, view)]
 
     return Alone(together)

@@ -1,4 +1,4 @@
-"""Local response normalisation of a rank's channels."""
+"""Local response normalization of a rank's channels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from convoy.engine.kernels.kernel import Kernel, Site
 
 
 def build(site: Site) -> Kernel:
-    """Normalises the channels that the rank was given, neighbours included, and gives its own."""
+    """Normalizes the channels that the rank was given, neighbours included, and gives its own."""
     call = site.call
     source = call.attributes["input"]
     size, alpha, beta, k = (call.attributes[name] for name in ("size", "alpha", "beta", "k"))

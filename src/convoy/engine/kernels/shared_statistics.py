@@ -1,4 +1,4 @@
-"""Normalisation where several ranks hold parts of what is normalised together (group norm, layer norm)."""
+"""Normalization where several ranks hold parts of what is normalized together (group norm, layer norm)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class Sharing:
         return torch.tensor(self.membership, dtype=torch.int64, device=x.device)
 
 
-class Normalise(torch.autograd.Function):
+class Normalize(torch.autograd.Function):
     """(x − mean) / √(variance + eps), over groups of channels that several ranks hold together.
 
     Ranks exchange mean and mean square deviation of what they have and combine them (Chan, Golub and LeVeque, 1979):

@@ -102,11 +102,11 @@ class Additive:
         return seconds + copies + self.costs.per_parameter
 
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds of the optimiser for what a rank updates of a parameter."""
+        """Seconds of the optimizer for what a rank updates of a parameter."""
         return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
 
     def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
+        """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
         size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
         return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
 

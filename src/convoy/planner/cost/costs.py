@@ -37,8 +37,8 @@ class Costs:
     Attributes:
         times: of the pieces of layers.
         links: between the ranks.
-        update: of the optimiser.
-        input: of what comes before the network: getting a batch, taking it to the device, normalising it.
+        update: of the optimizer.
+        input: of what comes before the network: getting a batch, taking it to the device, normalizing it.
         loss: of the loss, forward and backward.
         batch_norm: over which samples batch norm takes its statistics.
         microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.

@@ -1,4 +1,4 @@
-"""What the optimiser costs: seconds of an update, and bytes of its state.
+"""What the optimizer costs: seconds of an update, and bytes of its state.
 
 The messages in which a step adds up gradients: the engine's buckets, in the order in which they become ready.
 """
@@ -18,7 +18,7 @@ from convoy.plans.place import Placement
 
 @dataclass(frozen=True)
 class Update:
-    """An optimiser on a device.
+    """An optimizer on a device.
 
     Attributes:
         per_byte: seconds for each byte of the parameters: one pass over weights, gradients and state.
@@ -130,7 +130,7 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
     Args:
         placement: the network on its mesh.
         order: names of parameters as their gradients become ready.
-        update: the optimiser.
+        update: the optimizer.
         sizes: of the messages.
         on_cpu: whether the ranks are CPUs: only those divide an update for speed.
     """

@@ -54,7 +54,7 @@ def piece(
     found = local_piece(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
     if found.op != "batch_norm":
         return found
-    return _normalised(found, placed, placement, batch_norm, microbatch)
+    return _normalized(found, placed, placement, batch_norm, microbatch)
 
 
 def local_piece(
@@ -102,7 +102,7 @@ def local_piece(
 
 
 def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
-    """The axes over which ranks exchange statistics inside a call, because they hold parts of what it normalises."""
+    """The axes over which ranks exchange statistics inside a call, because they hold parts of what it normalizes."""
     source = call.attributes["input"]
     layout, rank = placed.inputs[source], len(graph.shape(source))
     match call.op:
@@ -173,7 +173,7 @@ def _of_pool(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordi
     return found
 
 
-def _normalised(
+def _normalized(
     found: Piece, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
 ) -> Piece:
     """Batch norm whose statistics are not those of all samples: over each microbatch, or over the rank's own."""

@@ -1,4 +1,4 @@
-"""Memory of a rank in training: what the plan says, the optimiser's state, and the messages with gradients."""
+"""Memory of a rank in training: what the plan says, the optimizer's state, and the messages with gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class RankMemory:
 
     Attributes:
         parameters, gradients, buffers, activations: as `convoy.plans.memory` counts them.
-        optimizer: the optimiser's state.
+        optimizer: the optimizer's state.
         messages: copies of small gradients, in which they are sent.
     """
 

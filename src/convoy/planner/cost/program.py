@@ -7,7 +7,7 @@ Something that ranks exchange, by what each of them has of it.
 
 Pieces that a plan adds to a network's own: what ranks copy and add on the spot, for the sake of what they send.
 
-What ranks exchange for normalisations: inside a call, where they hold parts of what is normalised together, and once
+What ranks exchange for normalizations: inside a call, where they hold parts of what is normalized together, and once
 in an update, for the running statistics of batch norm.
 """
 

@@ -1,4 +1,4 @@
-"""From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimiser.
+"""From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimizer.
 
 Which ranks of a step do the same: one of each sort is simulated for all.
 """
@@ -21,7 +21,7 @@ from convoy.plans.place import Placement
 def alike(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
-    Colours are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one colour then have equal
+    Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
     timelines, because they begin alike and everything they wait for is alike.
 
     Args:
@@ -30,19 +30,19 @@ def alike(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int
         axes: over which ranks meet.
     """
     groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
-    colours = _numbered(own)
+    colors = _numbered(own)
     while True:
         met: list[list[tuple[int, ...]]] = [[] for _ in own]
         for kind in groups:
             for group in kind:
-                together = tuple(sorted(colours[rank] for rank in group))
+                together = tuple(sorted(colors[rank] for rank in group))
                 for rank in group:
                     met[rank].append(together)
-        finer = _numbered([(colour, *others) for colour, others in zip(colours, met, strict=True)])
-        if len(set(finer)) == len(set(colours)):
+        finer = _numbered([(color, *others) for color, others in zip(colors, met, strict=True)])
+        if len(set(finer)) == len(set(colors)):
             first: dict[int, int] = {}
-            return [first.setdefault(colour, rank) for rank, colour in enumerate(finer)]
-        colours = finer
+            return [first.setdefault(color, rank) for rank, color in enumerate(finer)]
+        colors = finer
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:
@@ -240,7 +240,7 @@ class _Builder:
     def _update(self) -> None:
         for rank in self.ranks:
             seconds = self.costs.update.seconds(self.exchange.updated[rank], self.exchange.tensors)
-            self._compute(rank, "update", "", "optimiser", seconds)
+            self._compute(rank, "update", "", "optimizer", seconds)
         for message in self.exchange.messages:
             if message.gathered:
                 self._collective(

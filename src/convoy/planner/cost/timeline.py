@@ -1,4 +1,4 @@
-"""The engine's own time in a predicted update, apart from the optimiser's.
+"""The engine's own time in a predicted update, apart from the optimizer's.
 
 The tasks of a step: what runs on which stream of which rank, for how long, and after what.
 
@@ -284,7 +284,7 @@ def is_engine(task: Task) -> bool:
 
 
 def apart(timeline: Timeline, fixed: float) -> Timeline:
-    """The same timeline, where what an update takes beside the optimiser's work has a span of its own.
+    """The same timeline, where what an update takes beside the optimizer's work has a span of its own.
 
     Args:
         fixed: seconds once in an update: `convoy.planner.cost.gradients.Update.fixed`.
@@ -297,8 +297,8 @@ def apart(timeline: Timeline, fixed: float) -> Timeline:
         if span.task.kind != "update":
             spans.append(span)
             continue
-        optimiser, engine = _divided(span, fixed)
-        spans.append(optimiser)
+        optimizer, engine = _divided(span, fixed)
+        spans.append(optimizer)
         engines.append(engine)
     return Timeline((*spans, *engines))
 

@@ -13,7 +13,7 @@ from typing import Any
 from convoy.planner.cost.timeline import Timeline
 
 _THREADS = ("compute", "transfers", "gradients")
-_COLOURS = {
+_COLORS = {
     "forward": "thread_state_running",
     "backward": "thread_state_runnable",
     "transfer": "terrible",
@@ -109,8 +109,8 @@ def _of_source(source: str, number: int, count: int, its: list[Event]) -> Iterat
             "dur": (end - start) / 1e3,
             "args": arguments,
         }
-        if event.kind in _COLOURS:
-            found["cname"] = _COLOURS[event.kind]
+        if event.kind in _COLORS:
+            found["cname"] = _COLORS[event.kind]
         yield found
 
 

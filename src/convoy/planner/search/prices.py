@@ -171,10 +171,10 @@ class Costs(Protocol):
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
 
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds of the optimiser for the part of a parameter that a rank holds."""
+        """Seconds of the optimizer for the part of a parameter that a rank holds."""
 
     def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Bytes on rank 0 for a parameter, its gradient and the optimiser's state."""
+        """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
 
     def memory(self, placement: Placement) -> float:
         """Bytes on the rank that needs most, all included."""

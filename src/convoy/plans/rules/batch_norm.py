@@ -1,4 +1,4 @@
-"""Batch norm follows the layout that it is given: channels are normalised each by itself."""
+"""Batch norm follows the layout that it is given: channels are normalized each by itself."""
 
 from convoy.plans.layout import Layout
 from convoy.plans.rules.following import resolved

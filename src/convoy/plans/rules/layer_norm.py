@@ -6,10 +6,10 @@ from convoy.plans.rules.rule import Placed, Situation
 
 
 def rule(situation: Situation) -> Placed:
-    """Scale and shift are divided as the normalised dimensions are.
+    """Scale and shift are divided as the normalized dimensions are.
 
     Where one of these is divided, the call adds up the statistics over its axes, two numbers for each vector that is
-    normalised.
+    normalized.
     """
     call = situation.call
     source = call.attributes["input"]

@@ -1,4 +1,4 @@
-"""Local response normalisation: each channel needs its neighbours (Krizhevsky et al., 2012, section 3.3)."""
+"""Local response normalization: each channel needs its neighbours (Krizhevsky et al., 2012, section 3.3)."""
 
 from collections.abc import Sequence
 

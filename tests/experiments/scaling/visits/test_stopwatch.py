@@ -59,7 +59,7 @@ def test_a_cleared_watch_has_no_laps(clock: Clock) -> None:
     assert [lap.seconds for lap in watch.laps()] == [2]
 
 
-def test_waits_and_optimisers_are_seen(clock: Clock) -> None:
+def test_waits_and_optimizers_are_seen(clock: Clock) -> None:
     @waits
     def collective() -> None:
         clock.take(3)
@@ -78,7 +78,7 @@ def test_waits_and_optimisers_are_seen(clock: Clock) -> None:
     optimizer.step()
     (lap,) = watch.laps()
     assert (lap.communication, lap.seconds) == (3, 8)
-    assert lap.optimizer in (0, 5)  # torch may call an optimiser's own hook before or after
+    assert lap.optimizer in (0, 5)  # torch may call an optimizer's own hook before or after
 
 
 def test_its_own_cost_is_known() -> None:

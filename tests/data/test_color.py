@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from convoy.data import AugmentConfig
-from convoy.data.transforms import ColourAugment, jitter, pca_noise, rand_augment
+from convoy.data.transforms import ColorAugment, jitter, pca_noise, rand_augment
 from convoy.errors import ConvoyError
 from data.made import picture
 
@@ -26,7 +26,7 @@ def test_jitter_multiplies_in_the_drawn_order():
     assert jitter(image, 0.4, draws).tobytes() == expected.tobytes()
 
 
-def test_pca_noise_adds_one_colour_with_the_spread_of_the_paper():
+def test_pca_noise_adds_one_color_with_the_spread_of_the_paper():
     image = Image.new("RGB", (2, 2), (128, 128, 128))
     random = np.random.default_rng(0)
     shifts = []
@@ -78,8 +78,8 @@ def test_rand_augment_without_kornia_names_the_extra(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("convoy.data.transforms.find_spec", lambda name: None if name == "kornia" else find(name))
     with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[augment\]'"):
-        ColourAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
-    ColourAugment(AugmentConfig(color_jitter=0.4), seed=0)
+        ColorAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
+    ColorAugment(AugmentConfig(color_jitter=0.4), seed=0)
 
 
 def test_every_change_is_a_function_of_seed_epoch_and_sample():
@@ -87,7 +87,7 @@ def test_every_change_is_a_function_of_seed_epoch_and_sample():
     image = picture(24, 24)
 
     def change(seed: int, epoch: int, sample: int) -> bytes:
-        return ColourAugment(config, seed)(image, epoch, sample).tobytes()
+        return ColorAugment(config, seed)(image, epoch, sample).tobytes()
 
     base = change(0, 0, 0)
     assert change(0, 0, 0) == base
@@ -98,4 +98,4 @@ def test_switching_one_change_on_does_not_change_another():
     image = picture(24, 24)
     noise = AugmentConfig(pca_noise=0.5)
     both = AugmentConfig(pca_noise=0.5, color_jitter=1e-9)
-    assert ColourAugment(noise, 3)(image, 0, 7).tobytes() == ColourAugment(both, 3)(image, 0, 7).tobytes()
+    assert ColorAugment(noise, 3)(image, 0, 7).tobytes() == ColorAugment(both, 3)(image, 0, 7).tobytes()

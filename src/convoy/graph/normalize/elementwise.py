@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from convoy.graph.graph import Ref, expand_like
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 ACTIVATIONS = (
     *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "gelu", "mish", "hardswish", "hardsigmoid"),
@@ -80,7 +80,7 @@ def _expand(seen: Seen) -> Normal | None:
     return Normal("elementwise", {}, expand_like, (Ref(seen.input), Ref(others[0])), {})
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys((*ACTIVATIONS, *ARITHMETIC, *OPERATORS), _elementwise),
     **dict.fromkeys(CONVERSIONS, _convert),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),

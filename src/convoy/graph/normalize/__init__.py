@@ -1,6 +1,6 @@
 """What kind of work a call is, in the words that the rules use."""
 
-from convoy.graph.normalise import (
+from convoy.graph.normalize import (
     convolution,
     elementwise,
     independent,
@@ -12,9 +12,9 @@ from convoy.graph.normalise import (
     resizing,
     shape,
 )
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
-__all__ = ["OPS", "Normal", "Seen", "normalise"]
+__all__ = ["OPS", "Normal", "Seen", "normalize"]
 
 OPS = (
     *("conv", "linear", "matmul", "batch_norm", "group_norm", "layer_norm", "lrn", "max_pool", "avg_pool"),
@@ -23,25 +23,25 @@ OPS = (
 )
 """Every `Call.op` there is."""
 
-_NORMALISERS: dict[str, Normaliser] = {
-    **convolution.NORMALISERS,
-    **elementwise.NORMALISERS,
-    **independent.NORMALISERS,
-    **indexing.NORMALISERS,
-    **joining.NORMALISERS,
-    **norms.NORMALISERS,
-    **pooling.NORMALISERS,
-    **reduction.NORMALISERS,
-    **resizing.NORMALISERS,
-    **shape.NORMALISERS,
+_NORMALIZERS: dict[str, Normalizer] = {
+    **convolution.NORMALIZERS,
+    **elementwise.NORMALIZERS,
+    **independent.NORMALIZERS,
+    **indexing.NORMALIZERS,
+    **joining.NORMALIZERS,
+    **norms.NORMALIZERS,
+    **pooling.NORMALIZERS,
+    **reduction.NORMALIZERS,
+    **resizing.NORMALIZERS,
+    **shape.NORMALIZERS,
 }
 
 
-def normalise(seen: Seen) -> Normal:
+def normalize(seen: Seen) -> Normal:
     """The op and the attributes of a call; `opaque` where no family knows it.
 
     An opaque call may have the attribute `independent`: dimensions, of all its inputs and outputs alike, along which
     the same function with the same arguments gives each piece of the outputs for the same piece of the inputs.
     """
-    normaliser = _NORMALISERS.get(seen.name)
-    return (normaliser(seen) if normaliser else None) or Normal("opaque")
+    normalizer = _NORMALIZERS.get(seen.name)
+    return (normalizer(seen) if normalizer else None) or Normal("opaque")

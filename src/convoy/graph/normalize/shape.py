@@ -1,6 +1,6 @@
 """Other shapes and other orders of the same numbers."""
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen, flat
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen, flat
 
 
 def _reshape(seen: Seen) -> Normal | None:
@@ -54,7 +54,7 @@ def _property(seen: Seen) -> Normal | None:
     return None
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"), _reshape),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     **dict.fromkeys(("movedim", "moveaxis"), _move),

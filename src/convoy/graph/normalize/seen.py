@@ -75,7 +75,7 @@ class Normal:
     kwargs: dict[str, Any] | None = None
 
 
-Normaliser = Callable[[Seen], Normal | None]
+Normalizer = Callable[[Seen], Normal | None]
 
 
 def each(value: Any, count: int) -> tuple[int, ...]:

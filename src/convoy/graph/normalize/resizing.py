@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 
 def _interpolate(seen: Seen) -> Normal | None:
@@ -46,4 +46,4 @@ def _pad(seen: Seen) -> Normal:
     return Normal("pad", {"input": seen.input, "pads": pads, "mode": found["mode"], "value": value})
 
 
-NORMALISERS: dict[str, Normaliser] = {"interpolate": _interpolate, "pad": _pad}
+NORMALIZERS: dict[str, Normalizer] = {"interpolate": _interpolate, "pad": _pad}

@@ -29,10 +29,10 @@ class Holders:
         return sum(self.counts)
 
 
-def normalise_together(
+def normalize_together(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, holders: Holders
 ) -> tuple[Tensor, Term]:
-    """Normalise by the mean and variance over all ranks.
+    """Normalize by the mean and variance over all ranks.
 
     Args:
         x: [samples, channels, ...], this rank's part, perhaps without samples.
@@ -50,7 +50,7 @@ def normalise_together(
 class _BatchNorm(torch.autograd.Function):
     """Forward: ranks exchange mean and variance of what they have and combine them (Chan, Golub and LeVeque, 1979), so
     that nothing is computed as a small difference of large numbers. Backward: they add up the sums of the gradient and
-    of its product with the normalised input. What runs over x are torch's own batch norm loops.
+    of its product with the normalized input. What runs over x are torch's own batch norm loops.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ def _statistics(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, var: Tensor, inverse: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Sum over all samples of the gradient times the normalised input, and of the gradient: [channels] each."""
+    """Sum over all samples of the gradient times the normalized input, and of the gradient: [channels] each."""
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     found = torch.ops.aten.native_batch_norm_backward(

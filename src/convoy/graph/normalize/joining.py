@@ -1,7 +1,7 @@
 """Joining tensors along a dimension and dividing them again."""
 
 from convoy.graph.graph import Ref
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 
 def _cat(seen: Seen) -> Normal | None:
@@ -20,7 +20,7 @@ def _split(seen: Seen) -> Normal:
     return Normal("split", {"input": seen.input, "dim": dim, "sizes": tuple(out.shape[dim] for out in seen.outputs)})
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split"), _split),
 }

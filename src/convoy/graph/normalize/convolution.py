@@ -1,6 +1,6 @@
 """Convolutions and matrix products."""
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen, each
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen, each
 
 
 def _conv(seen: Seen) -> Normal | None:
@@ -61,7 +61,7 @@ def _matmul(seen: Seen) -> Normal | None:
     return Normal("matmul", {"a": a, "b": b})
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
     "linear": _linear,

@@ -1,6 +1,6 @@
 """Sums, means and maxima over dimensions; softmax."""
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 
 def _reduce(seen: Seen) -> Normal | None:
@@ -32,7 +32,7 @@ def _softmax(seen: Seen) -> Normal | None:
     return Normal("softmax", {"input": seen.input, "dim": dim % len(seen.output), "function": seen.name})
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys(("mean", "sum", "amax"), _reduce),
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
 }

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen, each
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen, each
 
 
 def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _adaptive(seen: Seen, spatial: int, op: str) -> Normal | None:
     return Normal(op, {"input": seen.input, "output_size": seen.output[2:]})
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **{f"max_pool{n}d": partial(_max_pool, spatial=n) for n in (1, 2, 3)},
     **{f"avg_pool{n}d": partial(_avg_pool, spatial=n) for n in (1, 2, 3)},
     **{f"adaptive_avg_pool{n}d": partial(_adaptive, spatial=n, op="adaptive_avg_pool") for n in (1, 2, 3)},

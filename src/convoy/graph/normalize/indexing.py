@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 Range = tuple[int, int, int] | int
 
@@ -53,4 +53,4 @@ def _one(seen: Seen) -> Normal | None:
     return _select(seen, {dim: found["index"] % sizes[dim]})
 
 
-NORMALISERS: dict[str, Normaliser] = {"getitem": _getitem, "narrow": _narrow, "select": _one}
+NORMALIZERS: dict[str, Normalizer] = {"getitem": _getitem, "narrow": _narrow, "select": _one}

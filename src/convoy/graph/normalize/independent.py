@@ -1,6 +1,6 @@
 """Functions without a rule of their own that can still be computed piece by piece along some dimensions."""
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 
 def _opaque(dims: tuple[int, ...]) -> Normal | None:
@@ -20,10 +20,10 @@ def _attention(seen: Seen) -> Normal | None:
     return Normal("opaque", {"independent": dims, "shared": shared}) if dims and shared else _opaque(dims)
 
 
-def _along(name: str, place: int, last: bool = False) -> Normaliser:
+def _along(name: str, place: int, last: bool = False) -> Normalizer:
     """A function that mixes numbers along the dimensions in its argument `name` only, and keeps all dimensions."""
 
-    def normaliser(seen: Seen) -> Normal | None:
+    def normalizer(seen: Seen) -> Normal | None:
         rank = len(seen.shape(seen.input))
         dims = seen.kwargs.get(name, seen.args[place] if len(seen.args) > place else (-1 if last else None))
         dims = (dims,) if isinstance(dims, int) else dims
@@ -33,7 +33,7 @@ def _along(name: str, place: int, last: bool = False) -> Normaliser:
         mixed = {dim % rank for dim in dims}
         return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(seen.operands) == 1 else None
 
-    return normaliser
+    return normalizer
 
 
 def _samples(seen: Seen) -> Normal | None:
@@ -48,7 +48,7 @@ def _unfold(seen: Seen) -> Normal | None:
     return _opaque(tuple(dim for dim in range(len(seen.shape(seen.input))) if dim != mixed))
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     **dict.fromkeys(("var", "std", "amin", "cumsum", "logsumexp", "argmax", "argmin", "prod"), _along("dim", 1)),
     "flip": _along("dims", 1),
     "fold": _samples,

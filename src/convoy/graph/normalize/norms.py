@@ -1,6 +1,6 @@
-"""Normalisation layers."""
+"""Normalization layers."""
 
-from convoy.graph.normalise.seen import Normal, Normaliser, Seen
+from convoy.graph.normalize.seen import Normal, Normalizer, Seen
 
 
 def _batch_norm(seen: Seen) -> Normal:
@@ -54,7 +54,7 @@ def _lrn(seen: Seen) -> Normal:
     return Normal("lrn", seen.bound(input=None, size=1, alpha=1e-4, beta=0.75, k=1.0))
 
 
-NORMALISERS: dict[str, Normaliser] = {
+NORMALIZERS: dict[str, Normalizer] = {
     "batch_norm": _batch_norm,
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
