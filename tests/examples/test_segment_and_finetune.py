@@ -55,7 +55,10 @@ def finetune(out: Path) -> list[str]:
     return [*CLASSIFY, "--epochs", "2", "--weights", str(out / "classified" / "weights.pt")]
 
 
-@pytest.mark.parametrize("plan", ["serial", "sample=2", "height=2", "filter=2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "height=2", pytest.param("filter=2", marks=SLOW)])
 def test_segmentation(plan: str, segmented: tuple[Path, str], tmp_path: Path) -> None:
     world = 1 if plan == "serial" else 2
     printed = run_ranks(run, world, "segment.py", *SEGMENT, "--plan", plan, "--out", str(tmp_path), timeout=120)

@@ -144,6 +144,7 @@ def _large(plan: str, sharded: bool, source: State | None) -> tuple[State, State
     return first, optimizer_state_dict(net, optimizer), isinstance(optimizer, ShardedOptimizer)
 
 
+@pytest.mark.slow
 def test_a_divided_update_has_the_same_state() -> None:
     (_, whole, _), (_, sharded, is_sharded) = (
         run_ranks(_large, 2, "sample=2", each, None)[0] for each in (False, True)
