@@ -1,7 +1,8 @@
-"""The example in the docstring of every public name runs, on two ranks, and prints what it says."""
+"""The examples in docstrings run: those of public names on two ranks, those of central types in this process."""
 
 import copy
 import doctest
+import importlib
 import inspect
 import os
 from pathlib import Path
@@ -15,9 +16,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import convoy
 from convoy.cli import main
+from convoy.graph import capture
+from convoy.plans.rules import Batch
 from ranks import run_ranks
 
 NAMES = sorted(name for name in dir(convoy) if not name.startswith("_"))
+CENTRAL = [
+    "graph.graph:Graph",
+    "plans.layout:Layout",
+    "plans.place:Placement",
+    "plans.transfer:transfer",
+    "training.division:divide",
+]
 
 
 class _Lenient(doctest.OutputChecker):
@@ -91,6 +101,19 @@ def test_example(name: str, folder: Path) -> None:
     assert ">>> " in (inspect.getdoc(getattr(convoy, name)) or "")
     failed = run_ranks(examples_of, 2, name, folder, timeout=120)
     assert failed == [[], []]
+
+
+@pytest.mark.parametrize("name", CENTRAL)
+def test_example_of_a_central_type(name: str) -> None:
+    module = importlib.import_module(f"convoy.{name.partition(':')[0]}")
+    known = {"Batch": Batch, "Plan": convoy.Plan, "capture": capture, "torch": torch}
+    found = doctest.DocTestFinder(recurse=False).find(
+        getattr(module, name.partition(":")[2]), module=module, globs=known | vars(module)
+    )
+    failed: list[str] = []
+    for test in found:
+        doctest.DocTestRunner(verbose=False).run(test, out=failed.append)
+    assert found[0].examples and failed == []
 
 
 def test_an_example_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -117,8 +117,17 @@ class Call:
 class Graph:
     """A network at one batch size, image size and mode.
 
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 10))
+    >>> graph = capture(net, [(4, 3, 8, 8)])
+    >>> for call in graph.calls:
+    ...     print(call.layer, call.op, graph.shape(call.outputs[0]))
+    0 conv (4, 8, 6, 6)
+    1 elementwise (4, 8, 6, 6)
+    2 reshape (4, 288)
+    3 linear (4, 10)
+
     Attributes:
-        calls: in the order in which they run.
+        calls: the calls in the order in which they run.
         values: every tensor, by name.
         inputs: names of the network's tensor arguments.
         output: what the network returns, with a `Ref` for every tensor.
