@@ -26,6 +26,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "Convoy"
@@ -48,6 +49,14 @@ def check_names(app: Sphinx, env: BuildEnvironment) -> None:
             logger.warning("the docstring of convoy.%s has no example", name)
 
 
+def show_defaults(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show the default of a dataclass's field that a factory makes as `...`, which Sphinx can read."""
+    return signature.replace("<factory>", "...") if signature else signature, returns
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls it."""
+    app.connect("autodoc-process-signature", show_defaults)
     app.connect("env-check-consistency", check_names)

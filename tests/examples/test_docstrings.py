@@ -106,7 +106,7 @@ def test_example(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", CENTRAL)
 def test_example_of_a_central_type(name: str) -> None:
     module = importlib.import_module(f"convoy.{name.partition(':')[0]}")
-    known = {"Batch": Batch, "Plan": convoy.Plan, "capture": capture, "torch": torch}
+    known = {"Batch": Batch, "Plan": convoy.Plan, "capture": capture}
     found = doctest.DocTestFinder(recurse=False).find(
         getattr(module, name.partition(":")[2]), module=module, globs=known | vars(module)
     )

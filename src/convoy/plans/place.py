@@ -46,9 +46,9 @@ class PlacedCall:
 class Placement:
     """A network on a mesh: the layout of every tensor, and the communication between calls.
 
-    >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
-    >>> graph, plan = capture(net, [(4, 3, 2, 2)]), Plan.parse({"mesh": {"gpu": 2}, "layers": {
-    ...     "1": {"gpu": "filter"}, "3": {"gpu": "channel"}}})
+    >>> from torch import nn
+    >>> graph = capture(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10)), [(4, 3, 2, 2)])
+    >>> plan = Plan.parse({"mesh": {"gpu": 2}, "layers": {"1": {"gpu": "filter"}, "3": {"gpu": "channel"}}})
     >>> placement = place(graph, plan, Batch(plan.mesh, (), (range(4),)), [graph.output.name])
     >>> for call in placement.calls:  # a filter layer before a channel layer: one sum, at the end
     ...     print(call.call.layer, call.strategy, placement.layouts[call.call.outputs[0]].describe(plan.mesh))

@@ -42,7 +42,7 @@ def global_mean(net: nn.Module, values: Tensor, count: Tensor | float | None = N
             or the weights of the samples. It may have a gradient. By default the number of elements of `values`.
 
     Returns:
-        A scalar, the same on every rank: float64 where `values` are, float32 where they are of half precision, and of
+        A scalar, the same on every rank; float64 where `values` are, float32 where they are of half precision, and of
         torch's default type where they are integers or booleans. NaN where the count is 0 on all ranks together, as in
         torch.
 
