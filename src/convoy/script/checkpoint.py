@@ -92,8 +92,8 @@ def load(
         anything: further objects whose state is wanted, by the names under which they were saved.
 
     Returns:
-        A dictionary of everything else in the checkpoint. Numbers and the like are as they were, tensors are on the CPU,
-        and objects that were not given come as their whole state.
+        A dictionary of everything else in the checkpoint. Numbers and the like are as they were, tensors are on the
+        CPU, and objects that were not given come as their whole state.
 
     Raises:
         ConvoyError: there is no whole checkpoint of `save`, or it is of another network, optimizer or object.
