@@ -142,13 +142,13 @@ PATIENCE_S = 20.0
 
 
 def exchange_samples(
-    inputs: Sequence[Tensor], types: int, training: bool, groups: Groups, axes: Axes
+    inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes
 ) -> tuple[int, ...]:
     """How many samples every sample rank has in this pass. All ranks call it.
 
     Args:
         inputs: this rank's.
-        types: a checksum of the types and devices of the parameters.
+        state: a checksum of the types and devices of the parameters, and of the modules in another mode.
         training: the mode.
         groups: of this rank.
         axes: the sample axes.
@@ -162,7 +162,7 @@ def exchange_samples(
         return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
-    own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {types}".encode())]
+    own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
     rows = gather_ints(own, groups.of(tuple(mesh.axes)), device)
     _check(_PASS, groups.rank, [row[0] for row in rows])
     found: dict[int, int] = {}
@@ -170,8 +170,8 @@ def exchange_samples(
         place = mesh.index(mesh.coordinates(rank), axes)
         if kind != own[2]:
             raise ConvoyError(
-                f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must "
-                "pass images of the same size and type, in the same mode, to weights of the same types"
+                f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
+                "images of the same size and type, with every module in the same mode, to weights of the same types"
             )
         if found.setdefault(place, number) != number:
             raise ConvoyError(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -301,7 +302,7 @@ class Network:
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        exceptions = self._exceptions() if training == self.model.training else ()
+        exceptions = self._unchanged.exceptions() if training == self.model.training else ()
         signature = Signature(training, self.example_samples(samples), inputs, self.form, exceptions=exceptions)
         return self._placement(signature)
 
@@ -324,7 +325,8 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        return exchange_samples(inputs, self._unchanged.types, self.model.training, self.groups, self.sample_axes)
+        state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes)
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
@@ -341,11 +343,7 @@ class Network:
         self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
     ) -> Signature:
         """Of a pass in the modes that the modules are in."""
-        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._exceptions())
-
-    def _exceptions(self) -> tuple[int, ...]:
-        training = self.model.training
-        return tuple(i for i, module in enumerate(self.model.modules()) if module.training is not training)
+        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._unchanged.exceptions())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
