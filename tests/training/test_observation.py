@@ -208,7 +208,7 @@ def kept(data: Path, out: Path, keep: bool) -> bool:
     cache = out.with_name(f"{out.name}-cache")
     with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
         train_here(data, out, {"epochs": f"{APART[0] + 1}ba", "parallel.plan": "filter=2"}, keep=keep)
-    return any(cache.rglob("*.jsonl"))
+    return any(cache.rglob("*.sqlite"))
 
 
 @pytest.mark.slow

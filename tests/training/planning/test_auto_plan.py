@@ -136,7 +136,7 @@ def test_a_reproducible_run_divides_samples(data: Path, tmp_path: Path) -> None:
 
 def whole_way(data: Path, cache: Path, keep: bool) -> tuple[str, list[str], bool]:
     found = session(data, cache, "auto", keep=keep)
-    return str(found.plan), found.notes, any(cache.rglob("*.jsonl"))
+    return str(found.plan), found.notes, any(cache.rglob("*.sqlite"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
