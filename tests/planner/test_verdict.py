@@ -9,15 +9,13 @@ from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
-from convoy.planner.changes import faster
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.times import Times
-from convoy.planner.interface import document
-from convoy.planner.text import explanation_text
-from convoy.planner.verdict import Explained, explained
+from convoy.planner.text import document, explanation_text
+from convoy.planner.verdict import Explained, explained, faster
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import ENGINE
 from convoy.report.timeline_drawing import draw_timeline, kinds_in

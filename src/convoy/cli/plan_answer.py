@@ -21,9 +21,8 @@ from convoy.planner import Planned, Ranks, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
-from convoy.planner.interface import document
 from convoy.planner.search.layers import Layers
-from convoy.planner.text import explanation_text
+from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import Explained, explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE

@@ -1,10 +1,7 @@
-"""What the planner knows of the devices at hand: measured here, or in the profile store from before.
+"""What the planner knows of the devices at hand: measured here, or looked up in the profile store.
 
-Devices that are not equally fast: how long each computes.
-
-The placements that are profiled: together they show every layer with every strategy at its own sizes.
-
-Measures the optimizer: seconds for a byte and for a tensor.
+The network is profiled under a few placements, which together show every layer with every strategy at its own sizes;
+the optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found out here, too.
 """
 
 import contextlib

@@ -19,10 +19,10 @@ from convoy.planner.ranks import Ranks
 from convoy.planner.remembered import remember
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
+from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
-from convoy.planner.search.ways import SearchResult
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import sample_axes
@@ -60,6 +60,11 @@ class Planned:
     def speedup(self) -> float:
         """Of the best plan over one device."""
         return self.serial.seconds / self.best.seconds
+
+    def warning(self, seconds: float) -> str:
+        """What to say first of a plan whose update takes so long, where one device is predicted to take less."""
+        ratio = self.serial.seconds / seconds if seconds else 1.0
+        return f"one device is faster: {ratio:.2f} ×" if self.devices > 1 and ratio < 1 else ""
 
     def shares(self, plan: Plan) -> tuple[int, ...] | None:
         """Microbatches of each part of the batch under a plan; None where they are as even as can be."""

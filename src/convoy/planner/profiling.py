@@ -1,7 +1,6 @@
-"""What the engine itself takes in an update, beside computing, sending and updating: measured on networks so small that
-there is little else.
+"""Profiling on the devices at hand: how long every operation of a placement takes, and what the engine itself takes.
 
-Profiling on the devices at hand: how long every operation of a placement takes.
+The engine's own time in an update shows on networks so small that there is little else.
 """
 
 import statistics

@@ -1,7 +1,4 @@
-"""A plan's explanation for people: a table of the layers, and what the plan costs in all.
-
-What every layer does under a plan, what is sent for it and what each rank holds, in numbers.
-"""
+"""What every layer does under a plan, what is sent for it and what each rank holds: in numbers, and as a table."""
 
 import math
 from collections.abc import Iterable, Sequence

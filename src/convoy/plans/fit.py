@@ -1,9 +1,4 @@
-"""Which axes of a plan lie inside hosts, and which across them.
-
-Whether a network can be divided as a plan says, before anything is placed.
-
-Plans for another number of devices than they were written for.
-"""
+"""Plans and what they meet: the names of a network's layers, another number of devices, the hosts."""
 
 import difflib
 import fnmatch

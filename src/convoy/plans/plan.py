@@ -1,7 +1,4 @@
-"""The plan: a mesh of devices and, for every layer, a strategy on each of its axes.
-
-Plans as YAML: a mapping with `mesh` and `layers`, whose every mistake is said with its line.
-"""
+"""The plan: a mesh of devices and, for every layer, a strategy on each of its axes; and its form as YAML."""
 
 import difflib
 import fnmatch

@@ -7,9 +7,9 @@ import convoy
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.step import Scored
-from convoy.planner.interface import document
 from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned
+from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
 from convoy.plans.timeline import ENGINE
 from convoy.report import pages

@@ -221,15 +221,17 @@ class Choice:
         racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
         best = planned.best
         within = f"within {size(int(limit))} of memory a device, {source}"
-        said = [f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
+        said = [f"{best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
         others = [scored.seconds for scored in planned.candidates[1:]]
-        winner = best.plan
+        winner, winner_s = best.plan, best.seconds
         if others and best.seconds > CLEAR * min(others):
             took, failures = self._race(racers, planned, ahead)
             winner = min(took, key=lambda plan: took[plan])
+            winner_s = took[winner]
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
+        said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
         chosen = Chosen(winner, planned, tuple(said))
         verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
         return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))

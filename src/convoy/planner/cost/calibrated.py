@@ -1,16 +1,10 @@
-"""Times of operations that were not measured, from those that were: a regression for each kind, corrected by the
-nearest neighbours.
+"""Times of operations that were not measured, from those that were.
 
-How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. So the regression gives the
-way from one size to another, and the measured neighbours give the height.
-
-Seconds of one kind of layer as a sum: so much for starting, for each operation, and for each byte of two sorts.
-
-Weights are read, and their gradients written, however few samples there are; so their bytes count apart from those of
-activations. The four rates are the least squares of relative errors, none below zero, held near a device's roofline
-where what was measured says nothing of them.
-
-The measured operations that are most like one that was not, and how far they are from what a model says of them.
+How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. A regression for each kind
+gives the way from one size to another, and the measured neighbors give the height. Its seconds are a sum: so much for
+starting, for each floating-point operation, and for each byte of two sorts. Weights are read, and their gradients
+written, however few samples there are; so their bytes count apart from those of activations. The four rates are the
+least squares of relative errors, none below zero, held near a device's roofline where the measurements say nothing.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""What measured times hold for: the device, its libraries, and how it is used.
-
-What Linux's control groups (cgroups), versions 1 and 2, leave of the machine to this process.
-"""
+"""What measured times hold for: the device, its libraries and how it is used; and the memory that a plan may take there."""
 
 import hashlib
 import os

@@ -1,14 +1,8 @@
 """The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does.
 
 It mirrors `convoy.engine.program`: a value is redistributed before the first call that wants it so, and the backward
-pass runs through the same items the other way round.
-
-Something that ranks exchange, by what each of them has of it.
-
-Operations that a plan adds to a network's own: what ranks copy and add on the spot, for the sake of what they send.
-
-What ranks exchange for normalizations: inside a call, where they hold parts of what is normalized together, and once
-in an update, for the running statistics of batch norm.
+pass runs through the same items the other way round. It adds what the plan adds to the network: copies for the sake of
+messages, and what ranks exchange for normalizations, inside a call and, for running statistics, once in an update.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
-"""From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimizer.
+"""From a placement to a prediction: the tasks of a weight update, their timeline, and the memory of a rank.
 
-Which ranks of a step do the same: one of each sort is simulated for all.
+Of ranks that do the same, one is simulated for all.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence

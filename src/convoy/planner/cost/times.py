@@ -1,8 +1,6 @@
-"""Time of an operation where nothing can be measured: its arithmetic or its bytes, whichever takes longer.
+"""Seconds of an operation forward and backward, and where they come from: a table of measurements, or a roofline.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", CACM 2009.
-
-Seconds of an operation of work forward and backward, and where they come from.
 """
 
 from collections.abc import Mapping

@@ -30,8 +30,8 @@ def local_ops(graph, plan, rank=0):
 
 def test_keys_are_the_same_in_another_process():
     code = (
-        "import json,sys; from convoy.planner.cost.local_op import Piece;"
-        "print(Piece.from_dict(json.loads(sys.stdin.read())).key)"
+        "import json,sys; from convoy.planner.cost.local_op import LocalOp;"
+        "print(LocalOp.from_dict(json.loads(sys.stdin.read())).key)"
     )
     text = json.dumps(CONV.to_dict())
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": "src"}

@@ -1,9 +1,4 @@
-"""The best plans of a mesh: one for each way to divide the samples over its axes.
-
-The best plan that uses all the axes over which its samples may be divided, by branch and bound.
-
-What a search answers: plans with their costs, and for each layer of the best one the next best strategy.
-"""
+"""The best plans of one mesh after the other, one for each way to divide the samples, and what a search answers."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +7,7 @@ from functools import cached_property
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
-from convoy.planner.search.elimination import Groups
-from convoy.planner.search.layers import Layers
+from convoy.planner.search.layers import Groups, Layers
 from convoy.planner.search.placing import Shared
 from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of, used_axes
 from convoy.planner.search.pruning import INTERESTING, UninterestingError
