@@ -231,7 +231,7 @@ def _search(
     )
     results.append(found)
     plans = [candidate.plan for candidate in found.candidates]
-    plain = Plan.parse(f"sample={devices}" if devices > 1 else "serial")
+    plain = Plan.by_samples(devices)
     if plain not in plans and not fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             placement = workload.place(plain)

@@ -224,7 +224,7 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
 
 def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
     """Seconds of an update of a chain of layers that are not predicted."""
-    plan = Plan.parse(f"sample={ranks.num}")
+    plan = Plan.by_samples(ranks.num)
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))

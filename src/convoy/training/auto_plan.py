@@ -204,7 +204,7 @@ class Choice:
         Raises:
             TooLargeError: no plan fits into the memory of the devices.
         """
-        plain = Plan.parse(f"sample={self.devices.num}")
+        plain = Plan.by_samples(self.devices.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
         limit, source = device_memory(self.device, self.devices.ranks.on_host)

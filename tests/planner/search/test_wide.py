@@ -6,7 +6,7 @@ import pytest
 
 from convoy.planner.search import search
 from convoy.planner.search import solve as solving
-from convoy.planner.search.elimination import alone, tied, tied_where_wide
+from convoy.planner.search.layers import alone, tied, tied_where_wide
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.plans.mesh import Mesh
 from planner.search.nets import Branches, Nested, captured

@@ -1,4 +1,4 @@
-"""What measured times hold for: the device, its libraries and how it is used; and the memory that a plan may take there."""
+"""What measured times hold for (the device, its libraries, how it is used), and the memory a plan may take there."""
 
 import hashlib
 import os
