@@ -83,7 +83,6 @@ def slowdowns_of(
 
 
 def _place() -> tuple[object, ...]:
-    """Where this rank computes."""
     return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 
 
@@ -363,7 +362,6 @@ def _stored(store: ProfileStore | None, device: Device) -> dict[LocalOp, Times]:
 
 
 def _around_of(workload: Workload, alone: bool) -> str:
-    """Under which name it is kept what a pass of a network takes outside of its calls."""
     return f"around {workload.name} {workload.samples} {'alone' if alone else 'together'}"
 
 

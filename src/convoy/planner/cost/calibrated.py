@@ -141,7 +141,6 @@ def _known(local_op: LocalOp, ratios: Ratios) -> _Known:
 
 
 def _around(known: Sequence[_Known], work: float) -> Sequence[_Known]:
-    """Those with about as much work."""
     at = bisect_left(known, work, key=lambda one: one.work)
     return known[max(0, at - _WINDOW) : at + _WINDOW]
 
@@ -156,7 +155,6 @@ def _distance(one: _Known, other: _Known) -> float:
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """The weighted geometric mean."""
     total = sum(weight for weight, _ in weighted)
     return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 1.0
 

@@ -87,7 +87,6 @@ class _Counting:
         return self._buckets[min(self._place[v] for v in scope)]
 
     def _none(self) -> Numbers:
-        """No seconds for a count of nothing, any other count cannot be."""
         return np.where(np.arange(self._most + 1) == 0, 0.0, np.inf)
 
     def _own(self, bucket: _Bucket, fixed: Mapping[int, int]) -> Numbers:
@@ -175,5 +174,4 @@ def _convolved(first: Numbers, second: Numbers) -> Numbers:
 
 
 def _part(first: Numbers, second: Numbers, count: int) -> int:
-    """What the second of two vectors has of a count that both together have."""
     return int(np.argmin(first[count::-1][: count + 1] + second[: count + 1]))

@@ -261,7 +261,6 @@ class _Search:
 
 
 def _rank(one: MeshSolution) -> tuple[float, int]:
-    """Of plans that cost the same, the one with fewer axes."""
     return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
 
 
