@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import gather_ints
+from convoy.comm.collectives import gather_ints, serves_cpu
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
@@ -158,12 +158,13 @@ def exchange_samples(
             those that work on the same samples have different numbers of them.
     """
     mesh, device = groups.mesh, inputs[0].device
-    if groups.of(axes) is None and not inputs[0].is_cpu:
+    world = groups.of(tuple(mesh.axes))
+    if groups.of(axes) is None and not serves_cpu(world):
         return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
     own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
-    rows = gather_ints(own, groups.of(tuple(mesh.axes)), device)
+    rows = gather_ints(own, world, device)
     _check(_PASS, groups.rank, [row[0] for row in rows])
     found: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
