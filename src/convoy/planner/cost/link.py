@@ -171,9 +171,9 @@ class Links:
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
 
     @staticmethod
-    def from_list(given: Sequence[Mapping[str, Any]], otherwise: AnyLink | None = None) -> "Links":
+    def from_list(given: Sequence[Mapping[str, Any]]) -> "Links":
         """The links that `to_list` wrote."""
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given}, otherwise)
+        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:
@@ -241,48 +241,17 @@ class Assumed:
         return Links(otherwise=self)
 
 
-@dataclass(frozen=True)
-class Interconnect:
-    """A row of the catalogue.
-
-    Attributes:
-        name: as the user writes it.
-        rate: fitted to published measurements, or of the standard where `fitted` is not.
-        source: where the numbers come from.
-    """
-
-    name: str
-    rate: Rate
-    fitted: bool
-    source: str
-
-
 @cache
-def catalogue() -> dict[str, Interconnect]:
-    """Known interconnects, by name."""
+def catalogue() -> dict[str, tuple[Rate, str]]:
+    """Known interconnects by name: the rate, and where it comes from."""
     text = resources.files("convoy.planner.cost").joinpath("interconnects.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines())
     return {
-        row["name"]: Interconnect(
-            row["name"],
+        row["name"]: (
             Rate(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9),
-            row["fitted"] == "yes",
-            row["source"],
+            "fitted to published measurements" if row["fitted"] == "yes" else row["source"],
         )
-        for row in rows
+        for row in csv.DictReader(text.splitlines())
     }
-
-
-def interconnect(name: str) -> Interconnect:
-    """A known interconnect.
-
-    Raises:
-        ConvoyError: nobody knows it.
-    """
-    known = catalogue()
-    if name not in known:
-        raise ConvoyError(f"{name!r} is no known interconnect: it must be one of {', '.join(known)}")
-    return known[name]
 
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(mbit|gbit|mb|gb)(?:/s|ps)?")
@@ -298,8 +267,7 @@ def rate_of(text: str) -> tuple[Rate, str]:
     known = catalogue()
     name = text.strip().lower()
     if name in known:
-        entry = known[name]
-        return entry.rate, "fitted to published measurements" if entry.fitted else entry.source
+        return known[name]
     match = _RATE.fullmatch(name)
     if match is None or float(match[1]) == 0:
         raise ConvoyError(
@@ -323,7 +291,7 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     """
     across, comma, within = text.partition(",")
     rate, source = rate_of(across)
-    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"].rate.bytes_per_s) if on_cpu else 0.0
+    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"][0].bytes_per_s) if on_cpu else 0.0
     note = (
         f"the links are assumed: {text}, {rate.bytes_per_s / 1e9:.3g} GB/s after {rate.latency * 1e6:.3g} µs ({source})"
     )
