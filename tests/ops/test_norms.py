@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.ops import shared_statistics
+from convoy.ops import rms_norm, shared_statistics
 from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive, indices
 from one_call import OneCall, run_call, worst
 
@@ -124,6 +124,45 @@ def test_layer_norm(dims: int, sizes: tuple[int, ...], given: Layout) -> None:
 def test_layer_norm_without_scale() -> None:
     given = Layout.of(split(3, (0, 2, 5), (4, 3, 1)))
     assert check_layer(layer_case((4, 5, 5, 6), 1, given, (2,), affine=False)) < 1e-11
+
+
+def rms_case(
+    shape: tuple[int, ...], dims: int, given: Layout, sizes: tuple[int, ...], eps: float | None = 1e-6, **kw: Any
+) -> OneCall:
+    torch.manual_seed(5)
+    x = torch.randn(shape, dtype=torch.float64) * 2 + 3
+    tensors = {"x": x, "weight": torch.rand(shape[-dims:]).double()}
+    attributes = {"input": "x", "normalized_shape": shape[-dims:], "weight": "weight", "eps": eps}
+    return OneCall("rms_norm", F.rms_norm, tensors, attributes, sizes, given, torch.randn_like(x), **kw)
+
+
+def check_rms(case: OneCall) -> float:
+    shape, eps = case.attributes["normalized_shape"], case.attributes["eps"]
+    return worst(run_call(case), plain(case, lambda t: F.rms_norm(t["x"], shape, t["weight"], eps)))[1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "given"),
+    [
+        (1, (2,), Layout.of(split(3, (0, 2, 5), (4, 3, 1)))),
+        (1, (3,), Layout.of(split(3, (0, 2, 5), (), (4, 3, 1)))),
+        (1, (3,), Layout.of(split(0, (0, 1, 2), (), (3,)))),
+        (1, (2, 2), Layout.of({**split(0, (0, 1, 2, 3), ()), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
+        (3, (2, 2), Layout.of({**split(1, (0,), (1, 2, 3, 4)), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
+        (2, (3,), Layout.of(ROWS)),
+        (3, (3,), Layout.of(ROWS)),
+        (1, (2,), WHOLE),
+    ],
+)
+@pytest.mark.parametrize("eps", [1e-2, None])
+def test_rms_norm(dims: int, sizes: tuple[int, ...], given: Layout, eps: float | None) -> None:
+    assert check_rms(rms_case((4, 5, 5, 6), dims, given, sizes, eps)) < 1e-11
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
+def test_rms_norm_of_one_ranks_numbers_is_noticed(collective: str) -> None:
+    given = Layout.of(split(2, (0, 1), (2, 3, 4, 5)))
+    assert check_rms(rms_case((3, 4, 6), 1, given, (2,), sabotage=(rms_norm.__name__, collective))) > 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])

@@ -38,6 +38,15 @@ def test_a_small_network_to_the_byte():
     assert memory.total == memory.parameters + memory.gradients + memory.activations
 
 
+def test_rms_norm_keeps_what_it_normalizes_and_what_it_scales():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.RMSNorm((4, 6, 6)))
+    plan = Plan.parse("serial")
+    graph = capture(model, ((2, 3, 6, 6),))
+    memory = predict_memory(place(graph, plan, Batch(plan.mesh, (), (range(2),)), ["1"]))[0]
+    roots = 2 * 4  # one number for each vector is left out
+    assert memory.activations + roots == _measured(model, torch.zeros(2, 3, 6, 6))
+
+
 @pytest.mark.parametrize(("name", "size"), [("lenet", 28), ("alexnet", 96), ("squeezenet1_1", 64), ("resnet18", 64)])
 def test_known_networks_to_a_few_hundredths(name, size):
     model = create(name)

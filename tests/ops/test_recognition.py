@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str, dict[str, Any]]] = {
     "group norm": (lambda m, x: F.group_norm(x, 2, m.b, eps=1e-3), "group_norm", {"num_groups": 2, "eps": 1e-3}),
     "instance norm": (lambda m, x: F.instance_norm(x, weight=m.b), "group_norm", {"num_groups": 4, "weight": "b"}),
     "layer norm": (lambda m, x: F.layer_norm(x, [6, 6]), "layer_norm", {"normalized_shape": (6, 6), "weight": None}),
+    "rms norm": (lambda m, x: F.rms_norm(x, [6, 6]), "rms_norm", {"normalized_shape": (6, 6), "eps": None}),
     "lrn": (lambda m, x: F.local_response_norm(x, 5, k=2.0), "lrn", {"size": 5, "alpha": 1e-4, "beta": 0.75, "k": 2.0}),
     "max pool": (lambda m, x: F.max_pool2d(x, 2), "max_pool", {**POOL, "kernel": (2, 2), "stride": (2, 2)}),
     "max pool method": (

@@ -16,6 +16,7 @@ from convoy.ops import (
     pool,
     random,
     reduce,
+    rms_norm,
     select,
     shape,
     softmax,
@@ -25,7 +26,7 @@ from convoy.ops.operation import Operation
 
 _FILES = (
     *(batch_norm, concatenate, convolution, elementwise, group_norm, interpolate, layer_norm, linear, lrn, opaque),
-    *(pad, pool, random, reduce, select, shape, softmax, split),
+    *(pad, pool, random, reduce, rms_norm, select, shape, softmax, split),
 )
 
 OPERATIONS: dict[str, Operation] = {operation.name: operation for file in _FILES for operation in file.OPERATIONS}
