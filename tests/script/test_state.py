@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import convoy
-from convoy.engine.divided_update import divide_update
 from convoy.engine.gradients import sharded as sharding
 from convoy.engine.gradients.sharded import ShardedOptimizer
+from convoy.engine.optimizers import divide_update
 from convoy.errors import ConvoyError
 from convoy.script.state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from ranks import run_ranks

@@ -14,16 +14,24 @@ from convoy.plans.plan import Plan
 
 
 def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
-    """What the plan of a parallelized network does, as text: `print(convoy.explain(net))`.
+    """The effect of a parallelized network's plan, layer by layer, as text.
 
     For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
     rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
     mode that the network is in, and for as many samples on each rank as the example had, unless `samples` says
     otherwise. No rank waits for another.
 
+    >>> print(convoy.explain(net))  # doctest: +ELLIPSIS
+    plan sample=2
+    training, 8 samples (4 + 4), 2 ranks, captured as one program
+    <BLANKLINE>
+    layer  work    strategy  gives                sent for its input  forward  backward  gradients  parameters
+    0      conv    sample    samples over sample  -                         -         -      896 B       896 B
+    ...
+
     Args:
         net: what `convoy.parallelize` returned.
-        samples: of every place on the sample axes, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
+        samples: number of samples of every sample rank, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
 
     Raises:
         ConvoyError: the network is not parallelized, or cannot run in this mode, or the batch is not divided into as

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -178,7 +179,7 @@ class Network:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
         inputs, samples = self.open_pass(inputs)
-        signature = Signature(self.model.training, samples, kinds(inputs), None if form.is_plain else form)
+        signature = self._signature(samples, inputs, None if form.is_plain else form)
         placement, program = self._program(signature)
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
@@ -188,7 +189,7 @@ class Network:
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs), as_given=True))
+        placement, program = self._program(self._signature(samples, inputs, as_given=True))
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
         self.end_pass()
@@ -197,7 +198,7 @@ class Network:
     def inner_forward(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
         samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
-        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
+        placement, program = self._program(self._signature(samples, inputs))
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
@@ -300,7 +301,9 @@ class Network:
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        return self._placement(Signature(training, self.example_samples(samples), inputs, self.form))
+        exceptions = self._unchanged.exceptions() if training == self.model.training else ()
+        signature = Signature(training, self.example_samples(samples), inputs, self.form, exceptions=exceptions)
+        return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
         """The samples of every sample rank: those of the example, unless others are said.
@@ -321,7 +324,8 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        return exchange_samples(inputs, self._unchanged.types, self.model.training, self.groups, self.sample_axes)
+        state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes)
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
@@ -333,6 +337,12 @@ class Network:
             tensors = [self.use(n, x) for n, x in zip(program.sources, tensors, strict=True)]
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
+
+    def _signature(
+        self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
+    ) -> Signature:
+        """Of a pass in the modes that the modules are in."""
+        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._unchanged.exceptions())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -355,7 +365,8 @@ class Network:
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
         with plain_forward(self.model), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
-            graph = capture(self.model, inputs, signature.training, shapes=self.shapes, forward=forward)
+            training = None if signature.exceptions else signature.training
+            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
         return graph.prefixed(self.prefix) if self.prefix else graph
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:

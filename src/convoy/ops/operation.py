@@ -53,6 +53,14 @@ class Operation:
     Only `name`, `place` and, for all but what the recorder itself records, `functions` must be given. The defaults are
     those of a call that does the same on a part as on the whole, is as fast as memory, and keeps nothing.
 
+    >>> from torch import nn
+    >>> from convoy.plans.layout import WHOLE
+    >>> norm = OPERATIONS["layer_norm"]
+    >>> graph = capture(nn.LayerNorm(6), [(4, 6)])
+    >>> call = graph.calls[0]
+    >>> call.op, list(norm.keeps(call, graph.values)), norm.shared_dims(call, graph, WHOLE)
+    ('layer_norm', [('input', 0)], {1})
+
     Attributes:
         name: of the operation: `Call.op`.
         functions: for the bare name of each torch function that may be this operation, its recognizer. It gives None

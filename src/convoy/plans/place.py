@@ -126,7 +126,20 @@ class PlacedCall:
 
 @dataclass(frozen=True)
 class Placement:
-    """A network on a mesh.
+    """A network on a mesh: the layout of every tensor, and the communication between calls.
+
+    >>> from torch import nn
+    >>> graph = capture(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10)), [(4, 3, 2, 2)])
+    >>> plan = Plan.parse({"mesh": {"gpu": 2}, "layers": {"1": {"gpu": "filter"}, "3": {"gpu": "channel"}}})
+    >>> placement = place(graph, plan, Batch(plan.mesh, (), (range(4),)), [graph.output.name])
+    >>> for call in placement.calls:  # a filter layer before a channel layer: one sum, at the end
+    ...     print(call.call.layer, call.strategy, placement.layouts[call.call.outputs[0]].describe(plan.mesh))
+    0 ('replicate',) whole
+    1 ('filter',) dim 1 over gpu
+    2 ('replicate',) dim 1 over gpu
+    3 ('channel',) partial over gpu
+    >>> [step.kind for step in placement.outputs[graph.output.name]]
+    ['reduce']
 
     Attributes:
         layouts: where every value is kept; a parameter's `copied` axes are those over which its gradient is added.

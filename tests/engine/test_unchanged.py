@@ -37,6 +37,30 @@ def _other_sizes(plan):
         net(_images(2, 8 + 4 * _rank()))
 
 
+def _other_modes(plan):
+    net = convoy.parallelize(_net(), plan, _images(2))
+    net[1].train(_rank() == 0)
+    with pytest.raises(ConvoyError, match="with every module in the same mode"):
+        net(_images(2))
+
+
+def _frozen_norm(plan):
+    """Distances of gradients and statistics from the plain network's, with its norm frozen, and with it not."""
+    plain, net = _net(), convoy.parallelize(_net(), plan, _images(2))
+    plain[1].running_mean.add_(0.5), net[1].running_mean.add_(0.5)
+    plain[1].eval(), net[1].eval()
+    images = _images(4)
+    mine = convoy.local_samples(net, 4)
+    plain(images).square().mean().backward()
+    net(images[mine]).square().mean().backward()
+    found = convoy.gradients(net)
+    near = [(found[name] - p.grad).abs().max().item() for name, p in plain.named_parameters()]
+    near += [(convoy.state_dict(net)[name] - b).abs().max().item() for name, b in plain.named_buffers()]
+    plain[1].train(), plain.zero_grad()
+    plain(images).square().mean().backward()
+    return max(near), (found["0.weight"] - plain[0].weight.grad).abs().max().item()
+
+
 def _other_numbers():
     net = convoy.parallelize(_net(), "filter=2", _images(2))
     with pytest.raises(ConvoyError, match=r"pass the samples that convoy\.local_samples says"):
@@ -218,3 +242,11 @@ def test_labels_that_are_no_classes():
 
 def test_a_refused_plan_leaves_the_network_as_it_was():
     run_ranks(_refused, 2)
+
+
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
+def test_modules_keep_a_mode_of_their_own_which_is_that_of_all_ranks(plan):
+    for near, far in run_ranks(_frozen_norm, 2, plan):
+        assert near < 1e-12
+        assert far > 1e-4
+    run_ranks(_other_modes, 2, plan)
