@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import convoy
 from convoy.cli import main
-from convoy.graph import capture
-from convoy.plans.rules import Batch
+from convoy.ops import OPERATIONS, capture, place
+from convoy.plans.place import Batch
 from ranks import run_ranks
 
 NAMES = sorted(name for name in dir(convoy) if not name.startswith("_"))
 CENTRAL = [
     "graph.graph:Graph",
+    "ops.operation:Operation",
     "plans.layout:Layout",
     "plans.place:Placement",
     "plans.transfer:transfer",
@@ -106,7 +107,7 @@ def test_example(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", CENTRAL)
 def test_example_of_a_central_type(name: str) -> None:
     module = importlib.import_module(f"convoy.{name.partition(':')[0]}")
-    known = {"Batch": Batch, "Plan": convoy.Plan, "capture": capture}
+    known = {"Batch": Batch, "OPERATIONS": OPERATIONS, "Plan": convoy.Plan, "capture": capture, "place": place}
     found = doctest.DocTestFinder(recurse=False).find(
         getattr(module, name.partition(":")[2]), module=module, globs=known | vars(module)
     )

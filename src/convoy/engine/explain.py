@@ -7,6 +7,7 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
+from convoy.ops.memory import predict_memory
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
@@ -40,7 +41,8 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     plan = network.plan if isinstance(network.plan, Plan) else None
     if isinstance(network, Layerwise):
         return _layer_by_layer(network, plan, net.training, samples)
-    return text_of_placement(network.example_placement(net.training, samples), plan, network.captured)
+    placement = network.example_placement(net.training, samples)
+    return text_of_placement(placement, predict_memory(placement), plan, network.captured)
 
 
 def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:
@@ -48,8 +50,9 @@ def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, sampl
     inside = {f"{name}.{key}" for name, part in parts.items() for key in part.shapes}
     outside = [name for name, _ in network.model.named_parameters() if name not in inside]
     rest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(network.shapes.__getitem__, outside))
+    placements = {name: part.example_placement(training, samples) for name, part in parts.items()}
     found = together(
-        [(name, explanation(part.example_placement(training, samples), plan)) for name, part in parts.items()],
+        [(name, explanation(placement, predict_memory(placement), plan)) for name, placement in placements.items()],
         rest,
     )
     notes = ["between these layers every rank computes the whole batch: what is gathered for that is not counted"]

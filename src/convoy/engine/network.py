@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from convoy.comm.groups import Groups
 from convoy.engine.agreement import Form, Kind, Signature, arguments, exchange_samples, kinds
 from convoy.engine.contents import named_tensors, owners, plain_forward
-from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
@@ -24,14 +23,14 @@ from convoy.engine.program import Program, Watch
 from convoy.engine.shards import collect, cut
 from convoy.engine.unchanged import Unchanged
 from convoy.errors import ConvoyError
-from convoy.graph.capture import capture
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
+from convoy.ops import OPERATIONS, capture, place
+from convoy.ops.context import StepContext
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Placement, Strategies, place, sample_axes
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, Placement, Strategies, sample_axes
 
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
@@ -136,7 +135,7 @@ class Network:
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
-                self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
+                self.undivided = not any(OPERATIONS[call.op].is_random for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.

@@ -92,7 +92,7 @@ class Call:
     Attributes:
         name: unique in the graph: the layer's name, numbered where a layer makes several calls.
         layer: qualified name of the innermost module that makes the call; patterns of a plan match it.
-        op: kind of work, one of `convoy.graph.OPS`; `opaque` where nobody has a rule.
+        op: name of its operation, one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows it.
         function: what was called.
         args: its positional arguments, with a `Ref` for every tensor.
         kwargs: its keyword arguments, likewise.

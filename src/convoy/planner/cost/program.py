@@ -7,12 +7,13 @@ messages, and what ranks exchange for normalizations, inside a call and, for run
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from convoy.graph.graph import Graph
+from convoy.ops import OPERATIONS
+from convoy.ops.placing import sharing_axes
 from convoy.planner.cost.link import Kind
-from convoy.planner.cost.local import BatchNorm, local_op, local_op_at, sharing_axes
+from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -86,7 +87,8 @@ def internal_messages(
 ) -> InternalMessages:
     """The messages inside a call, on a rank whose operation of it is `own`: those of the engine's kernels."""
     call = placed.call
-    if call.op not in ("softmax", "batch_norm", "group_norm", "layer_norm"):
+    operation = OPERATIONS[call.op]
+    if operation.statistics is None:
         return InternalMessages()
     source = call.attributes["input"]
     layout = placed.placed.inputs[source]
@@ -99,17 +101,10 @@ def internal_messages(
         return InternalMessages()
     shape = own.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
-    if call.op == "softmax":
-        size = prod(shape) // max(1, shape[call.attributes["dim"]]) * itemsize
-        return InternalMessages(axes, (("exchange", others * size), ("all_reduce", size)), (("all_reduce", size),))
-    if call.op == "batch_norm":
-        numbers = shape[1]
-    elif call.op == "group_norm":
-        numbers = shape[0] * call.attributes["num_groups"]
-    else:
-        numbers = prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
-    size = 2 * numbers * itemsize
-    return InternalMessages(axes, (("exchange", others * size),), (("all_reduce", size),))
+    size = operation.statistics(call, shape) * itemsize
+    summed: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
+    forward: tuple[tuple[Kind, int], ...] = (("exchange", others * size),)
+    return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
 def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: int, passes: int) -> list[Message]:

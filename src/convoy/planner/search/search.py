@@ -40,6 +40,7 @@ from functools import partial
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
+from convoy.ops import place
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import Fitting, fitting, nothing_fits
 from convoy.planner.search.meshes import Candidate, MeshSearch, MeshSolution, Parts, SearchResult
@@ -49,9 +50,8 @@ from convoy.planner.search.solve import Solver
 from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 TOLERANCE = 0.01
 """Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
