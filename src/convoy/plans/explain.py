@@ -18,7 +18,7 @@ class Row:
     Attributes:
         layer: name of the module.
         op: kind of work.
-        strategy: on each mesh axis; empty for calls that follow their input.
+        strategy: its strategy on each mesh axis; empty for calls that follow their input.
         gives: layout of the output, for people.
         sent: the steps for its inputs in which something is sent, each as `kind over axes`.
         traffic: what a rank sends in these steps.
@@ -48,7 +48,7 @@ class Explanation:
         output: what is sent for the network's output, if anything is.
         traffic: bytes of the rank that sends most in the forward, and in the backward pass, all steps together.
         gradients: likewise, for the gradients of all parameters.
-        memory: of the rank that needs most.
+        memory: bytes on the rank that needs most.
         whole: bytes of all parameters.
         unmatched: layers with work to divide that no pattern matches.
     """
@@ -68,8 +68,8 @@ def explanation(placement: Placement, memory: Sequence[Memory], plan: Plan | Non
 
     Args:
         placement: the network on the mesh.
-        memory: of each rank.
-        plan: to say which layers no pattern matches.
+        memory: bytes on each rank.
+        plan: the plan, to say which layers no pattern matches.
     """
     graph = placement.graph
     sent = transfer_traffic(placement)
@@ -207,7 +207,7 @@ def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = 
 
     Args:
         placement: the network on the mesh.
-        memory: of each rank.
+        memory: bytes on each rank.
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
     """

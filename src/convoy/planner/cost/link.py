@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
 
-Kind = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
+Collective = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
 """`all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
 sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
 gradient in place, the first with its additions."""
@@ -94,11 +94,11 @@ class Link:
     reduce_scatter: Curve | None = None
     gather: Curve | None = None
 
-    def seconds(self, kind: Kind, num_bytes: float) -> float:
+    def seconds(self, kind: Collective, num_bytes: float) -> float:
         """Time of one collective."""
         return self._curve(kind)(num_bytes)
 
-    def _curve(self, kind: Kind) -> Curve:
+    def _curve(self, kind: Collective) -> Curve:
         match kind:
             case "all_reduce":
                 return self.all_reduce
@@ -111,7 +111,7 @@ class Link:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Kind)}
+        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}
         points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share}
 
@@ -124,7 +124,7 @@ class Link:
         """
         curves: dict[str, Curve] = {
             kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
-            for kind in get_args(Kind)
+            for kind in get_args(Collective)
             if kind in given or kind in ("all_reduce", "exchange")
         }
         return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), **curves)
@@ -191,7 +191,7 @@ class Rate:
 
     Attributes:
         latency: seconds of a message without content.
-        bytes_per_s: in one direction.
+        bytes_per_s: rate in one direction.
     """
 
     latency: float

@@ -70,7 +70,7 @@ def possible(
     """What each layer may have in a plan that costs at most so many seconds.
 
     Args:
-        least: of every layer by strategy.
+        least: seconds of every layer by strategy.
         allowed: what each layer may have.
         groups: layers that have one strategy together.
         enough: seconds of some plan.

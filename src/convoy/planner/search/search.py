@@ -82,7 +82,7 @@ def search(
     Args:
         graph: the network in training, captured at the whole batch of one pass.
         num_devices: ranks that the plans are for.
-        costs: of calls, transfers and parameters.
+        costs: the costs of calls, transfers and parameters.
         parts: how the samples are divided over a number of ranks; None divides them as evenly as can be.
         outputs: names of the values that the network returns; None takes those of the graph.
         fixes: strategies that are given, such as `classifier.*=filter`; the first that matches a layer counts.
