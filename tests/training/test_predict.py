@@ -13,7 +13,7 @@ from torch import nn
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from convoy.training.predict import Answer, Classifier, classify
 from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
 from ranks import RankFailed, run_ranks
@@ -36,12 +36,12 @@ def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[Answe
 
 
 def on_ranks(run: Path, names: list[str], batch: int) -> list[list[Answer]]:
-    devices, _ = Devices.join()
-    devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with as_before():
         classifier = Classifier(load_run(run), CPU)
-        classifier.num_threads += devices.rank  # they agree on it
-        return list(classify(classifier, names if devices.rank == 0 else None, batch, devices))
+        classifier.num_threads += ranks.rank  # they agree on it
+        return list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
 
 
 def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> None:
@@ -84,10 +84,10 @@ def failing(run: Path) -> None:
         yield from pictures(run.parent / "data")
         raise ConvoyError("the list ends here")
 
-    devices, _ = Devices.join()
+    ranks, _ = join_ranks()
     with as_before():
         classifier = Classifier(load_run(run), CPU)
-        for _ in classify(classifier, names() if devices.rank == 0 else None, 4, devices):
+        for _ in classify(classifier, names() if ranks.rank == 0 else None, 4, ranks):
             pass
 
 
@@ -175,11 +175,11 @@ def test_evaluation_on_ranks_counts_each_sample_once(run: Path) -> None:
 
 
 def evaluated(run: Path) -> tuple[list[list[int]], float]:
-    devices, _ = Devices.join()
-    devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with pytest.MonkeyPatch.context() as patch, as_before():
         patch.setattr("convoy.training.restore.EVALUATION_BATCH", 5)
         trained_run = load_run(run)
         data, _ = evaluation_data(trained_run)
-        result = evaluate_run(trained_run, data, CPU, devices)
+        result = evaluate_run(trained_run, data, CPU, ranks)
     return result.confusion.tolist(), result.loss

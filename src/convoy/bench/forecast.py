@@ -10,10 +10,11 @@ from convoy.bench.configuration import AUTO
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Task, join
 from convoy.bench.processes import Say
 from convoy.bench.study import data_of, in_recipe
+from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.planner import Ranks, make_plan, score
+from convoy.planner import make_plan, score
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Scored
 from convoy.plans.plan import Plan, plan_text
@@ -72,7 +73,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
         keep: whether measured times are kept for the next time, and those that are kept are used.
         say: is told of long work.
     """
-    devices, device = join(task)
+    ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     notes: list[str] = []
     auto, shares = None, None
@@ -81,7 +82,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
-        session = set_up(recipe, device, say, devices, data, keep)
+        session = set_up(recipe, device, say, ranks, data, keep)
         notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 
@@ -110,7 +111,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     try:
-        workload = workload_of_recipe(task.recipe, model.train(), shape, devices.num, device)
+        workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device)
         wanted: dict[str, Plan] = {}
         for text in dict.fromkeys(auto if text == AUTO and auto is not None else text for text in plans):
             try:
@@ -118,10 +119,10 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
                 wanted[text] = Plan.parse(text)
             except ConvoyError as error:
                 notes.append(f"{text}: {error}")
-        ranks = Ranks.here() if devices.num > 1 else Ranks()
+        ranks = Ranks.here() if ranks.num > 1 else Ranks()
         planned = make_plan(
             workload,
-            devices.num,
+            ranks.num,
             ranks,
             store=ProfileStore() if keep else None,
             plans=list(wanted.values()),
@@ -129,7 +130,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
             room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
         )
         for text, plan in wanted.items():
-            scored = planned.serial if devices.num == 1 else score(workload, plan, planned.costs)
+            scored = planned.serial if ranks.num == 1 else score(workload, plan, planned.costs)
             found[text] = _prediction(scored)
         notes += planned.notes
     except ConvoyError as error:

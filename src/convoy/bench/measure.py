@@ -42,10 +42,10 @@ from convoy.training.step import InputPipeline
 
 def visit_own(task: Task) -> RankTimes:
     """A rank's part of a visit to a configuration of Convoy. All ranks call it."""
-    devices, device = join(task)
+    ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     memory = Memory(device)
-    session = set_up(task.recipe, device, devices=devices, data=data)
+    session = set_up(task.recipe, device, ranks=ranks, data=data)
     session.model.train()
     stopwatch = Stopwatch(device)
     losses: list[Tensor] = []
@@ -59,9 +59,9 @@ def visit_own(task: Task) -> RankTimes:
 
     with stopwatch.watch():
         batches = session.batches(first, task.warm_up + task.updates)
-        run_updates(batches, update, stopwatch, task.warm_up, devices.barrier)
-    loss = sum(float(part) for part in losses) if devices.leads else 0.0
-    own = session.division.counts[devices.sample_rank]
+        run_updates(batches, update, stopwatch, task.warm_up, ranks.barrier)
+    loss = sum(float(part) for part in losses) if ranks.is_group_leader else 0.0
+    own = session.division.counts[ranks.sample_rank]
     return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead, microbatches=own)
 
 
@@ -71,7 +71,7 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
     Returns:
         How many updates that took.
     """
-    if session.recipe.parallel.shares != "auto" or session.devices.num_sample_ranks == 1:
+    if session.recipe.parallel.shares != "auto" or session.ranks.num_sample_ranks == 1:
         return 0
     speed, step, updates = SpeedTest(), session.step(), 0
     step.timed = True
@@ -82,7 +82,7 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
                 losses.extend(result.losses)
             speed.add(result.seconds)
             updates += 1
-    session.division, _ = speed.shares(session.devices, session.division)
+    session.division, _ = speed.shares(session.ranks, session.division)
     return updates
 
 

@@ -23,9 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from convoy.bench.study import Made
 from convoy.comm.collectives import watching
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.engine.allocation import keep_freed_memory
-from convoy.training import Devices, Recipe, choose_device
+from convoy.training import Recipe, choose_device
+from convoy.training.environment import join_ranks
 
 COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"
 
@@ -233,14 +235,14 @@ class Memory:
         return 0
 
 
-def join(task: Task) -> tuple[Devices, torch.device]:
+def join(task: Task) -> tuple[Ranks, torch.device]:
     """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
     if task.num_devices > 1:
-        devices, own = Devices.join()
-        return devices, own if task.device_type == "cuda" else torch.device("cpu")
+        ranks, own = join_ranks()
+        return ranks, own if task.device_type == "cuda" else torch.device("cpu")
     device = choose_device(task.device_type)
     keep_freed_memory(device)
-    return Devices(), device
+    return Ranks(), device
 
 
 def run_updates(

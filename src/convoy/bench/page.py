@@ -35,6 +35,7 @@ from convoy.bench.table import (
     points,
     signed,
 )
+from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.planner.words import seconds as time_of
@@ -44,7 +45,6 @@ from convoy.report.pages import data_uri, inline_svg
 from convoy.report.plots import Panel
 from convoy.report.report import COMPRESS_FROM, Download
 from convoy.report.tiles import Tile
-from convoy.training.documents import dump
 
 _KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 

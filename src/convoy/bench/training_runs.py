@@ -43,7 +43,7 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
     Returns:
         The name of the signal that stopped it; None at its end.
     """
-    devices, device = join(task)
+    ranks, device = join(task)
     heard = Heard(say)
     with heard.beating():
         outcome = train(
@@ -51,7 +51,7 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
             out,
             resume=True,
             device=device,
-            devices=devices,
+            ranks=ranks,
             command=command,
             reporter=heard,
             handed_on=True,

@@ -20,7 +20,7 @@ from convoy.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     import torch
 
-    from convoy.training import Devices
+    from convoy.comm.ranks import Ranks
     from convoy.training.predict import Answer
 
 HEADER = ("file", "rank", "class", "probability")
@@ -82,7 +82,7 @@ def command(
         from convoy.training.predict import Classifier, classify
         from convoy.training.restore import load_run
 
-    def work(ranks: "Devices", here: "torch.device") -> int:
+    def work(ranks: "Ranks", here: "torch.device") -> int:
         first = ranks.rank == 0
         trained = load_run(run)
         classifier = Classifier(trained, here, top)

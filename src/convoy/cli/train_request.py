@@ -23,7 +23,7 @@ from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from convoy.training import Devices
+    from convoy.comm.ranks import Ranks
 
 
 @dataclass
@@ -122,38 +122,36 @@ class Request:
         """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0].strip() for override in self.overrides}
 
-    def resolve(self, devices: "Devices", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
+    def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
         A run that the same ranks began, before they were started again, is gone on with.
 
         Args:
-            devices: the ranks.
+            ranks: the ranks.
             jobs: names of what started them.
             elastic: their number may be another one than the plan is for, which is fitted to it.
         """
         if jobs:
-            self.out, self.again = devices.first(
+            self.out, self.again = ranks.first(
                 lambda: run_of(self.out, self._candidates(self.recipe_of()), jobs, command_of(self.arguments))
             )
         self.resume = self.resume or self.again
         resolved = self.recipe_of()
-        number = devices.num if devices.num > 1 else self._number(resolved)
+        number = ranks.num if ranks.num > 1 else self._number(resolved)
         said = self.said
         elastic = elastic or self.again
-        number = devices.num if elastic else number
+        number = ranks.num if elastic else number
         parallel = _formed(
             resolved.parallel,
             number,
             (not elastic and "parallel.plan" in said, not elastic and "parallel.shares" in said),
             elastic,
             self.notes,
-            quiet=devices.rank > 0,
+            quiet=ranks.rank > 0,
         )
         resolved = resolved.model_copy(update={"parallel": parallel})
-        return resolved, self.out or devices.first(
-            lambda: next(p for p in self._candidates(resolved) if not p.exists())
-        )
+        return resolved, self.out or ranks.first(lambda: next(p for p in self._candidates(resolved) if not p.exists()))
 
     def recipe_of(self) -> Recipe:
         """The recipe, as it is said here and, where a run is gone on with, there.

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.groups import join, num_ranks
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.planner.cost.link import Links, links_named
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned, Scored, make_plan
-from convoy.planner.ranks import Ranks
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import Explained, explained
 from convoy.planner.workload import MakeOptimizer, momentum, workload_of

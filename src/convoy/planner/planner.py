@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from convoy.comm.groups import Groups
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Around, Costs
@@ -22,7 +23,6 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.timeline import Timeline, apart
 from convoy.planner.link_probe import SIZES, measure_links
 from convoy.planner.measured import Knowledge, Progress, check_optimizer, jobs_for, measure
-from convoy.planner.ranks import Ranks
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.prices import meshes, redistributions

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.report.metrics import Metrics, Number, Share, first_problem, read_metrics
 from convoy.report.prediction import Prediction
-from convoy.training.documents import parse
 from convoy.training.lock import is_locked
 
 

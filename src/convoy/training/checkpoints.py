@@ -21,10 +21,10 @@ from pydantic import Field
 from torch import Tensor
 
 from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snapshot, stamp
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
 from convoy.training.config import PositiveDuration, Section
-from convoy.training.devices import Devices
 from convoy.training.timespan import TimeSpan, in_words
 
 
@@ -188,9 +188,9 @@ class Automatic:
         devices: the ranks, which follow the clock of rank 0.
     """
 
-    def __init__(self, young: Young, devices: Devices) -> None:
+    def __init__(self, young: Young, ranks: Ranks) -> None:
         self._young = young
-        self._devices = devices
+        self._ranks = ranks
         self._calls = 0
         self._next: int | None = None
         self._last = 0
@@ -202,7 +202,7 @@ class Automatic:
         self._calls += 1
         if self._calls == 2 and self._next is None:
             updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
-            (updates,) = self._devices.largest(updates if self._devices.rank == 0 else 0)
+            (updates,) = self._ranks.largest(updates if self._ranks.rank == 0 else 0)
             self._next = self._rounded(done + updates - 2)
         return self._next is not None and done >= self._next
 
@@ -328,7 +328,7 @@ class Saver:
         self,
         store: CheckpointStore,
         when: When,
-        devices: Devices,
+        ranks: Ranks,
         tell: Callable[[str], None],
         *,
         goes_on: bool = False,
@@ -340,7 +340,7 @@ class Saver:
         self._wait_s = 0.0
         self._store = store
         self._when = when
-        self._devices = devices
+        self._ranks = ranks
         self._tell = tell
         self._goes_on = goes_on
         self._on_processor = on_processor
@@ -360,10 +360,10 @@ class Saver:
         Args:
             seen: a file of the run directory that rank 0 has just written.
         """
-        if self._devices.rank == 0:
+        if self._ranks.rank == 0:
             self._store.sweep()
         here = stamp(seen)
-        stamps = self._devices.gather((here, uuid.uuid4().hex))
+        stamps = self._ranks.gather((here, uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
         try:
@@ -413,7 +413,7 @@ class Saver:
         self.finish()
         began = time.perf_counter()
         self._wait_s = 0.0
-        number = self._writers.index(self._devices.rank) if self._devices.rank in self._writers else None
+        number = self._writers.index(self._ranks.rank) if self._ranks.rank in self._writers else None
         shard = snapshot(tensors, number, len(self._writers))
         self._count += 1
         draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
@@ -423,7 +423,7 @@ class Saver:
             draft.put(self._store.place(step), identity, frozen)
             self._store.prune(step, best_step)
 
-        self._writing = Writing(draft, number, shard, put if self._devices.rank == 0 else None)
+        self._writing = Writing(draft, number, shard, put if self._ranks.rank == 0 else None)
         self._look_at = step + 1
         self._when.saved(step)
         self._waited(began)
@@ -467,7 +467,7 @@ class Saver:
         writing = self._writing
         assert writing is not None
         mine = Report.of(writing, self._wait_s, self._pace.update_s, kept_s)
-        reports = self._devices.gather(mine)
+        reports = self._ranks.gather(mine)
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()
@@ -492,7 +492,7 @@ class Saver:
             self._tell(sentence)
 
     def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
-        if self._devices.rank == 0:
+        if self._ranks.rank == 0:
             writing.draft.discard()
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
@@ -529,7 +529,7 @@ class Saver:
             return
         writing.wait(timeout_s)
         writing.give_up()
-        if self._devices.rank == 0 and timeout_s and writing.state != "written":
+        if self._ranks.rank == 0 and timeout_s and writing.state != "written":
             writing.draft.discard()
 
 

@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.comm.position import here
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
-from convoy.training.devices import Devices
 from convoy.training.loss import heads
 
 NUM_MISTAKES = 24
@@ -168,7 +168,7 @@ def evaluate(
     to_input: Callable[[Batch], Tensor],
     num_classes: int,
     autocast: Callable[[], AbstractContextManager[Any]],
-    devices: Devices | None = None,
+    ranks: Ranks | None = None,
     announce: Callable[[int], int] = lambda number: 0,
     joint: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
@@ -181,7 +181,7 @@ def evaluate(
         to_input: moves a batch's images to the device and normalizes them.
         num_classes: size of the confusion matrix.
         autocast: makes the context in which the forward pass runs.
-        devices: the ranks; every one gets the evaluation of the whole split.
+        ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
         joint: run the network for a batch without samples too, because other ranks' passes need this one.
@@ -191,7 +191,7 @@ def evaluate(
         StoppedError: it was asked to stop.
     """
     start = time.perf_counter()
-    devices = devices or Devices()
+    ranks = ranks or Ranks()
     tally = Tally.of(num_classes)
     with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
@@ -209,7 +209,7 @@ def evaluate(
                 outputs = model(images)
             tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
     seconds = time.perf_counter() - start
-    parts = devices.gather_samples((tally, seconds))
+    parts = ranks.gather_samples((tally, seconds))
     return Tally.total([part for part, _ in parts], max(took for _, took in parts))
 
 

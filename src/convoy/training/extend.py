@@ -8,11 +8,11 @@ from pathlib import Path
 
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
+from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.derived import resolve
-from convoy.training.devices import Devices
-from convoy.training.documents import show
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import check_data, differences, identity, load_latest
 from convoy.training.run_directory import RunDirectory
@@ -74,7 +74,7 @@ def extended(recipe: Recipe) -> RunDirectory:
     return RunDirectory(Path(recipe.extends))
 
 
-def state_at_end(recipe: Recipe, data: DataSet, devices: Devices) -> tuple[Checkpoint, list[str]]:
+def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoint, list[str]]:
     """The state at the end of the run that a recipe extends, the same on all ranks. All of them call it.
 
     Returns:
@@ -84,10 +84,10 @@ def state_at_end(recipe: Recipe, data: DataSet, devices: Devices) -> tuple[Check
         ConvoyError: there is no checkpoint that can be used, or the data are not those of that run.
     """
     old = extended(recipe)
-    devices.first(lambda: check_data(data, old))
-    begun = devices.first(lambda: load_recipe(str(old.config)))
+    ranks.first(lambda: check_data(data, old))
+    begun = ranks.first(lambda: load_recipe(str(old.config)))
     name = identity(begun, len(data.train), len(data.test))
-    checkpoint, notes = load_latest(CheckpointStore(old.checkpoints), name, devices)
+    checkpoint, notes = load_latest(CheckpointStore(old.checkpoints), name, ranks)
     if checkpoint is None:
         raise ConvoyError(f"the checkpoints of {old.path} have been removed: put them back, or begin another run")
     ended, now = resolve(begun, len(data.train)), resolve(recipe, len(data.train))

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Network
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
-from convoy.training.devices import Devices
 from convoy.training.parallel import TrainedNetwork, UnderPlan
 
 
@@ -157,8 +157,8 @@ class Guard:
         gradients: whether those are looked at too; a scale of the loss lets them overflow, and copes with it.
     """
 
-    def __init__(self, network: TrainedNetwork, devices: Devices, gradients: bool) -> None:
-        self._network, self._devices, self._gradients = network, devices, gradients
+    def __init__(self, network: TrainedNetwork, ranks: Ranks, gradients: bool) -> None:
+        self._network, self._ranks, self._gradients = network, ranks, gradients
         self._buffers: list[Tensor] = []
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ class Guard:
         fine = all(bool(torch.isfinite(loss)) for loss in losses)
         if fine and self._gradients:
             fine = all(bool(torch.isfinite(gradient).all()) for gradient in self._network.own_gradients())
-        return not self._devices.any(not fine)
+        return not self._ranks.any(not fine)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -191,8 +191,8 @@ class Guard:
         with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):
             again()
         own = sum(float(loss) for loss in losses)
-        said = self._devices.gather((origin.found, own, socket.gethostname()))
-        loss = sum(self._devices.gather_samples(own))
+        said = self._ranks.gather((origin.found, own, socket.gethostname()))
+        loss = sum(self._ranks.gather_samples(own))
         return Bad(update, loss, _where([(found, host) for found, _, host in said]))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from convoy.training.devices import Devices
+from convoy.comm.ranks import Ranks
 from convoy.training.evaluate import Evaluation
 from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
@@ -110,7 +110,7 @@ class Window:
         now = time.perf_counter() if self.paused_at is None else self.paused_at
         return self.before_s + now - self.started - self.paused_s
 
-    def collect(self, devices: Devices) -> list[Bad]:
+    def collect(self, ranks: Ranks) -> list[Bad]:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
         a stop in between nor the number of devices changes anything. All ranks call it.
 
@@ -123,8 +123,8 @@ class Window:
         correct = sum(_read([number for result in results for number in result.correct]))
         bad: list[Bad] = []
         wait_s = 0.0
-        everyone = devices.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
-        parts = devices.of_parts(everyone)
+        everyone = ranks.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
+        parts = ranks.of_parts(everyone)
         for update in zip(*(part[0] for part in parts), strict=True):
             for part in update:
                 for value in part:
@@ -172,7 +172,7 @@ class Log:
         self._metrics = metrics
         self._reporter = reporter
         self._tell = tell
-        self._slow = SlowRanks(session.devices)
+        self._slow = SlowRanks(session.ranks)
         self._shown = 0.0
 
     def time(self) -> float:

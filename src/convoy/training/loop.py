@@ -67,7 +67,7 @@ class Loop:
         self.finished = False
         self.evaluation: Evaluation | None = None
         self.comparison: Comparison | None = None
-        auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
+        auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
         self._left_out = LeftOut(self._tell)
@@ -80,7 +80,7 @@ class Loop:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
         here.to("reading")
-        checkpoint, refused = load_latest(self.store, self.identity, self.session.devices)
+        checkpoint, refused = load_latest(self.store, self.identity, self.session.ranks)
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
@@ -91,8 +91,8 @@ class Loop:
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
-        self.finished = self.session.devices.first(self._is_finished)
-        if self.session.devices.rank == 0 and not self.finished:
+        self.finished = self.session.ranks.first(self._is_finished)
+        if self.session.ranks.rank == 0 and not self.finished:
             again = self.progress.to_evaluate or self.done == self.session.quantities.total_updates
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
@@ -103,7 +103,7 @@ class Loop:
             ConvoyError: it cannot be used.
         """
         here.to("reading")
-        checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.devices)
+        checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         values = self.session.state.unpack(checkpoint)
         self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
         self.progress.checkpoints = {}
@@ -116,7 +116,7 @@ class Loop:
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
         before = extended(self.session.recipe).metrics
-        if self.session.devices.rank == 0 and before.exists():
+        if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
             self.run.forget_metrics_after(self.done)
 
@@ -134,7 +134,7 @@ class Loop:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
         metrics = MetricsWriter.silent()
-        if self.session.devices.rank == 0:
+        if self.session.ranks.rank == 0:
             metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
@@ -145,7 +145,7 @@ class Loop:
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
-            self._stop = Stop(self.session.devices, interrupt)
+            self._stop = Stop(self.session.ranks, interrupt)
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
@@ -229,7 +229,7 @@ class Loop:
         session = self.session
         self.comparison = observation.conclude(session.scored, session.profiles, self.run.trace)
         session.scored = None
-        if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
+        if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
                 write_json(self.run.prediction, self.comparison.to_document())
             except OSError as error:
@@ -254,7 +254,7 @@ class Loop:
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""
         session = self.session
-        session.division, times = speed.shares(session.devices, session.division)
+        session.division, times = speed.shares(session.ranks, session.division)
         self._speed = None
         session.notes.append(
             f"shares {text(session.division.counts)} of {len(session.division.sizes)} microbatches from update "
@@ -273,7 +273,7 @@ class Loop:
     def _collect(self) -> None:
         """Add up what the ranks have; the loss becomes the same number on all of them."""
         data = self.session.data
-        for _, sample, reason in self.window.collect(self.session.devices):
+        for _, sample, reason in self.window.collect(self.session.ranks):
             self.progress.add_bad(data.train.name(sample), reason, "train")
 
     def _end_window(self) -> None:
@@ -291,7 +291,7 @@ class Loop:
     def _check_weights(self) -> None:
         """No checkpoint holds what the next loss will show to be lost. All ranks call it."""
         fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
-        if self.session.devices.any(not fine):
+        if self.session.ranks.any(not fine):
             self._not_finite("weights became infinite or no numbers")
 
     def _not_finite(self, what: str) -> NoReturn:

@@ -138,24 +138,24 @@ class Observation:
             trace_file: where one of the watched updates of all ranks is kept, if there was any; None keeps none.
         """
         session = self._session
-        recipe, devices = session.recipe, session.devices
+        recipe, ranks = session.recipe, session.ranks
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
         clock = self._clock
-        alone = devices.num == 1
-        steps = [observed_events(one, devices.rank, alone) for one in self._watched]
+        alone = ranks.num == 1
+        steps = [observed_events(one, ranks.rank, alone) for one in self._watched]
         seen = _Seen(
             [clock.between(*both) for both in self._timed],
             [sum(event.seconds for event in step) for step in steps],
             middle([observed(one, alone) for one in self._watched]) if self._watched else None,
-            observed_pieces(self._apart, devices.rank, recipe.batch_norm, size, self._typed),
+            observed_pieces(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),
         )
         placement = self._typed(self._watched[0].placements[0]) if steps and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
-        everyone = devices.gather(seen)
+        everyone = ranks.gather(seen)
         step: list[list[Event]] = []
         if steps and trace_file is not None:
-            step = devices.gather(steps[typical([one.watched for one in everyone])])
+            step = ranks.gather(steps[typical([one.watched for one in everyone])])
 
         def first() -> Comparison:
             notes = [self._unseen] if self._unseen is not None else []
@@ -167,7 +167,7 @@ class Observation:
                 _keep(trace_file, before, step)
             return _compared(session, everyone, before, placement, store, notes)
 
-        return devices.first(first)
+        return ranks.first(first)
 
 
 def _why_unseen(session: Session) -> str | None:
@@ -183,7 +183,7 @@ def _why_unseen(session: Session) -> str | None:
 
 
 def _here(session: Session) -> Device:
-    return measuring(session.recipe, session.device, session.devices.ranks.on_host)
+    return measuring(session.recipe, session.device, session.ranks.on_host)
 
 
 def _known(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
@@ -221,7 +221,7 @@ def _compared(
     return Comparison(
         model=session.recipe.model.name,
         plan=str(session.plan),
-        devices=session.devices.num,
+        devices=session.ranks.num,
         batch=session.recipe.batch,
         rank=rank,
         timed=len(own.updates),

@@ -11,13 +11,13 @@ from typing import Any
 
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
+from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
 from convoy.training.checkpoints import Automatic, Every, Saver, When, Young
 from convoy.training.config import Duration
-from convoy.training.devices import Devices
-from convoy.training.documents import show
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
@@ -39,11 +39,11 @@ def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str],
         when = Every(every)
     else:  # local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide
         multiple = recipe.parallel.local_sgd or 1
-        when = Automatic(Young(recipe.checkpoint.mtbf, multiple), session.devices)
+        when = Automatic(Young(recipe.checkpoint.mtbf, multiple), session.ranks)
     return Saver(
         store,
         when,
-        session.devices,
+        session.ranks,
         tell,
         goes_on=recipe.checkpoint.on_error == "continue",
         on_processor=session.device.type == "cpu",
@@ -51,7 +51,7 @@ def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str],
     )
 
 
-def load_latest(store: CheckpointStore, identity: str, devices: Devices) -> tuple[Checkpoint | None, list[str]]:
+def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that rank 0 finds whole, on every rank. All ranks call it.
 
     Returns:
@@ -67,10 +67,10 @@ def load_latest(store: CheckpointStore, identity: str, devices: Devices) -> tupl
         found, refused = store.load_latest(identity)
         return (found.step, found.identity, found.values) if found is not None else None, refused
 
-    facts, refused = devices.first(read)
+    facts, refused = ranks.first(read)
     if facts is None:
         return None, refused
-    tensors = devices.broadcast_tensors(found.tensors if found is not None else None)
+    tensors = ranks.broadcast_tensors(found.tensors if found is not None else None)
     return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
 
 

@@ -15,6 +15,7 @@ import torch
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import here
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
@@ -22,7 +23,6 @@ from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.checks import check_run
-from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
 from convoy.training.extend import check_extension
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
@@ -53,12 +53,12 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     Returns:
         The sentence to end with.
     """
-    checkpoint, _ = load_latest(store, identity, session.devices)
+    checkpoint, _ = load_latest(store, identity, session.ranks)
     begin = 0
     if checkpoint is not None:
         session.state.unpack(checkpoint)
         begin = checkpoint.step
-    (too_long,) = session.devices.largest(int((error.by - begin) * update_s > LIMIT_S))
+    (too_long,) = session.ranks.largest(int((error.by - begin) * update_s > LIMIT_S))
     if too_long:
         return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
     step, averaged = session.step(), session.state.averaged
@@ -107,7 +107,7 @@ def train(
     *,
     resume: bool = False,
     device: torch.device | None = None,
-    devices: Devices | None = None,
+    ranks: Ranks | None = None,
     command: str = "",
     reporter: Reporter,
     on_start: Callable[[Session], None] = lambda session: None,
@@ -127,7 +127,7 @@ def train(
         resume: go on from the newest checkpoint in `out`, if there is one. The final weights are those of a run that
             was never stopped.
         device: where to train; None takes the first GPU, or the CPU.
-        devices: the ranks; None for one device.
+        ranks: the ranks; None for one device.
         command: the command line that repeats the run, for the report.
         reporter: whom to tell how it goes.
         on_start: called with the session when everything is checked and before the first update, on rank 0.
@@ -142,15 +142,15 @@ def train(
         ConvoyError: something is wrong with the recipe, the data, or the folder.
     """
     run = RunDirectory(out)
-    devices = devices or Devices()
-    first = devices.rank == 0
+    ranks = ranks or Ranks()
+    first = ranks.rank == 0
     reporter = reporter if first else Silence()
     with contextlib.ExitStack() as stack:
         if watchdog is None:
-            watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
-        resuming = devices.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
+            watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
+        resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, devices, keep=keep, said=said)
+        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, said=said)
         here.to("start")
         if first:
             on_start(session)
@@ -158,16 +158,16 @@ def train(
         stack.enter_context(disk_explained(run.path))
         if recipe.extends is not None and not resuming:
             loop.extend()
-        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
+        ranks.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
         watchdog.begin()
         if resuming:
             _go_on(run, session, loop, reporter)
         elif recipe.extends is not None:
             loop.take_metrics()
         if loop.finished:
-            devices.barrier()
+            ranks.barrier()
             return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
-        devices.first(lambda: write_text(run.plan, session.plan.to_yaml()))
+        ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
         hang = watchdog.end
@@ -192,7 +192,7 @@ def train(
             _free(device)
             try:
                 with watchdog.ending_by(partial(_end_with, hang, error)):
-                    again = set_up(ran, device, reporter.prepare, devices, data)
+                    again = set_up(ran, device, reporter.prepare, ranks, data)
                     again.division = division
                     sentence = trace_back(again, store, name, error, update_s)
             except Exception:
@@ -201,11 +201,11 @@ def train(
                 briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
-            why = sentence_of(error, devices.rank)
+            why = sentence_of(error, ranks.rank)
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
-        devices.barrier()  # nobody goes on, or away, before all is written
+        ranks.barrier()  # nobody goes on, or away, before all is written
     top1 = loop.evaluation.top1 if loop.evaluation else None
     return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
 
@@ -246,14 +246,14 @@ def _begin(
         run.check_free(mine=True)
         run.sweep()
         given = NetworkInput.of(session.data).as_dict()
-        facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
+        facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
         own = {"run": str(run.path), "jobs": list(by[1]), "input": given}
         run.create(to_yaml(session.recipe), {**facts, **own})
 
 
 def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
     """Take over the newest checkpoint, and note that. All ranks call it."""
-    rank = session.devices.rank
+    rank = session.ranks.rank
     try:
         with disk_explained(run.path):
             loop.resume()
@@ -267,7 +267,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     moved = moved_data(session.recipe, run) if rank == 0 else None
     if rank == 0:
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
-        facts = environment.restart(loop.done, session.devices.num, str(session.plan))
+        facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
     if moved is not None:
         session.notes.append(moved)
@@ -280,7 +280,7 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
     here.to("weights")
     weights = session.state.whole_weights()
-    if session.devices.rank == 0:
+    if session.ranks.rank == 0:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))

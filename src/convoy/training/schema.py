@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from convoy.training.documents import dotted, show
+from convoy.documents import dotted, show
 
 Path = Sequence[str | int]
 

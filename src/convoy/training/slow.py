@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from convoy.training.devices import Devices
+from convoy.comm.ranks import Ranks
 from convoy.training.division import Division, soonest
 
 STRETCH_S, STRETCH_UPDATES = 2.0, 10
@@ -29,11 +29,11 @@ class SlowRanks:
     ranks make it.
 
     Args:
-        devices: the ranks.
+        ranks: whose speeds are compared.
     """
 
-    def __init__(self, devices: Devices) -> None:
-        self._ranks = devices.gather((devices.sample_rank, socket.gethostname()))
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks.gather((ranks.sample_rank, socket.gethostname()))
         self._places = _places([part for part, _ in self._ranks])
         self._seconds = [0.0] * len(self._ranks)
         self._updates = 0
@@ -129,15 +129,15 @@ class SpeedTest:
         if self.updates > WARM_UP:
             self.seconds.append(seconds)
 
-    def shares(self, devices: Devices, division: Division) -> tuple[Division, list[float]]:
+    def shares(self, ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
         """The division by which the slowest rank ends soonest; the same on every rank. All ranks call it.
 
         Returns:
             The division, and milliseconds that a microbatch takes each part of the batch.
         """
         median = sorted(self.seconds)[len(self.seconds) // 2]
-        said = devices.gather((devices.sample_rank, median))
-        times = [max(s for part, s in said if part == rank) for rank in range(devices.num_sample_ranks)]
+        said = ranks.gather((ranks.sample_rank, median))
+        times = [max(s for part, s in said if part == rank) for rank in range(ranks.num_sample_ranks)]
         if min(times) <= 0:  # a rank's only pass is the one that waits for the others
             return division, [1e3 * time for time in times]
         return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]

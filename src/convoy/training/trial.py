@@ -5,13 +5,13 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.engine import Probe, prepare, probe
 from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.script.data import evaluating
-from convoy.training.devices import Devices
 from convoy.training.loss import heads
 from convoy.training.recipe import Recipe
 
@@ -101,13 +101,13 @@ def merged(
     return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
 
 
-def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Devices) -> None:
+def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks) -> None:
     """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
 
     Raises:
         ConvoyError: samples of a batch are coupled by more than batch norm.
     """
-    if devices.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+    if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
         return
     what = None
     if not found.separable:
@@ -117,7 +117,7 @@ def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, devices: Devi
     if what is not None:
         raise ConvoyError(
             f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
-            f"devices: choose a plan that does not divide samples, e.g. filter={devices.num}, or batch_norm=sync"
+            f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
         )
 
 

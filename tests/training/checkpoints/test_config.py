@@ -2,9 +2,9 @@
 
 import pytest
 
+from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.training.derived import derive
-from convoy.training.documents import parse
 from convoy.training.recipe import Recipe, load_recipe, to_yaml, validate
 
 

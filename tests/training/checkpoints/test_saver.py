@@ -14,11 +14,10 @@ from torch import Tensor
 
 from convoy.checkpoint import store as writing
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
-from convoy.planner import Ranks
 from convoy.training import checkpoints as saving
 from convoy.training.checkpoints import Every, Saver
-from convoy.training.devices import Devices
 from ranks import run_ranks
 
 BIG = 40_000
@@ -36,13 +35,13 @@ class Run:
 
     def __init__(self, folder: Path, goes_on: bool = False, keep: int = 3, timeout_s: float = 300.0) -> None:
         self.said: list[str] = []
-        self.devices = Devices(Ranks.here())
+        self.ranks = Ranks.here()
         self.store = CheckpointStore(folder / "checkpoints", keep)
-        self.saver = Saver(self.store, Every(1), self.devices, self.said.append, goes_on=goes_on, timeout_s=timeout_s)
+        self.saver = Saver(self.store, Every(1), self.ranks, self.said.append, goes_on=goes_on, timeout_s=timeout_s)
         self.seen = folder / "plan.yaml"
-        if self.devices.rank == 0:
+        if self.ranks.rank == 0:
             self.seen.write_text("plan")
-        self.devices.barrier()
+        self.ranks.barrier()
 
     def save(self, step: int) -> None:
         self.saver.save(step, "run", state(step).items(), VALUES, None)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.planner import Ranks
+from convoy.comm.ranks import Ranks
 from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
-from convoy.training.devices import Devices
 from convoy.training.timespan import TimeSpan, in_words
 from ranks import run_ranks
 
@@ -50,7 +49,7 @@ def test_every_so_many_updates() -> None:
 
 
 def automatic(multiple: int = 1) -> Automatic:
-    return Automatic(Young(TimeSpan(320, "s"), multiple), Devices(Ranks.here()))
+    return Automatic(Young(TimeSpan(320, "s"), multiple), Ranks.here())
 
 
 @pytest.mark.parametrize(("update_s", "first"), [(0.001, FIRST_UPDATES), (1.0, 30), (100.0, 2)])

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from convoy.documents import dump, parse, read_mapping
 from convoy.errors import ConvoyError
-from convoy.training.documents import dump, parse, read_mapping
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import join, leave, meeting_store
 from convoy.comm.position import Position
+from convoy.comm.ranks import Ranks
 from convoy.training import watchdog as module
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from convoy.training.watchdog import Seen, Watchdog, explain
 from ranks import run_ranks
 from tiny import write_mnist
@@ -48,14 +49,14 @@ def stand_still(rank: int) -> list[str]:
     """One rank moves no more, the other waits for it."""
     join()
     said: list[str] = []
-    devices, position = Devices.join()[0], Position(part="data")
-    if devices.rank != rank:
+    ranks, position = join_ranks()[0], Position(part="data")
+    if ranks.rank != rank:
         position.collective = "wait"
-    with Watchdog(devices, meeting_store(), said.append, 0.5, position):
+    with Watchdog(ranks, meeting_store(), said.append, 0.5, position):
         until = time.monotonic() + 20
         while not said and time.monotonic() < until:
             time.sleep(0.05)
-        devices.barrier()
+        ranks.barrier()
     leave()
     return said
 
@@ -79,12 +80,12 @@ def test_what_is_no_part_of_an_update_has_no_number(part: str, words: str) -> No
 def wait_for_one_that_works(works: bool) -> list[str]:
     join()
     said: list[str] = []
-    devices = Devices.join()[0]
-    position = Position(part="data", collective="barrier" if devices.rank else "")
-    with Watchdog(devices, meeting_store(), said.append, 0.5, position):
+    ranks = join_ranks()[0]
+    position = Position(part="data", collective="barrier" if ranks.rank else "")
+    with Watchdog(ranks, meeting_store(), said.append, 0.5, position):
         for _ in range(60):
             time.sleep(0.05)
-            if works and devices.rank == 0:
+            if works and ranks.rank == 0:
                 position.moved = time.monotonic()
     leave()
     return said
@@ -99,11 +100,11 @@ def be_set_up(begins: bool, limit_s: float) -> list[str]:
     """Rank 0 works on its own for long, rank 1 waits for it."""
     join()
     said: list[str] = []
-    devices = Devices.join()[0]
-    position = Position(collective="barrier" if devices.rank else "")
+    ranks = join_ranks()[0]
+    position = Position(collective="barrier" if ranks.rank else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LIMIT_S", limit_s)
-        with Watchdog(devices, meeting_store(), said.append, 0.3, position, patient=True) as watchdog:
+        with Watchdog(ranks, meeting_store(), said.append, 0.3, position, patient=True) as watchdog:
             if begins:
                 watchdog.begin()
             time.sleep(2)
@@ -122,11 +123,11 @@ def test_while_a_run_is_set_up_only_those_who_wait_end() -> None:
 def held_up(data: Path, out: Path, where: str) -> str:
     """Rank 0 does not come back from reading, or writing, until both have said so."""
     said: list[str] = []
-    devices, _ = Devices.join()
+    ranks, _ = join_ranks()
 
     def say(sentence: str) -> None:
         said.append(sentence)
-        (out.parent / f"said-{devices.rank}").touch()
+        (out.parent / f"said-{ranks.rank}").touch()
 
     def sleep() -> None:
         until = time.monotonic() + 40
@@ -144,10 +145,10 @@ def held_up(data: Path, out: Path, where: str) -> str:
 
     running = sys.modules["convoy.training.run"]
     save = running.save_weights
-    with as_before() as patch, Watchdog(devices, meeting_store(), say, 3.0, patient=True) as watchdog:
-        if devices.rank == 0 and where == "reading":
+    with as_before() as patch, Watchdog(ranks, meeting_store(), say, 3.0, patient=True) as watchdog:
+        if ranks.rank == 0 and where == "reading":
             patch.setattr(sys.modules["convoy.training.loop"], "CheckpointStore", Sleeping)
-        if devices.rank == 0 and where == "weights":
+        if ranks.rank == 0 and where == "weights":
             patch.setattr(running, "save_weights", save_late)
         train_here(data, out, {"epochs": "3ba"}, where == "reading", watchdog=watchdog)
     leave()
@@ -169,7 +170,7 @@ def keep_moving() -> list[str]:
     join()
     said: list[str] = []
     position = Position()
-    with Watchdog(Devices.join()[0], meeting_store(), said.append, 0.5, position):
+    with Watchdog(join_ranks()[0], meeting_store(), said.append, 0.5, position):
         for _ in range(40):
             time.sleep(0.05)
             position.moved = time.monotonic()
@@ -182,5 +183,5 @@ def test_nothing_is_said_of_a_run_that_moves() -> None:
 
 
 def test_alone_nobody_watches() -> None:
-    with Watchdog(Devices(), None, lambda sentence: os._exit(1), 0.01):
+    with Watchdog(Ranks(), None, lambda sentence: os._exit(1), 0.01):
         time.sleep(0.3)

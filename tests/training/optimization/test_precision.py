@@ -8,7 +8,7 @@ from torch import nn
 import convoy
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from convoy.training.precision import Scaler, check_precision
 from ranks import run_ranks
 
@@ -48,16 +48,16 @@ class Overflow(NamedTuple):
 def updates(plan: str, agree: bool) -> Overflow:
     """Four updates of a network under a plan; in the second one, rank 1's own gradient overflows."""
     torch.manual_seed(0)
-    devices, device = Devices.join()
+    ranks, device = join_ranks()
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 6))
     take_part(net, plan, IMAGES)  # as the trainer does: gradients do not agree by themselves
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = Scaler(device, "fp16", devices.any if agree else bool)
+    scaler = Scaler(device, "fp16", ranks.any if agree else bool)
     found = Overflow([], [])
     for update in range(4):
         optimizer.zero_grad()
         scaler.scale(net(IMAGES).square().mean()).backward()
-        if update == 1 and devices.rank == 1:
+        if update == 1 and ranks.rank == 1:
             net[2].weight.grad[0, 0] = float("inf")
         if update != 2:  # also where nobody clips
             scaler.unscale_(optimizer)

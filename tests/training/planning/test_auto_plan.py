@@ -12,7 +12,8 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import Around
 from convoy.plans.plan import Plan
-from convoy.training import Devices, Session, auto_plan, load_recipe
+from convoy.training import Session, auto_plan, load_recipe
+from convoy.training.environment import join_ranks
 from convoy.training.set_up import set_up
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -28,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
     """The session of a run on the ranks that are there."""
-    devices, device = Devices.join()
+    ranks, device = join_ranks()
     common = [
         f"data.path={data}",
         "model.name=tiny:TinyNet",
@@ -38,7 +39,7 @@ def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16,
     ]
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
     with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
-        return set_up(recipe, device, devices=devices, keep=keep)
+        return set_up(recipe, device, ranks=ranks, keep=keep)
 
 
 def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:

@@ -6,10 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch, open_data
 from convoy.errors import ConvoyError
 from convoy.planner.cost.costs import Around
-from convoy.training import Devices, auto_plan, load_recipe
+from convoy.training import auto_plan, load_recipe
 from convoy.training.auto_plan import measure_input
 from tiny import write_mnist
 
@@ -23,7 +24,7 @@ def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 
     recipe = load_recipe("default", [f"data.path={data}", "model.name=lenet", "batch=16", f"data.workers={workers}"])
     opened = open_data(recipe.data, None)
     if not seconds:
-        return measure_input(recipe, opened, torch.device("cpu"), Devices())
+        return measure_input(recipe, opened, torch.device("cpu"), Ranks())
     now = [0.0]
 
     def batches(*args: object, **options: object):  # type: ignore[no-untyped-def]
@@ -36,7 +37,7 @@ def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 
         patch.object(auto_plan, "training_batches", batches),
         patch.object(auto_plan.time, "perf_counter", lambda: now[0]),
     ):
-        return measure_input(recipe, opened, torch.device("cpu"), Devices())
+        return measure_input(recipe, opened, torch.device("cpu"), Ranks())
 
 
 def test_a_sample_takes_its_part_of_a_batch(data: Path) -> None:

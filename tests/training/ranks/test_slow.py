@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from convoy.comm.ranks import Ranks
 from convoy.training import slow
-from convoy.training.devices import Devices
 from convoy.training.division import Division, divide
+from convoy.training.environment import join_ranks
 from convoy.training.slow import SlowRanks
 from convoy.training.step import InputPipeline
 from ranks import run_ranks
@@ -17,9 +18,9 @@ from whole_runs import Ended, as_before, train_here
 
 def looks(monkeypatch: pytest.MonkeyPatch, division: Division, stretches: list[list[float]]) -> list[str | None]:
     ranks = [(rank, "abc"[rank]) for rank in range(len(division.counts))]
-    devices = Devices()
-    monkeypatch.setattr(devices, "gather", lambda value: ranks)
-    judge = SlowRanks(devices)
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "gather", lambda value: ranks)
+    judge = SlowRanks(ranks)
     return [judge.look(seconds, 20, 2.5 * max(seconds), division) for seconds in stretches]
 
 
@@ -56,9 +57,9 @@ def test_a_rank_that_was_given_more_is_not_slow(monkeypatch: pytest.MonkeyPatch)
 
 def groups(monkeypatch: pytest.MonkeyPatch, parts: list[int], division: Division, seconds: list[float]) -> list[int]:
     """The stretches in which somebody is named, where ranks have these parts of the batch."""
-    devices = Devices()
-    monkeypatch.setattr(devices, "gather", lambda value: [(part, "host") for part in parts])
-    judge = SlowRanks(devices)
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "gather", lambda value: [(part, "host") for part in parts])
+    judge = SlowRanks(ranks)
     return [i for i in range(1, 7) if judge.look(seconds, 20, 2.5 * max(seconds), division)]
 
 
@@ -77,7 +78,7 @@ def test_only_ranks_in_the_same_place_of_their_groups_are_compared(monkeypatch: 
 
 def _one_sleeps(data: Path, out: Path) -> Ended:
     """Rank 1 has a slow way to its pictures."""
-    rank = Devices.join()[0].rank
+    rank = join_ranks()[0].rank
     with as_before() as patch:
         patch.setattr(slow, "STRETCH_S", 0.0)
         if rank == 1:

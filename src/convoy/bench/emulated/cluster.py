@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from convoy import documents
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 
@@ -89,24 +88,6 @@ def check_rate(rate: object) -> None:
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
 
-def read_yaml(path: Path) -> Any:
-    """What a YAML file says.
-
-    Raises:
-        ConvoyError: it cannot be read or is no YAML; the sentence has the file.
-    """
-    text = read_text(path, "cluster")
-    try:
-        _check_twice(yaml.compose(text, yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConvoyError(f"{path}{line}: this is no YAML ({error.problem}): {_FORM}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConvoyError(f"{path}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
-
-
 def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
     """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
 
@@ -166,18 +147,6 @@ def _links(links: Any) -> tuple[str, dict[str, str]]:
     for given in (*([] if rate is None else [rate]), *hosts.values()):
         check_rate(given)
     return rate or "", {str(host): given for host, given in hosts.items()}
-
-
-def _check_twice(node: yaml.Node | None) -> None:
-    """Refuse a key that is there twice, of which YAML would silently take the last."""
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key!r} is there twice")
-    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-        for part in child if isinstance(child, tuple) else (child,):
-            _check_twice(part)
 
 
 def _check_keys(given: Mapping[Any, Any], known: Collection[str], what: str) -> None:
@@ -258,7 +227,7 @@ class Cluster:
         Raises:
             ConvoyError: it cannot be read or is no cluster; the sentence has the file.
         """
-        document = read_yaml(expanded(path))
+        document = documents.parse(read_text(expanded(path), "cluster"), str(path))
         try:
             return Cluster(*parse(document))
         except ConvoyError as error:

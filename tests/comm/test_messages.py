@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from convoy.comm.groups import everyone, num_ranks
 from convoy.comm.messages import broadcast_object, broadcast_tensors, gather_objects
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from ranks import RankFailed, run_ranks
 
 THINGS: list[Any] = [None, 3, "läuft", {"a": (1, 2.5), "b": [None]}, "x" * 100_000, torch.arange(5)]
@@ -52,32 +53,32 @@ def test_without_a_process_group_there_is_one_rank() -> None:
 
 
 def as_the_trainer_does() -> Any:
-    devices, device = Devices.join()
+    ranks, device = join_ranks()
     assert device == torch.device("cpu")
-    assert (devices.rank, devices.num) == (dist.get_rank(), 3)
-    devices.follow(Mesh(("sample",), (3,)), (0,))
-    assert devices.leads
-    assert devices.largest(devices.rank, -devices.rank, 5) == (2, 0, 5)
-    assert devices.gather_samples(devices.rank) == [0, 1, 2]
-    assert devices.first(lambda: dist.get_rank()) == 0
-    devices.barrier()
-    return devices.broadcast(devices.rank)
+    assert (ranks.rank, ranks.num) == (dist.get_rank(), 3)
+    ranks.follow(Mesh(("sample",), (3,)), (0,))
+    assert ranks.is_group_leader
+    assert ranks.largest(ranks.rank, -ranks.rank, 5) == (2, 0, 5)
+    assert ranks.gather_samples(ranks.rank) == [0, 1, 2]
+    assert ranks.first(lambda: dist.get_rank()) == 0
+    ranks.barrier()
+    return ranks.broadcast(ranks.rank)
 
 
 def test_devices() -> None:
     assert run_ranks(as_the_trainer_does, 3) == [0, 0, 0]
-    alone = Devices()
+    alone = Ranks()
     assert alone.largest(3, 4) == (3, 4)
     alone.barrier()
 
 
 def mistaken() -> None:
-    devices, _ = Devices.join()
+    ranks, _ = join_ranks()
 
     def work() -> None:
         raise ConvoyError("the file is not there")
 
-    devices.first(work)
+    ranks.first(work)
 
 
 def test_a_mistake_of_rank_0_is_everybodys() -> None:

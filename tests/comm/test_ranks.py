@@ -8,9 +8,8 @@ import torch
 
 from convoy.comm.collectives import all_reduce
 from convoy.comm.groups import Groups
+from convoy.comm.ranks import RankFailedError, Ranks
 from convoy.errors import ConvoyError, MachineError
-from convoy.planner import Ranks
-from convoy.planner.ranks import RankFailedError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

@@ -1,17 +1,18 @@
-"""The ranks that are there while a plan is made: those that will train, or one process by itself."""
+"""The ranks of a run, of a plan in the making or of a measurement: this one's place among them, and what they tell
+each other."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from convoy.comm import messages
 from convoy.comm.collectives import Group, gather_ints, place, size
-from convoy.comm.groups import everyone, temporary
+from convoy.comm.groups import everyone, num_local, temporary
 from convoy.errors import ConvoyError, MachineError
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
 
@@ -31,30 +32,50 @@ class RankFailedError(MachineError):
         return type(self), (str(self), self.out_of_memory)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
-    """Who measures.
+    """This rank among all: who does what once for all, and what they tell each other; alone without a process group.
 
     Attributes:
-        rank: this one.
-        num: how many there are.
+        rank: number of this one, from 0.
+        num: how many ranks there are.
         on_host: how many of them share this host.
-        group: through which they talk.
+        group: process group through which they talk.
+        sample_rank: place of this rank on the plan's sample axes: which part of every batch it computes.
+        num_sample_ranks: how many parts a batch has.
+        is_group_leader: whether this rank speaks for its model group, whose ranks compute the same samples together.
     """
 
     rank: int = 0
     num: int = 1
     on_host: int = 1
     group: Group = field(default=None, repr=False)
+    sample_rank: int = 0
+    num_sample_ranks: int = 1
+    is_group_leader: bool = True
+    _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @staticmethod
-    def here(on_host: int | None = None) -> "Ranks":
-        """Those that have joined; all of them call it. Who shares a host is what the launcher says, unless given."""
+    def here() -> "Ranks":
+        """All ranks that have joined; each of them calls it."""
         group = everyone()
-        return Ranks(place(group), size(group), on_host or _on_host(size(group)), group)
+        num = size(group)
+        return Ranks(place(group), num, num_local(num), group)
+
+    def follow(self, mesh: Mesh, axes: Axes) -> None:
+        """Take this rank's place on a mesh whose `axes` divide the samples."""
+        assert mesh.num_devices == self.num
+        places = [mesh.coordinates(rank) for rank in range(self.num)]
+        self.num_sample_ranks = mesh.size(axes)
+        self.sample_rank = mesh.index(places[self.rank], axes)
+        self._leaders = [
+            next(rank for rank, place in enumerate(places) if mesh.index(place, axes) == part)
+            for part in range(self.num_sample_ranks)
+        ]
+        self.is_group_leader = self.rank in self._leaders
 
     def places(self, mesh: Mesh) -> list[int]:
-        """The place on a mesh that each of them takes while it rehearses: spread out, where the mesh has more."""
+        """The place on a mesh that each rank takes while it rehearses: spread out, where the mesh has more."""
         return [rank * mesh.num_devices // self.num for rank in range(self.num)]
 
     def barrier(self) -> None:
@@ -62,16 +83,36 @@ class Ranks:
         gather_ints([0], self.group)
 
     def agree(self, done: bool) -> bool:
-        """Whether all say so."""
+        """Whether something holds on all ranks."""
         return all(row[0] for row in gather_ints([int(done)], self.group))
 
+    def any(self, here: bool) -> bool:
+        """Whether something holds on any rank."""
+        return self.largest(int(here))[0] == 1
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of every rank's numbers, one by one."""
+        return tuple(map(max, *gather_ints(numbers, self.group), numbers))
+
     def broadcast(self, value: T) -> T:
-        """What rank 0 has."""
+        """The value of rank 0."""
         return messages.broadcast_object(value, self.group)
 
+    def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The named tensors of rank 0, on the CPU; others give None."""
+        return messages.broadcast_tensors(tensors, self.group)
+
     def gather(self, value: T) -> list[T]:
-        """What every rank says."""
+        """The values of all ranks, in their order."""
         return messages.gather_objects(value, self.group)
+
+    def gather_samples(self, value: T) -> list[T]:
+        """The values for each part of the batch, in the order of the parts; model groups speak once."""
+        return self.of_parts(self.gather(value))
+
+    def of_parts(self, values: list[T]) -> list[T]:
+        """Of the values of all ranks, those of one rank for each part of the batch."""
+        return [values[rank] for rank in self._leaders]
 
     def first(self, work: Callable[[], T]) -> T:
         """What rank 0 finds, on every rank.
@@ -165,9 +206,3 @@ class _Failure:
         if self.sort == _LOST_MEMORY:
             return RankFailedError(f"rank {rank} ran out of memory while {what}", True)
         return RankFailedError(f"rank {rank} failed while {what} ({self.text}): -v shows where")
-
-
-def _on_host(ranks: int) -> int:
-    """How many of the ranks share this host."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and 0 < int(text) <= ranks else ranks
