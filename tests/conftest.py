@@ -22,6 +22,24 @@ _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
 os.environ["CONVOY_CACHE"] = _cache.name
 
+_MARKS = {
+    "ranks": "ranks",
+    "whole_runs": "ranks",
+    "started": "cli",
+    "emulated": "lab",
+    "emulated_hosts": "lab",
+    "slurm_cluster": "lab",
+}
+"""The mark of tests that use a helper of that name: what they cost, and what they need."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by what they use: `pytest -m "not ranks and not cli and not lab"` starts no process."""
+    for item in items:
+        used = {getattr(value, "__module__", None) for value in vars(item.module).values()}
+        for mark in {_MARKS[name] for name in used & _MARKS.keys()}:
+            item.add_marker(mark)
+
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:

@@ -46,6 +46,7 @@ def test_a_failing_rank_is_named_and_the_next_run_works():
     assert run_ranks(_sum, 2, 0.0) == [1, 1]
 
 
+@pytest.mark.slow
 def test_hanging_and_dead_ranks_are_named():
     with pytest.raises(RankFailed, match=r"(?s)on 2 ranks.*rank 1 did not.*_hang"):
         run_ranks(_hang, 2, timeout=2)

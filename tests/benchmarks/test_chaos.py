@@ -13,6 +13,7 @@ from processes import alive, children, variable
 from started import wait_for
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_weights_are_those_of_the_run_left_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -25,6 +26,7 @@ def test_the_weights_are_those_of_the_run_left_alone(
     assert said.count("updates lost, ") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_it_ends_what_it_has_started_and_nothing_else(tmp_path: Path) -> None:
     line = [sys.executable, chaos.__file__, "--updates", "100000"]

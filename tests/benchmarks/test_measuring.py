@@ -33,6 +33,7 @@ def test_passes_cover_the_batch_once() -> None:
     assert Arrangement(True, 8).for_batch(8) == Arrangement()
 
 
+@pytest.mark.slow
 def test_accumulated_passes_are_the_same_update() -> None:
     """LeNet has no batch norm and no dropout, so the losses of all sides are the same."""
     case = TINY.changed(None, 2)
@@ -48,6 +49,7 @@ def test_accumulated_passes_are_the_same_update() -> None:
         assert losses == pytest.approx(whole, rel=1e-4), side
 
 
+@pytest.mark.slow
 def test_arrangements_are_tried() -> None:
     found = run_ranks(try_arrangements, 1, TINY.changed(64, 1), limits=Limits(90))[0]
     assert {arrangement.samples for arrangement in found} <= {None, 32}
@@ -79,6 +81,7 @@ def end() -> None:
     os._exit(7)
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_hang_or_die_are_named() -> None:
     with pytest.raises(RankFailed, match="on purpose"):
         run_ranks(fail, 1)

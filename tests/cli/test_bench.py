@@ -43,6 +43,7 @@ def visits(folder: Path) -> int:
     return sum(len(row["visits"]) for row in document(folder)["configurations"]) if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_study_on_two_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     out = tmp_path / "study"
@@ -82,6 +83,7 @@ def test_a_study_on_two_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "another --out" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_it_keeps_what_was_measured_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
     line = [sys.executable, "-m", "convoy", "bench", "tiny:TinyNet", "--devices", "1,1", "--plans", "sample"]
@@ -106,6 +108,7 @@ def test_stopped_it_keeps_what_was_measured_and_goes_on(tmp_path: Path) -> None:
     assert len(document(out)["sessions"]) == 2
 
 
+@pytest.mark.slow
 def test_weak_scaling_and_real_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tiny import write_mnist
 
@@ -130,6 +133,7 @@ def test_weak_scaling_and_real_data(tmp_path: Path, capfd: pytest.CaptureFixture
     assert document(out)["table"]["dataset_size"] < 1000
 
 
+@pytest.mark.slow
 def test_pictures_are_loaded_by_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     data = write_folder(tmp_path / "photos", num=8)
@@ -142,6 +146,7 @@ def test_pictures_are_loaded_by_processes(tmp_path: Path, capfd: pytest.CaptureF
     assert all(row["data_wait_s"] > 0 for row in found["configurations"])
 
 
+@pytest.mark.slow
 def test_shares_by_speed_are_the_same_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     out = tmp_path / "study"
@@ -154,6 +159,7 @@ def test_shares_by_speed_are_the_same_work(tmp_path: Path, capfd: pytest.Capture
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     out = tmp_path / "study"

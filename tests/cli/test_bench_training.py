@@ -23,6 +23,7 @@ def document(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_curves_are_those_of_the_trainer_and_the_same_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
@@ -53,6 +54,7 @@ def test_curves_are_those_of_the_trainer_and_the_same_bits(tmp_path: Path, capfd
     assert "trainings of 2 epochs" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_it_goes_on_where_it_was(tmp_path: Path) -> None:
     data, out = write_mnist(tmp_path / "data", num_train=800), tmp_path / "study"
     line = [sys.executable, "-m", "convoy", "bench", "tiny:TinyNet", "--data", str(data), *RECIPE, "--devices", "1"]

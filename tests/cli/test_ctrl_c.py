@@ -15,6 +15,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("ctrl-c") / "data")
 
 
+@pytest.mark.slow
 def test_while_the_ranks_start(data: Path, tmp_path: Path, start: Callable[[list[str]], Started]) -> None:
     out = tmp_path / "run"
     run = start(command(data, out, "--devices", "2"))
@@ -26,6 +27,7 @@ def test_while_the_ranks_start(data: Path, tmp_path: Path, start: Callable[[list
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_after_the_last_update_the_report_is_written(
     data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

@@ -27,6 +27,7 @@ def serial(data: Path) -> Path:
     return data.parent / "serial"
 
 
+@pytest.mark.slow
 def test_the_run_is_that_of_one_device(serial: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     finish(command(data, out, "--devices", "3", "--shares", "3,3,2"))
@@ -38,6 +39,7 @@ def test_the_run_is_that_of_one_device(serial: Path, data: Path, tmp_path: Path)
     assert "sample: 3" in (out / "plan.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_draws_outside_of_dropout_layers_are_those_of_one_device(data: Path, tmp_path: Path) -> None:
     for name, options in (("1", ""), ("3", "--devices 3 --shares 3,3,2")):
         finish(command(data, tmp_path / name, *options.split(), model="tiny:TinyDepth", epochs="6ba"))
@@ -45,6 +47,7 @@ def test_draws_outside_of_dropout_layers_are_those_of_one_device(data: Path, tmp
     assert curve(tmp_path / "1") == curve(tmp_path / "3")
 
 
+@pytest.mark.slow
 def test_a_network_that_couples_samples_keeps_each_microbatch_on_one_device(data: Path, tmp_path: Path) -> None:
     model = "tiny:TinyCoupled"
     found = finish(command(data, tmp_path / "refused", "--devices", "2", model=model), status=2)
@@ -58,6 +61,7 @@ def test_a_network_that_couples_samples_keeps_each_microbatch_on_one_device(data
         assert two[2] == pytest.approx(one[2], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_by_another_plan_with_the_same_result(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
@@ -95,6 +99,7 @@ def test_a_killed_rank_ends_the_run_and_resume_repairs_it(
     assert curve(out) == curve(serial)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_starting_process(
     data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
@@ -108,6 +113,7 @@ def test_nothing_outlives_the_starting_process(
     wait_for(lambda: not any(map(alive, everyone)), 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "status", "beginning"),
     [

@@ -56,12 +56,14 @@ def test_killed_ranks_are_started_again(
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_mistake_is_not_repeated(data: Path, tmp_path: Path) -> None:
     options = ("--devices", "2", "--max-restarts", "3")
     found = finish(command(data, tmp_path / "run", *options, model="failing:Mistaken"), 2)
     assert found.stderr == "convoy: rank 1 finds the data wanting: mend it\n"
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_leave_a_summary_that_says_so(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_run_of_others_is_not_gone_on_with(serial: Path, data: Path) -> None:
     assert digest(serial) == before
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_and_replaced(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

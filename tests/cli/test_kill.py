@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tiny import write_mnist
 
 UPDATES = 60
@@ -50,6 +52,7 @@ def curve(out: Path) -> list[tuple[object, ...]]:
     return [tuple(line.get(key) for key in ("split", "step", "loss", "top1", "lr")) for line in lines]
 
 
+@pytest.mark.slow
 def test_killed_at_three_random_steps(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     data = write_mnist(tmp_path / "data")

@@ -54,6 +54,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_json_yaml_page_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page, trace = tmp_path / "plan.yaml", tmp_path / "plan.html", tmp_path / "step.json"
     found = json.loads(said(capsys, *LINE, "--json", "--out", str(out), "--html", str(page), "--trace", str(trace)))
@@ -66,6 +67,7 @@ def test_json_yaml_page_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plan.html", "plan.yaml", "step.json"]
 
 
+@pytest.mark.slow
 def test_the_plan_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"
     said(capsys, *LINE, "--out", str(out), "--fix", "features.*=sample")
@@ -74,12 +76,14 @@ def test_the_plan_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert plan.strategy("features.0", "conv") == ("sample",)
 
 
+@pytest.mark.slow
 def test_plans_of_ones_own_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--score", "owt=2", "--json"))
     assert {candidate["plan"]["text"] for candidate in found["candidates"]} == {"sample=2", "owt=2"}
     assert found["exact"] is None
 
 
+@pytest.mark.slow
 def test_slow_input_is_what_holds_a_plan_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10", "--json"))
     assert found["verdict"]["kind"] == "input"
@@ -141,6 +145,7 @@ def test_an_alternative_that_is_not_slower_is_as_fast() -> None:
     assert [extra(number) for number in (1.2e-3, 0.0, -2.6e-3)] == ["+1.20 ms", "as fast", "as fast"]
 
 
+@pytest.mark.slow
 def test_more_devices_than_there_are_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     number = str(4 * (os.cpu_count() or 1))
     text = said(capsys, "plan", "lenet", "--devices", number, "--batch", "128", "--microbatches", number)
@@ -148,6 +153,7 @@ def test_more_devices_than_there_are_say_what_is_assumed(capsys: pytest.CaptureF
     assert "each device is taken to be as this one" in text
 
 
+@pytest.mark.slow
 def test_ranks_of_this_machine_measure(tmp_path: Path, cache: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
@@ -238,6 +244,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_holds_everything_and_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     line = ["plan", "odd_names:net", "--batch", "8", "--image-size", "12", "--devices", "2", "--link", "pcie4"]
@@ -251,6 +258,7 @@ def test_the_page_holds_everything_and_escapes_names(tmp_path: Path, capsys: pyt
     assert parsed.boxes == 3
 
 
+@pytest.mark.slow
 def test_profile_lists_what_was_measured_and_forgets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +298,7 @@ def test_profile_says_what_came_from_runs(
     assert "a run" in said(capsys, "profile", "1")
 
 
+@pytest.mark.slow
 def test_no_store_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def predict(run: Path, *arguments: object) -> list[str]:
     return [sys.executable, "-m", "convoy", "predict", str(run), *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_names_come_by_standard_input_and_ranks_change_nothing(run: Path, tmp_path: Path) -> None:
     files = pictures(run.parent / "data")
     (tmp_path / "bad.png").write_text("x")
@@ -116,6 +117,7 @@ def test_names_come_by_standard_input_and_ranks_change_nothing(run: Path, tmp_pa
     assert found[1].stderr.decode().splitlines()[-1] == f"1 of {len(files) + 1} pictures cannot be read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_pipe_that_closes_ends_it_without_a_word(run: Path, devices: int) -> None:
     many = [run.parent / "data"] * 40

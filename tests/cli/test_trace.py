@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from convoy.training.observation import WATCHED
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_trace_with_its_prediction(tmp_path: Path) -> None:
     out = tmp_path / "run"
     line = ["train", "lenet", "--data", "mnist-mini", "--devices", "2", "--plan", "auto", "--batch", "32"]

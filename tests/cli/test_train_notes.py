@@ -22,6 +22,7 @@ def test_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert said.count(f"{option} has no effect on one device: ") == 1
 
 
+@pytest.mark.slow
 def test_a_weight_of_heads_that_a_network_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mnist(tmp_path / "data", 64, 16)
     (tmp_path / "mine.yaml").write_text("loss: {aux_weight: 0.4}\nbatch: 8\nepochs: 1ba\n")

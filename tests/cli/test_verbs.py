@@ -55,6 +55,7 @@ def test_a_run_begins_with_three_lines(run: Path, capsys: pytest.CaptureFixture[
     assert {"peak learning rate", "microbatches", "data workers"} <= derived  # which the report shows
 
 
+@pytest.mark.slow
 def test_the_default_folder_is_never_one_that_exists(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_default_folder_is_never_one_that_exists(
     assert names == ["tiny-TinyNet-data", "tiny-TinyNet-data-2"]
 
 
+@pytest.mark.slow
 def test_resume_of_a_finished_run_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load_file(run / "weights.safetensors")
     files = ("summary.json", "evaluation.json", "environment.json", "metrics.jsonl", "plan.yaml", "report.html")
@@ -117,6 +119,7 @@ def test_eval_prepares_other_data_as_the_run_did(run: Path, tmp_path: Path, caps
     assert evaluate_run(trained, data, torch.device("cpu")).loss != pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_export_to_onnx_runs_elsewhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     assert main(["export", str(run), "--onnx"]) == 0
@@ -131,6 +134,7 @@ def test_export_to_onnx_runs_elsewhere(run: Path, capsys: pytest.CaptureFixture[
     assert torch.allclose(given, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_export_to_torch_runs_in_plain_torch(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = TinyNet().eval()
     model.load_state_dict(load_file(run / "weights.safetensors"))

@@ -104,10 +104,12 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     return dict(zip(WRONG, answers(list(WRONG), tmp_path_factory.mktemp("lines")), strict=True))
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert [(status, torch) for status, _, torch in answers(HELP, tmp_path)] == [(0, False)] * len(HELP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", WRONG)
 def test_a_mistake_does_not_wait_for_torch(line: str, refused: dict[str, tuple[int, str, bool]]) -> None:
     status, said, torch = refused[line]
@@ -116,6 +118,7 @@ def test_a_mistake_does_not_wait_for_torch(line: str, refused: dict[str, tuple[i
     assert not torch
 
 
+@pytest.mark.slow
 def test_what_needs_the_network_waits_for_torch(tmp_path: Path) -> None:
     ((status, said, torch),) = answers(["plan lenet --fix fc=filter"], tmp_path)
     assert status == 2 and "matches no layer" in said and "measuring" not in said

@@ -73,6 +73,7 @@ def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, fl
     return "", False, 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "words", "out_of_memory"),
     [

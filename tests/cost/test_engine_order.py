@@ -66,6 +66,7 @@ def messages(plan, in_order):
     return found, [(*size, each) for size, each in zip(sizes, alone, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_predicted_messages_are_those_of_the_engine(plan):
     for found, predicted in run_ranks(messages, 2, plan, True):

@@ -320,6 +320,7 @@ def rewriting(path):
         put_many(path, 200)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_that_is_added_while_a_file_is_written_anew(tmp_path):
     context = multiprocessing.get_context("fork")
     processes = [

@@ -76,6 +76,7 @@ def children() -> list[int]:
     return [pid for pid in found if pid is not None]
 
 
+@pytest.mark.slow
 def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(photos):
     section = config(photos, augment=ALL)
     plain = batches(section)
@@ -276,6 +277,7 @@ def gone(numbers: list[int], seconds: float = 10) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_training_process(started):
     process, workers = started
     server = int(Path(f"/proc/{workers[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -284,6 +286,7 @@ def test_nothing_outlives_a_killed_training_process(started):
     assert gone([*workers, server])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "said"),
     [("", ""), ("from convoy.data import loader\nloader._start_tracker = int\n", "semaphore objects")],
@@ -300,6 +303,7 @@ def test_what_a_killed_training_process_leaves_is_removed_without_a_word(tmp_pat
     assert not any(path.exists() for path in semaphores)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_workers_to_finish_the_step(started):
     process, workers = started
     os.killpg(process.pid, signal.SIGINT)

@@ -1,6 +1,7 @@
 """The real data sets, where they lie beside the checkout."""
 
 import numpy as np
+import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, Order, evaluation_batches, open_data, training_batches
@@ -10,6 +11,7 @@ from convoy.data.parquet import open_parquet
 from shared_data import shared
 
 
+@pytest.mark.slow
 def test_mnist():
     data = open_data(DataConfig(path=str(shared("mnist"))))
     assert (len(data.train), len(data.test), data.image_size, data.channels) == (60_000, 10_000, 28, 1)
@@ -18,6 +20,7 @@ def test_mnist():
     assert (round(values.mean(), 4), round(values.std(), 4)) == (MNIST[0][0], MNIST[1][0])
 
 
+@pytest.mark.slow
 def test_cifar10_parquet():
     """Only the test file is decoded here; the statistics are close to those of the training pictures."""
     opened = open_parquet(shared("cifar10"))
@@ -33,6 +36,7 @@ def test_cifar10_parquet():
     np.testing.assert_allclose(values.std((0, 1, 2)), CIFAR10[1], atol=0.01)
 
 
+@pytest.mark.slow
 def test_all_photographs_load():
     section = DataConfig(
         path=str(shared("imagenet-sample")),

@@ -36,16 +36,19 @@ def run(how: str, **variables: str) -> tuple[str, int]:
     return said, int(pages)
 
 
+@pytest.mark.slow
 def test_a_step_takes_no_new_pages():
     said, pages = run("keep")
     assert said == "True"
     assert pages < 100
 
 
+@pytest.mark.slow
 def test_left_alone_it_takes_all_of_them_again():
     assert run("plain")[1] > 3 * 3 * 12 * 2**20 * 4 // 2**21  # whole pages of 2 MiB at the least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", [{"CONVOY_KEEP_MEMORY": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_the_user_decides(variable):
     assert run("keep", **variable)[0] == "False"

@@ -42,6 +42,7 @@ def _even(dtype, transport):
 TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "gloo"])
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3])
 def test_even(world, transport):
@@ -154,5 +155,6 @@ def _compiled():
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
 
 
+@pytest.mark.slow
 def test_the_private_functional_collectives_of_torch_are_still_there():
     run_ranks(_compiled, 2, timeout=120)

@@ -77,6 +77,7 @@ def _compare(plan, batch_norm, sabotage=None):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "batch_norm", "num"),
     [

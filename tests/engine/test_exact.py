@@ -102,6 +102,7 @@ def test_channels_in_uneven_parts_are_exact_between_hosts(net: str, plan: str) -
         assert found.ok, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", ["squeezenet1_1", "resnet18"])
 def test_larger_nets_are_exact(net: str) -> None:
     exact_or_refused(net, "sample=2,filter=2")
@@ -127,6 +128,7 @@ def exact_or_refused(net: str, plan: str, timeout: float = 150) -> None:
     check(net, plan, timeout, size=SIZES.get((net, plan)), steps=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "net", ["dense", *(pytest.param(net, marks=pytest.mark.matrix) for net in ("alexnet", "resnet18"))]

@@ -123,6 +123,7 @@ def variables_of(monkeypatch, rank, port):
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_there_may_come_later(monkeypatch):
     variables_of(monkeypatch, 1, 9)
     with pytest.raises(MeetingError, match=r"Rank 1 cannot join .*:9 "):

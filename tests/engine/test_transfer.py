@@ -37,6 +37,7 @@ class _NoGroups:
         return None
 
 
+@pytest.mark.slow
 def test_layouts_are_connected():
     """Steps follow on one another, use an axis once, and on every rank the parts that they need are there."""
     mesh = Mesh(("a", "b"), (2, 3))
@@ -339,5 +340,6 @@ def _compiled(backend):
         torch.testing.assert_close(compiled, eager, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_compiled_as_eager():
     run_ranks(_compiled, 2, "aot_eager", timeout=120)

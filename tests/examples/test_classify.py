@@ -60,6 +60,7 @@ def difference(one: Path, other: Path) -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_under_torchrun(plain: tuple[Path, str], by_torchrun: tuple[Path, str]) -> None:
     assert difference(by_torchrun[0], plain[0]) < 1e-9
     assert by_torchrun[1] == plain[1]  # each line once

@@ -99,6 +99,7 @@ def test_without_a_prediction_there_is_what_was_measured(tmp_path: Path) -> None
     assert "predicted and measured" not in html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "why"),
     [(13e-3, ", as watching takes time too"), (17.1e-3, ""), (20e-3, ", as no two updates are alike")],
@@ -134,6 +135,7 @@ def test_it_is_said_whether_several_devices_were_faster(tmp_path: Path, one: flo
     assert "convoy bench lenet" in html
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_looked_at_says_nothing(tmp_path: Path) -> None:
     short = comparison(update=Both(1e-3, None), parts={}, groups=(), timed=0, watched=0)
     html = write_report(with_prediction(tmp_path, short)).read_text(encoding="utf-8")

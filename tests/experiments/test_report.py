@@ -164,6 +164,7 @@ def test_one_split_or_one_line_is_enough(tmp_path: Path, lines: list[dict[str, A
     assert page(write_run(tmp_path, lines=lines)).all("svg")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_said_in_words(tmp_path: Path) -> None:
     found = page(complete_run(tmp_path, lines=metrics(nan_from=70)))
     assert "The training loss was not a finite number (NaN or infinite) in 14 of 31 lines" in found.words
@@ -249,6 +250,7 @@ def test_a_full_disk_leaves_the_old_report_and_no_rest(tmp_path: Path, monkeypat
     assert (run / "report.html").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_two_classes_and_one_class_are_fine(tmp_path: Path) -> None:
     for names in (["cat"], ["cat", "dog"], DIGITS + DIGITS):
         assert "Most confused pairs" in page(

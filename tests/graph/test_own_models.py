@@ -17,6 +17,7 @@ def images_for(name: str) -> torch.Tensor:
     return torch.randn(2, shape[0], size, size, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(LARGE) or ("-cifar" in n and "152" not in n)])
 def test_a_replayed_graph_gives_what_the_network_gives(name: str) -> None:
     torch.manual_seed(0)

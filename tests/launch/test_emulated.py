@@ -154,6 +154,7 @@ def busy(seconds: float) -> tuple[float, set[int]]:
     return (time.process_time() - before) / (time.perf_counter() - start), os.sched_getaffinity(0)
 
 
+@pytest.mark.slow
 def test_a_device_has_no_more_than_its_share() -> None:
     with emulate(Cluster.alike(2, 0.3, "1gbit")) as places:
         for place in places:
@@ -207,6 +208,7 @@ def between(source: Place, target: Place, num_bytes: int) -> float:
     return rate
 
 
+@pytest.mark.slow
 def test_a_link_lets_no_more_through_than_its_rate() -> None:
     devices = (Device(0.5, "a"), Device(0.5, "a"), Device(0.5, "b"))
     with emulate(Cluster(devices, "100mbit")) as (first, beside, other):
@@ -215,6 +217,7 @@ def test_a_link_lets_no_more_through_than_its_rate() -> None:
         assert between(first, beside, 2**24) > 130e6  # in one host nothing is on the link
 
 
+@pytest.mark.slow
 def test_links_may_be_unequal() -> None:
     devices = (Device(1.0, "a"), Device(0.5, "b"))
     with emulate(Cluster(devices, rates={"a": "1gbit", "b": "50mbit"})) as (first, other):
@@ -239,6 +242,7 @@ def rank_of(place: Place, num: int) -> tuple[float, int]:
     return join()
 
 
+@pytest.mark.slow
 def test_ranks_meet_without_waiting_for_name_servers() -> None:
     with emulate(Cluster.alike(2, 0.5, "1gbit")) as places:
         ranks = [on(place, rank_of, place, 2) for place in places]

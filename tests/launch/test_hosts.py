@@ -52,6 +52,7 @@ def watched(processes: list[subprocess.Popen], pids: object) -> set[tuple[str, i
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [(), pytest.param(("--rendezvous", "static"), marks=pytest.mark.matrix)],
@@ -118,6 +119,7 @@ def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
     assert digest(folder / "left") == digest(folder / "whole")
 
 
+@pytest.mark.slow
 def test_local_ranks_listen_on_loopback_alone(folder: Path) -> None:
     command = [
         sys.executable,

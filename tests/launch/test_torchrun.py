@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NETWORK = """
 import os, sys, time
 import torch, convoy
@@ -43,23 +45,27 @@ def torchrun(folder: Path, script: str, *options: str, **variables: str) -> tupl
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_the_traceback_is_shown_to_who_asks_for_it(tmp_path: Path) -> None:
     status, said = torchrun(tmp_path, NETWORK, PLAN="filtre=2", CONVOY_TRACEBACK="1")
     assert (status, said.count("Traceback"), said.count("did you mean")) == (1, 1, 2)
     assert said.endswith(PLAN)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_one_sentence_of_every_attempt(tmp_path: Path) -> None:
     status, said = torchrun(tmp_path, NETWORK, "--max-restarts=1", PLAN="filtre=2")
     assert (status, said) == (1, f"{PLAN[:-1]}; all ranks start again (restart 1 of 1)\n{PLAN}")
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_rank_bears_its_number_and_is_not_buried_by_the_others(tmp_path: Path) -> None:
     status, said = torchrun(tmp_path, NETWORK + ONE_LOST.format(error="ConvoyError('no such file: look for it')"))
     assert status == 1
     assert said.endswith("no such file: look for it (script.py, line 12)\n") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_ones_own_keeps_its_traceback_and_is_not_buried_by_the_others(tmp_path: Path) -> None:
     status, said = torchrun(tmp_path, NETWORK + ONE_LOST.format(error="KeyError('my own')"))
     assert (status, said.count("Traceback")) == (1, 1)
@@ -68,6 +74,7 @@ def test_an_error_of_ones_own_keeps_its_traceback_and_is_not_buried_by_the_other
     assert not any(words in said for words in PAGES)
 
 
+@pytest.mark.slow
 def test_jobs_of_others_end_as_without_convoy(tmp_path: Path) -> None:
     status, said = torchrun(tmp_path, "import torch\nraise KeyError('theirs')\n")
     assert status == 1 and "Traceback" in said and "KeyError: 'theirs'" in said

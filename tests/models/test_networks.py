@@ -10,6 +10,7 @@ from convoy.models.alexnet_2012 import response_norm
 SMALL = [info for info in list_models() if info.input_shape is not None and info.input_shape[1] <= 32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("info", SMALL, ids=lambda info: info.name)
 def test_forward_and_backward_of_two_images(info) -> None:
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles")
 
 
+@pytest.mark.slow
 def test_a_found_plan_is_a_plan(store: Path) -> None:
     model = create("lenet")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -48,6 +49,7 @@ def test_a_plan_of_ones_own_is_scored(store: Path) -> None:
     assert str(found) in ("filter=2", "sample=2")
 
 
+@pytest.mark.slow
 def test_plans_of_ones_own_that_do_not_fit_are_left_out(store: Path) -> None:
     options = {"devices": 2, "link": "pcie4", "store": store}
     both = convoy.plan(create("lenet"), IMAGES, score=["filter=2", "sample=2"], **options)
@@ -121,6 +123,7 @@ def body(folder: str) -> tuple[str, int, bool]:
     return found.to_yaml(), len(found.planned.costs.links.measured), "assumed" in found.explain()
 
 
+@pytest.mark.slow
 def test_ranks_measure_together_and_find_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(body, 2, str(tmp_path), timeout=120)
     assert first == second

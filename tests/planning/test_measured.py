@@ -58,6 +58,7 @@ def planned_with_a_failure(error: Exception, rank: int, passes: int) -> tuple[st
     return str(found.best.plan), list(found.notes), [one for one in said if "pass" not in one], ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "passes"), [(1, 0), (0, 1)])
 def test_a_rehearsal_without_memory_on_one_rank_is_left_out(rank: int, passes: int) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
@@ -180,6 +181,7 @@ def unknown_under_autocast() -> tuple[set[str], set[str]]:
     return {piece.inputs[0].dtype for piece in pieces if piece not in found.costs.times.measured}, moved
 
 
+@pytest.mark.slow
 def test_what_is_rehearsed_under_autocast_is_what_is_predicted() -> None:
     for unknown, moved in run_ranks(unknown_under_autocast, 2):
         assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
@@ -220,6 +222,7 @@ def of(span: Span) -> bool:
     return span.task.stream == "compute" and span.task.kind in ("forward", "backward")
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
     first, second = run_ranks(unequal, 2, str(tmp_path), 3.0, None)
     assert first == second
@@ -233,6 +236,7 @@ def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: P
     assert "with --shares 6,2" in first["text"]
 
 
+@pytest.mark.slow
 def test_shares_that_are_asked_for_are_predicted(tmp_path: Path) -> None:
     for found in run_ranks(unequal, 2, str(tmp_path), 3.0, (1.0, 1.0)):
         assert (found["shares"], found["passes"], found["parts"]) == ((4, 4), 4, [8, 8])
@@ -242,6 +246,7 @@ def test_shares_that_are_asked_for_are_predicted(tmp_path: Path) -> None:
         assert (found["pace"], found["shares"], found["parts"]) == ((), (6, 2), [8, 3])
 
 
+@pytest.mark.slow
 def test_devices_that_are_about_equal_share_evenly(tmp_path: Path) -> None:
     for found in run_ranks(unequal, 2, str(tmp_path), 1.05, None):
         assert (found["pace"], found["shares"], found["passes"]) == ((), None, 4)

@@ -69,6 +69,7 @@ def test_what_is_of_each_sample(function: Callable[[Tensor], Tensor]) -> None:
     assert coupling(capture(With(function), [(4, 3, 8, 8)])) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALL_NETS, "googlenet", "alexnet-2012", "resnet18"])
 def test_networks_couple_nothing(name: str) -> None:
     small = name in SMALL_NETS

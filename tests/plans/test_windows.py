@@ -82,6 +82,7 @@ def test_convolutions_of_parts_make_the_whole() -> None:
             assert torch.allclose(joined(window, parts, rows, conv), whole, rtol=1e-10, atol=1e-12), (window, parts)
 
 
+@pytest.mark.slow
 def test_gradients_of_convolutions_of_parts_add_up() -> None:
     for window in itertools.islice(conv_windows(), 0, None, 7):
         weight = torch.randn(2, 1, window.kernel, dtype=torch.float64)
@@ -183,6 +184,7 @@ def transpose(window: Transposed, weight: Tensor, rows: Tensor, output: range) -
     return F.pad(full, (need.before, need.after))
 
 
+@pytest.mark.slow
 def test_transposed_convolutions_of_parts_make_the_whole() -> None:
     checked = 0
     for window in transposed_windows():

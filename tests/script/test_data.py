@@ -157,6 +157,7 @@ def evaluated(plan: str, batch: int, shares: tuple[int, ...] | None) -> tuple[di
     return found, max(abs(found[name] - want[name]) for name in want), [a == b for a, b in modes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [None, (3, 1)])
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "sample=2,filter=2"])
 def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None) -> None:

@@ -286,6 +286,7 @@ def nested(kind: str, plan: str) -> float:
     return global_mean(net, (outputs - inner).square()).item()
 
 
+@pytest.mark.slow
 def test_a_mean_of_what_depends_on_a_mean_is_refused() -> None:
     for kind in ("mean", "penalty"):
         with pytest.raises(RankFailed, match="would count several times"):
@@ -384,6 +385,7 @@ def penalized_by(
     return error, difference(net, serial)
 
 
+@pytest.mark.slow
 @EVERY_PLAN
 def test_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
     functions = [squares, absolute, norms, spectral, orthogonal]

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import convoy
-from convoy.engine.divided_update import divide_update
 from convoy.engine.gradients import sharded as sharding
 from convoy.engine.gradients.sharded import ShardedOptimizer
+from convoy.engine.optimizers import divide_update
 from convoy.errors import ConvoyError
 from convoy.script.state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from ranks import run_ranks
@@ -144,6 +144,7 @@ def _large(plan: str, sharded: bool, source: State | None) -> tuple[State, State
     return first, optimizer_state_dict(net, optimizer), isinstance(optimizer, ShardedOptimizer)
 
 
+@pytest.mark.slow
 def test_a_divided_update_has_the_same_state() -> None:
     (_, whole, _), (_, sharded, is_sharded) = (
         run_ranks(_large, 2, "sample=2", each, None)[0] for each in (False, True)

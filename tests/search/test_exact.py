@@ -60,6 +60,7 @@ def test_no_plan_costs_less(model, mesh, among, costs):
     assert found.best.seconds == pytest.approx(min(every.values()), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Chain(), Residual(), Branches(3), Nested(), Twice(), Halves()])
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
 def test_a_plan_costs_when_placed_what_the_search_says(model, mesh):

@@ -18,6 +18,7 @@ ONE = Mesh(("gpu",), (2,))
 TWO = Mesh(("node", "gpu"), (2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [COSTS, Roofline(flops=3e8, rate=1e8), Roofline(flops=1e10, rate=5e7)])
 @pytest.mark.parametrize("model", [Branches(3), Branches(2)])
 def test_what_is_left_out_is_not_in_the_best_plan(model, costs, monkeypatch):

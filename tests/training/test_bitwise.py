@@ -29,6 +29,7 @@ def divided(data: Path) -> Ended:
     return run_ranks(train_here, 2, data, data.parent / "divided", SETTINGS | {"parallel.plan": "filter=2"})[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "shares"), [(2, None), (3, None), (3, "[3,3,2]"), (3, "[1,6,1]"), (4, None), (8, None)]
 )
@@ -61,6 +62,7 @@ def _from_even_places(data: Path, out: Path) -> Ended:
         return train_here(data, out, SETTINGS | {"parallel.plan": "sample=2,filter=2", "parallel.shares": "[3,1]"})
 
 
+@pytest.mark.slow
 def test_parts_that_begin_elsewhere_would_be_noticed(data: Path, tmp_path: Path, divided: Ended) -> None:
     (found, *_) = run_ranks(_from_even_places, 4, data, tmp_path / "run", timeout=120)
     assert found.digest != divided.digest

@@ -24,6 +24,7 @@ def _refusal(data: Path, out: Path, settings: dict[str, str]) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["TinyCoupled", "TinyAsleep", "TinyDrawing", "TinyTraining"])
 def test_microbatches_of_several_devices_are_not_coupled(data: Path, tmp_path: Path, model: str) -> None:
     settings = SETTINGS | {"model.name": f"tiny:{model}"}
@@ -34,6 +35,7 @@ def test_microbatches_of_several_devices_are_not_coupled(data: Path, tmp_path: P
         assert found.curve == pytest.approx(serial.curve, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_network_that_draws_alone_may_be_divided_by_samples(data: Path, tmp_path: Path) -> None:
     settings = SETTINGS | {"model.name": "tiny:TinyDepth"}
     found: list[Ended] = [run_ranks(train_here, num, data, tmp_path / str(num), settings)[0] for num in (1, 2)]

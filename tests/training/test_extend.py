@@ -53,6 +53,7 @@ def test_it_ends_as_the_run_of_that_length_and_leaves_the_old_one_as_it_was(data
     assert again.digest != whole.digest
 
 
+@pytest.mark.slow
 def test_a_cosine_of_the_new_length_is_the_same_on_any_plan_and_after_a_stop(data: Path, tmp_path: Path) -> None:
     trained(data, old := tmp_path / "old", epochs=OLD)
     longer = {"epochs": NEW, "extends": str(old), "checkpoint__every": "1ba", "checkpoint__keep": "20"}
@@ -72,6 +73,7 @@ def test_a_cosine_of_the_new_length_is_the_same_on_any_plan_and_after_a_stop(dat
         assert (copy / "metrics.jsonl").read_text().count('"train"') == 18
 
 
+@pytest.mark.slow
 def test_the_first_checkpoint_makes_the_old_run_dispensable(data: Path, tmp_path: Path) -> None:
     trained(data, old := tmp_path / "old", epochs=OLD)
     longer = {"epochs": NEW, "extends": str(old), "checkpoint__every": "100ba", "checkpoint__keep": "20"}
@@ -88,6 +90,7 @@ def command(data: Path, out: Path, *options: str) -> list[str]:
     return [*line.split(), *options]
 
 
+@pytest.mark.slow
 def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = tmp_path / "old"
     assert main(command(data, old)) == 0

@@ -67,6 +67,7 @@ def both_ways(data: Path, plan: str, settings: tuple[str, ...]) -> tuple[bool, C
     return all(torch.equal(plain[name], own[name]) for name in plain), observation.conclude(None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("settings", [(), ("parallel.gradient_compression=bf16",), ("compile=false", "clip_norm=1.0")])
 def test_nothing_that_is_computed_changes(data: Path, plan: str, settings: tuple[str, ...]) -> None:
@@ -106,6 +107,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     return comparison, weights <= known, all(times.forward > 0 for times in learned.values()), forward, len(learned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_store_learns_what_the_calls_took(data: Path, tmp_path: Path, plan: str) -> None:
     (comparison, all_known, all_timed, forward, learned), _ = run_ranks(by_a_clock, 2, data, tmp_path, plan)
@@ -210,6 +212,7 @@ def kept(data: Path, out: Path, keep: bool) -> bool:
     return any(cache.rglob("*.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_training_keeps_what_it_learned_unless_it_is_not_to(data: Path, tmp_path: Path, keep: bool) -> None:
     first, _ = run_ranks(kept, 2, data, tmp_path / "run", keep)

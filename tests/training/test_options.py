@@ -26,6 +26,7 @@ def apart(a: Ended, b: Ended) -> float:
     return max(abs(x - y) / y for x, y in zip(a.curve, b.curve, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words", "least"),
     [
@@ -56,6 +57,7 @@ def test_on_one_device_nothing_is_approximate(data: Path, tmp_path: Path) -> Non
     assert "no approximation on one device, although the recipe says: local SGD" in "\n".join(found.said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
 def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path, plan: str) -> None:
     world = 4 if "," in plan else 2
@@ -99,6 +101,7 @@ def _with_a_slow_rank(data: Path, out: Path, settings: dict[str, str]) -> Ended:
         return train_here(data, out, settings | {"parallel.shares": "auto"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", ["true", "false"])
 def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducible: str) -> None:
     settings = {"epochs": "10ba", "reproducible": reproducible}

@@ -61,6 +61,7 @@ def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> Non
     assert {len(answer.best) for answer in answers(run, files[:4], 2, top=1)} == {1}
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_and_threads_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_text("x")
     names = pictures(run.parent / "data")
@@ -166,6 +167,7 @@ def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
     assert all(weight is weights[0] for weight in weights)
 
 
+@pytest.mark.slow
 def test_evaluation_on_ranks_counts_each_sample_once(run: Path) -> None:
     trained_run = load_run(run)
     data, _ = evaluation_data(trained_run)

@@ -125,6 +125,7 @@ def counted(run: Path, data: Path) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_data_with_some_of_the_classes(run: Path, tmp_path: Path) -> None:
     own = run.parent / "data"
     shutil.copytree(own / "val" / "c", tmp_path / "some" / "c")

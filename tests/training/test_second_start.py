@@ -115,6 +115,7 @@ def _held(data: Path, out: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_of_the_second_end(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_ranks(train_here, 2, data, out, {"epochs": "2ba"})

@@ -1,15 +1,13 @@
-"""The collectives, the only place that calls torch.distributed's.
+"""The collectives, the only place that calls torch.distributed's, and how long a thread waits in them.
 
 Plain functions of tensors and a group; a group of None is one rank alone. All ranks of a group must call the same
 function with shapes and dtypes that fit together, and wait for pending results in the same order. None has a gradient:
-`engine/transfer.py` builds on them what has.
+`comm/redistribution.py` adds those.
 
 CPU tensors go through memory that the ranks share where all are on one host. Over gloo everything but the sum of a
-large tensor goes straight from every rank to every other (`engine/point_to_point.py`). gloo gets tensors of other
+large tensor goes straight from every rank to every other (`comm/point_to_point.py`). gloo gets tensors of other
 devices by way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
 private module that only this file knows.
-
-Tells a measurement, and who watches over the run, when a collective holds up the thread that computes.
 """
 
 import functools

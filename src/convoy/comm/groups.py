@@ -1,11 +1,9 @@
 """Joining the other ranks, and the process groups over the axes of a mesh.
 
-Where the ranks meet before they have a process group: a key-value store, which listens on one address alone.
-
-A key-value store that several generations of ranks use one after the other, without finding each other's keys.
-
-torch's elastic launcher keeps one store for all restarts of a job. In it ranks find the addresses of those before them,
-and call processes that are gone. How often ranks were restarted they cannot ask: each host counts for itself.
+Before they have a process group the ranks meet in a key-value store, which listens on one address alone. torch's
+elastic launcher keeps one store for all restarts of a job, in which ranks would find the addresses of processes that
+are gone; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of ranks
+uses keys of its own (`fresh`).
 """
 
 import gc

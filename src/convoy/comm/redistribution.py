@@ -1,6 +1,6 @@
-"""The steps of `plans/transfer.py` on real tensors, each with its conjugate as backward pass.
+"""A tensor changes its layout: the steps of `plans/transfer.py` on real tensors, each with its conjugate as backward.
 
-What travels within a group when a tensor changes its layout, planned once by the indices that ranks hold.
+What travels within a group is planned once, by the indices that ranks hold (`Exchange`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,8 @@
-"""Sums and exchanges over a channel, in rounds of as many bytes as a slot has.
-
-Memory shared by the ranks of a group: each posts a message, waits for those of the others, and reads them.
-
-Ranks of one host agree on one piece of memory.
-
-Collectives of CPU tensors between ranks of one host, through memory that all of them map.
+"""Collectives of CPU tensors between ranks of one host, through memory that all of them map.
 
 Gloo sends every byte through the network stack, also on one host: on a device of one core that costs as much time as
-some layers take. Here a rank copies what it has into the shared memory, and the others read it from there.
+some layers take. Here ranks agree on one piece of memory (`meet`); each copies what it has into its slot of the
+`Channel`, waits for the others' and reads them from there, in rounds of as many bytes as a slot has.
 """
 
 import mmap

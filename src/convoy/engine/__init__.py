@@ -6,7 +6,7 @@ from convoy.engine.context import StepContext
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.dropout import SampleDropout
 from convoy.engine.explain import explain
-from convoy.engine.gradient_tree import GradientTree
+from convoy.engine.gradients.tree import GradientTree
 from convoy.engine.parallelize import (
     accumulate,
     clip_grad_norm_,

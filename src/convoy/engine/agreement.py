@@ -1,6 +1,6 @@
 """Ranks tell each other what they are about to do, so that one that does something else gets a sentence, not a hang.
 
-How a network is called: its tensors, what is no tensor, and for which modes and sizes a program is made.
+A pass is told by its signature: the kinds of its inputs, what of them is no tensor, modes and numbers of samples.
 """
 
 import inspect

@@ -1,6 +1,6 @@
-"""Makes a network's layers follow the step context, in place and under their own names.
+"""Batch norm over each microbatch, also where several run as one pass, and a network whose layers use it.
 
-Batch norm with statistics over each microbatch, also where several microbatches run as one batch.
+`prepare` lets a network's batch norm and dropout follow the step context, in place and under their own names.
 """
 
 import torch

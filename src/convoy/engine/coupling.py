@@ -1,16 +1,10 @@
-"""How many microbatches may run as one pass: a probe of the network, not a list of known layers.
+"""How a global batch is cut into microbatches, and how many of them may run as one pass.
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
-do. Whether anything else in the network couples samples or draws is seen by running it both ways. A branch whose first
-weights are zero or next to it, as the last of a residual block often are, shows nothing: where there are such weights,
-the network is run both ways with others in their place too.
-
-Which call of a network computes with several samples of a batch at once.
-
-How a global batch is cut into microbatches, and which of them run together in one pass.
-
-Networks that compute with several samples at once, and so cannot be given microbatches side by side.
+do. Where the captured graph does not tell whether a call couples samples (`coupling`), the network is run both ways
+(`probe`). A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
+nothing: where there are such weights, it is run both ways with others in their place too.
 """
 
 from collections import Counter

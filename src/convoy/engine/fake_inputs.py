@@ -1,4 +1,4 @@
-"""Tensors for a rehearsal: the network's own where they are at hand, others like them where they are not.
+"""Inputs for profiling: the network's own where they are at hand, others like them where they are not.
 
 The contents matter: a maximum over noise mispredicts branches, and takes twice as long as one over equal numbers.
 """

@@ -30,16 +30,8 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
 
 
-class _UndoScale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / ctx.factor, None
+class _UndoScale(_ScaleGradient):
+    """The inverse, which `gradient_scale` does not take for a network's output."""
 
 
 def undo_scale(x: Tensor, factor: float) -> Tensor:
@@ -50,7 +42,7 @@ def undo_scale(x: Tensor, factor: float) -> Tensor:
     """
     if x.grad_fn is None or factor == 0 or not any(gradient_scale(node) is not None for node in graph_of([x.grad_fn])):
         return x
-    return _UndoScale.apply(x, factor)  # type: ignore[no-any-return]
+    return _UndoScale.apply(x, 1 / factor)  # type: ignore[no-any-return]
 
 
 def graph_of(roots: Sequence[Node]) -> list[Node]:

@@ -1,10 +1,9 @@
 """`convoy.parallelize`: a plain network becomes this rank's part of it.
 
-`net.state_dict()` of a divided network gives this rank's parts, marked as such; others are not loaded in silence.
-
-The tensors are the live ones, as in any module, so that averages and copies kept of them stay what they were. Beside
-them stands an empty tensor whose name says whose parts they are: a plain network, another rank or another plan that is
-given them names it, where shapes that happen to agree would have been loaded in silence.
+`net.state_dict()` of a divided network gives the live tensors of this rank, as in any module, so that averages and
+copies kept of them stay what they were. Beside them stands an empty tensor whose name says whose parts they are: a
+plain network, another rank or another plan that is given them names it, where shapes that happen to agree would have
+been loaded in silence.
 """
 
 import contextlib

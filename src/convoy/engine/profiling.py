@@ -1,16 +1,12 @@
 """One rank's part of a placed network: how long every call takes in its place, forward and backward.
 
-Where the other ranks of the mesh are at hand all run together, and what redistributes activations is timed too.
-Where they are not nothing is sent: what would come from others is made up, of the right shape. All else is what the
-engine runs, in its order, so that a call finds in the caches what it will find there in training.
+Where the other ranks of the mesh are at hand all run together, and what redistributes activations is timed too. Where
+they are not nothing is sent: what would come from others is made up, of the right shape. All else is what the engine
+runs, in its order, so that a call finds in the caches what it will find there in training.
 
-Measurements that are repeated until they are steady.
-
-What runs for the first times is slower than it will be: code is loaded, and memory that the process has never had
-comes from the kernel page by page, on virtual machines at the price of copying it several times. The C library needs
-some rounds until its free blocks fit, so that a fixed number of rounds to warm up is either too small or a waste.
-
-Redistributions that note how long they take.
+Measurements are repeated until they are steady: code is loaded when it first runs, memory that the process has never
+had comes from the kernel page by page, and the C library needs some rounds until its free blocks fit. A fixed number of
+rounds to warm up is either too small or a waste.
 """
 
 import math

@@ -1,8 +1,8 @@
 """A placed network on one rank: kernels and transfers in the order in which they run.
 
-Calls that may overwrite what they are given: each saves a tensor, and a pass over fresh memory.
-
-Stretches of a program that only compute, compiled by `torch.compile`; what lies between them runs as it is.
+Calls may overwrite what they are given where nobody needs it any more, which saves a tensor and a pass over fresh
+memory (`Overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
+as it is (`compiled`).
 """
 
 import types

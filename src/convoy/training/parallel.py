@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
 from convoy.engine import GradientTree, StepContext
-from convoy.engine.divided_update import divide_update
 from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
+from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.plans.mesh import Axes
 from convoy.plans.plan import Plan

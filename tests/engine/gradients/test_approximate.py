@@ -53,6 +53,7 @@ def train(kind: str) -> tuple[float, Tensor]:
     return nn.functional.cross_entropy(net(x), y).item(), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "local"])
 def test_approximations_differ_and_learn_as_well(kind: str) -> None:
     exact = run_ranks(train, 3, "exact", timeout=30)

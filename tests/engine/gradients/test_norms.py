@@ -115,6 +115,7 @@ def trust_ratios(number: int, whole_norms: bool, foreach: bool) -> float:
     return max(float((p - w).abs().max() / w.abs().max()) for p, w in zip(own.weights, want, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 def test_lars_and_lamb_see_whole_tensors(number: int, foreach: bool) -> None:

@@ -100,6 +100,7 @@ def _without_neighbours(self: Window, output: range) -> Need:
     return Need(rows, max(0, rows.start - start), max(0, stop - rows.stop))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2", "width=3"])
 def test_one_axis(name: str, plan: str) -> None:

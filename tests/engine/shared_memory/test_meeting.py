@@ -94,6 +94,7 @@ def _one_stays_away():
         time.sleep(7)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_group_says():
     run_ranks(_one_stays_away, 2, timeout=12.0)
 

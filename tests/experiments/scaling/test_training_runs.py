@@ -14,6 +14,7 @@ from convoy.bench.training_runs import TrainingRuns
 from experiments.scaling.made_study import MACHINE, study
 
 
+@pytest.mark.slow
 def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "lenet" / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_two_pods_train_together(tmp_path: Path) -> None:
     pods = Pods(tmp_path, 4)
     with ExitStack() as stack:

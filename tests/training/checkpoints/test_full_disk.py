@@ -44,6 +44,7 @@ def train(tmp_path: Path, size_k: int, *options: str) -> subprocess.CompletedPro
     return on_a_small_disk(size_k, tmp_path, sys.executable, *command)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_devices_stops_with_a_sentence_and_its_last_checkpoint(tmp_path: Path) -> None:
     found = train(tmp_path, 230, "--devices", "2")
     assert found.returncode == 2, found.stderr
@@ -58,6 +59,7 @@ def test_a_run_on_two_devices_stops_with_a_sentence_and_its_last_checkpoint(tmp_
     assert not list(store.folder.glob(".*"))
 
 
+@pytest.mark.slow
 def test_or_goes_on_and_says_in_the_end_what_it_could_not_write(tmp_path: Path) -> None:
     found = train(tmp_path, 130, "--set", "checkpoint.on_error=continue")
     assert found.returncode == 2, found.stderr

@@ -27,6 +27,7 @@ def saved(out: Path) -> list[int]:
     return CheckpointStore(out / "checkpoints").steps()
 
 
+@pytest.mark.slow
 def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Path, tmp_path: Path) -> None:
     shared = {"epochs": "24ba", "reproducible": "true", "ema.decay": "0.9", "evaluate_every": "4ba"}
     (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
@@ -53,6 +54,7 @@ def _local_sgd(data: Path, out: Path, settings: dict[str, str], at_any_update: b
         return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
 
 
+@pytest.mark.slow
 def test_nor_that_of_local_sgd_which_averages_weights_to_save_them(data: Path, tmp_path: Path) -> None:
     never = run_ranks(_local_sgd, 3, data, tmp_path / "never", NEVER)[0]
     often_settings = OFTEN | {"evaluate_every": "1000ba"}

@@ -48,6 +48,7 @@ def test_one_device_leaves_out_what_is_not_finite(data: Path, serial: Ended) -> 
     assert json.loads((data.parent / "serial" / "summary.json").read_text())["left_out"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"ema": "{decay: 0.9}"}, {"reproducible": "false"}])
 def test_several_devices_leave_out_the_same(data: Path, tmp_path: Path, settings: dict[str, str]) -> None:
     one = run_ranks(train_here, 1, data, tmp_path / "one", SETTINGS | settings)[0]

@@ -91,6 +91,7 @@ def wait_for_one_that_works(works: bool) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_who_waits_for_one_that_moves_is_left_alone() -> None:
     assert run_ranks(wait_for_one_that_works, 2, True, join=False) == [[], []]
     assert all(run_ranks(wait_for_one_that_works, 2, False, join=False))
@@ -112,6 +113,7 @@ def be_set_up(begins: bool, limit_s: float) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_while_a_run_is_set_up_only_those_who_wait_end() -> None:
     assert run_ranks(be_set_up, 2, False, 600.0, join=False) == [[], []]
     works, waits = run_ranks(be_set_up, 2, False, 0.6, join=False)
@@ -155,6 +157,7 @@ def held_up(data: Path, out: Path, where: str) -> str:
     return said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "words"), [("reading", "reading a checkpoint"), ("weights", "writing the weights")])
 def test_a_rank_that_stays_away_before_or_after_the_updates_is_named(tmp_path: Path, where: str, words: str) -> None:
     data = write_mnist(tmp_path / "data")
@@ -178,6 +181,7 @@ def keep_moving() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_run_that_moves() -> None:
     assert run_ranks(keep_moving, 2, join=False) == [[], []]
 

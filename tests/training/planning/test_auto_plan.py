@@ -84,6 +84,7 @@ def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:
     return Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples)), 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
 def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
     for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
@@ -114,6 +115,7 @@ def last_of_four(data: Path, cache: Path) -> list[str]:
         return session(data, cache, "auto").notes
 
 
+@pytest.mark.slow
 def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
     for notes in run_ranks(last_of_four, 2, data, tmp_path):
         (race,) = [note for note in notes if "in a race over" in note]
@@ -155,6 +157,7 @@ def too_small(data: Path, cache: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(data: Path, tmp_path: Path) -> None:
     for said in run_ranks(too_small, 2, data, tmp_path):
         assert said.startswith("no plan fits")
@@ -186,6 +189,7 @@ def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[st
     return str(found.plan), found.notes, sum(float(each.sum()) for each in weights(found).values()), ""
 
 
+@pytest.mark.slow
 def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
     found = run_ranks(without_memory, 2, data, tmp_path, ("filter=2",))
     assert len({(plan, total) for plan, _, total, _ in found}) == 1
@@ -195,6 +199,7 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
         assert any("in a race" in note and "filter=2" not in note for note in notes)
 
 
+@pytest.mark.slow
 def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
     for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
         assert failure == "rank 1 ran out of memory while racing filter=2"
@@ -216,6 +221,7 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
     return row.formula, found.division.counts, distance
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_path: Path) -> None:
     for rule, counts, distance in run_ranks(by_speed, 2, data, tmp_path):
         assert counts == (5, 1)
@@ -228,6 +234,7 @@ def slow_input(data: Path, cache: Path) -> list[str]:
         return session(data, cache, "auto").notes
 
 
+@pytest.mark.slow
 def test_input_is_part_of_the_prediction(data: Path, tmp_path: Path) -> None:
     for notes in run_ranks(slow_input, 2, data, tmp_path):
         assert any("Input-bound" in note for note in notes), notes

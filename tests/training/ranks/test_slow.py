@@ -92,6 +92,7 @@ def _one_sleeps(data: Path, out: Path) -> Ended:
         return train_here(data, out, {"epochs": "50ba", "log_every": "10ba"})
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_in_the_log(tmp_path: Path) -> None:
     data = write_mnist(tmp_path / "data")
     first, *_ = run_ranks(_one_sleeps, 2, data, tmp_path / "run")

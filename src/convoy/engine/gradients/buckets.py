@@ -1,9 +1,8 @@
-"""Messages of gradients in memory: flat copies of small ones, and views of large ones.
+"""Messages of gradients in memory: flat copies of small ones, views of large ones, and pieces that ranks own.
 
-Sums of which each rank owns a piece: exchange, add in one fixed order, gather.
-
-A ring all-reduce is the same two halves, but the order of its additions depends on the backend, the number of ranks
-and the place of an element.
+In a `ReduceScatter` each rank owns a piece of the sum: exchange, add in one fixed order, gather. A ring all-reduce is
+the same two halves, but the order of its additions depends on the backend, the number of ranks and the place of an
+element.
 """
 
 import torch

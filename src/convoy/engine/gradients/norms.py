@@ -1,9 +1,7 @@
-"""LARS and LAMB on parameters that are divided over ranks.
+"""Norms of tensors whose elements are divided over ranks: every element counts once.
 
-Their trust ratios need norms of whole tensors. The optimizers ask for them through two functions of torch, for every
-parameter in turn or for lists of parameters; here these functions answer for the whole tensors.
-
-Norms of tensors whose elements are divided over ranks: every element counts once.
+LARS and LAMB need them for their trust ratios. They ask through two functions of torch, for every parameter in turn or
+for lists of parameters; `WholeNorms` lets these functions answer for the whole tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,18 +1,12 @@
 """Adds the ranks' gradients: during the backward pass, or at its end where they go through shared memory.
 
 Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
-rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss.
+rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss. All ranks start the
+same collectives in the same order, whatever becomes ready first (`MessageQueue`).
 
-Numbers that all ranks agree on.
-
-Starts messages in their order, each as soon as its gradients are ready.
-
-All ranks must start the same collectives in the same order, whatever becomes ready first.
-
-Gradients sent in a shorter type: approximate.
-
-Every rank's gradient is rounded before it is sent and every partial sum after each addition; in bfloat16, with its 8
-bits of precision, that is an error of about 0.4 % of each element. Nothing corrects it afterwards.
+Compression is approximate: every rank's gradient is rounded before it is sent and every partial sum after each
+addition; in bfloat16, with its 8 bits of precision, that is an error of about 0.4 % of each element, which nothing
+corrects afterwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence

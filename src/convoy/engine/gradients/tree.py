@@ -1,17 +1,13 @@
-"""Gradients added over the ranks in one fixed tree over the microbatches: the reproducible mode.
+"""Gradients added in one fixed binary tree over the microbatches: the reproducible mode.
 
-Floating-point sums depend on their order. Here the order is that of the microbatches (`tree`), so that the weights are
-bit for bit the same on any number of ranks and with any shares. Each rank adds what it can of its own consecutive
-microbatches, sends pieces of these sums to the pieces' owners, who add them in the order of the tree, and the sums are
-gathered. Where the shares are parts of the tree, these are as many bytes as in a ring all-reduce.
+Floating-point sums depend on their order. Here the order depends on the number of microbatches alone, so that the
+weights are bit for bit the same on any number of ranks and with any shares. The tree of n leaves has the tree of the
+first 2^m leaves on the left, 2^m being the largest power of two below n, and that of the others on the right; adding
+neighbors as one carries in binary counting gives the same sums on one device (`GradientTree`).
 
-The fixed binary tree in which the microbatches of an update are added, whoever has computed them.
-
-The tree of n leaves has the tree of the first 2^m leaves on the left, 2^m being the largest power of two below n, and
-that of the others on the right. Adding neighbours as one carries in binary counting (`GradientTree`) gives the same
-sums.
-
-One sum over the ranks in the order of the tree over the microbatches.
+Over several ranks each adds what it can of its own consecutive microbatches, sends pieces of these sums to the pieces'
+owners, who add them in the order of the tree, and the sums are gathered. Where the shares are parts of the tree, these
+are as many bytes as in a ring all-reduce.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +34,43 @@ from convoy.engine.gradients.buckets import (
 from convoy.engine.gradients.reducer import MessageQueue, largest
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
+
+Gradients = list[Tensor | None]
+
+
+class GradientTree:
+    """Collects the gradient of one microbatch after the other and leaves their sum in `.grad`.
+
+    At most log2(microbatches) + 1 sets of gradients are kept at a time.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._partial: list[tuple[int, Gradients]] = []
+
+    def add(self) -> None:
+        """Take the gradient of the next microbatch out of `.grad`, which is left empty."""
+        leaf: Gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        height = 0
+        while self._partial and self._partial[-1][0] == height:
+            leaf = _sum(self._partial.pop()[1], leaf)
+            height += 1
+        self._partial.append((height, leaf))
+
+    def finish(self) -> None:
+        """Put the sum over all microbatches into `.grad` and begin anew."""
+        total = self._partial.pop()[1]
+        while self._partial:
+            total = _sum(self._partial.pop()[1], total)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
+            parameter.grad = gradient
+
+
+def _sum(left: Gradients, right: Gradients) -> Gradients:
+    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+
 
 Span = tuple[int, int]
 T = TypeVar("T")

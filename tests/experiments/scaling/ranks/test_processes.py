@@ -57,6 +57,7 @@ def hang(say: Say) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_failures_have_reasons() -> None:
     with pytest.raises(ConvoyError, match="mend it"):
         run_ranks(mistake, seats(1))
@@ -103,6 +104,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_whoever_started_the_ranks(end: signal.Signals, tmp_path: Path) -> None:

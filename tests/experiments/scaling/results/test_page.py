@@ -84,12 +84,14 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "<script>alert" not in write_files(folder).report.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_page(tmp_path: Path) -> None:
     folder = write_study(tmp_path)
     first = write_files(folder).report.read_bytes()
     assert write_files(folder).report.read_bytes() == first
 
 
+@pytest.mark.slow
 def test_days_are_said_only_when_asked_for(tmp_path: Path) -> None:
     folder = write_study(tmp_path, epochs=None)
     written = write_files(folder)
@@ -101,6 +103,7 @@ def test_days_are_said_only_when_asked_for(tmp_path: Path) -> None:
     assert "days" in (tmp_path / "asked" / "table.tex").read_text() and "days" in lines(asked.results)[0]
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_doubted_before_its_numbers(tmp_path: Path) -> None:
     calm = write_files(write_study(tmp_path / "calm"))
     assert "Prediction error" not in calm.report.read_text(encoding="utf-8")

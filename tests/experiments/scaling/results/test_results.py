@@ -212,6 +212,7 @@ def test_a_time_and_its_spread_have_one_unit() -> None:
     assert plus_minus(2e-5, None) == "20.0 µs"
 
 
+@pytest.mark.slow
 def test_what_is_said_of_it(tmp_path: Path) -> None:
     folder = write_study(tmp_path, waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
     said = " ".join(write_files(folder).remarks)
