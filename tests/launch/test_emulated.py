@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated import Cluster, Device, Place, emulate
+from convoy.bench.emulated import Cluster, Device, EmulatedDevice, emulate
 from convoy.bench.emulated.quota import Hierarchy
 from convoy.errors import ConvoyError
 from processes import alive, children
@@ -38,7 +38,7 @@ def left_of(pid: int) -> list[str]:
     return [path.name for folder in folders for path in folder.glob(f"convoy-{pid}-*")]
 
 
-def on(place: Place, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+def on(place: EmulatedDevice, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Start a function on a device; what is returned waits for its result."""
     sent = pickle.dumps((place, function.__name__, args))
     code = (
@@ -200,7 +200,7 @@ def receive(address: str) -> None:
             connection.sendall(b"x")
 
 
-def between(source: Place, target: Place, num_bytes: int) -> float:
+def between(source: EmulatedDevice, target: EmulatedDevice, num_bytes: int) -> float:
     receiving = on(target, receive, target.host.address)
     sending = on(source, send, target.host.address, num_bytes)
     rate: float = sending()
@@ -237,7 +237,7 @@ def join() -> tuple[float, int]:
     return seconds, num
 
 
-def rank_of(place: Place, num: int) -> tuple[float, int]:
+def rank_of(place: EmulatedDevice, num: int) -> tuple[float, int]:
     os.environ |= {**place.environment, "RANK": str(place.rank), "WORLD_SIZE": str(num)}
     return join()
 

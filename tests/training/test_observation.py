@@ -98,7 +98,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     plain, _ = build_model(found.recipe, found.data)
     workload = workload_in_passes(found.recipe, plain, shape, (8, 8), found.merge, 2, found.device)
     placement = workload.place(found.plan)
-    wanted = {piece_of(workload, placement, placed, found.devices.rank) for placed in placement.calls}
+    wanted = {piece_of(workload, placement, placed, found.ranks.rank) for placed in placement.calls}
     known = {one for one in wanted if one in learned}
     weights = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")}
     link = Link(Curve(((1, 0.0),)), Curve(((1, 0.0),)))

@@ -19,7 +19,7 @@ from convoy.bench.forecast import Forecast, forecast
 from convoy.bench.measure import visit
 from convoy.bench.measurement import RankTimes, Task
 from convoy.bench.prepare import Prepared, prepare
-from convoy.bench.processes import Place, RankFailed, Say, Seats, run_ranks
+from convoy.bench.processes import Location, RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
 from convoy.bench.study import IMAGENET, Study, assumed, too_coarse
 from convoy.bench.training_runs import TrainingRuns, recipe_for_training
@@ -41,7 +41,7 @@ class Schedule:
     over the cores, so that neither a machine that becomes slower nor a core that is slower favours anyone.
 
     Attributes:
-        seats: where ranks run.
+        slots: where ranks run.
         rounds: visits of each configuration.
         timeout: seconds after which a visit is given up.
         predict: whether the planner predicts.
@@ -52,7 +52,7 @@ class Schedule:
     study: Study
     configurations: Sequence[Configuration]
     store: Store
-    seats: Seats
+    slots: RankSlots
     rounds: int
     timeout: float = 600.0
     predict: bool = True
@@ -132,7 +132,7 @@ class Schedule:
         try:
             ranks: list[Forecast] = run_ranks(
                 forecast,
-                self.seats.of(devices),
+                self.slots.of(devices),
                 task,
                 plans,
                 bound,
@@ -169,10 +169,10 @@ class Schedule:
 
     def _measured(self, row: Configuration, task: Task, round_: int) -> list[RankTimes] | str:
         """What the ranks of a row measured, or why they did not."""
-        seats = self.seats.of(row.devices, round_, row.place)
+        slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            return run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
+            return run_ranks(visit, slots, task, seconds=self.timeout, quiet=quiet)
         except ConvoyError as error:
             return str(error)
         except RankFailed as error:
@@ -227,18 +227,20 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
             for sentence in _coarse(study, prepared.rows):
                 tell(sentence)
-            _run(ask, prepared, store, Seats(study.cores_per_device, places), progress, tell)
+            _run(ask, prepared, store, RankSlots(study.cores_per_device, places), progress, tell)
 
 
-def _run(ask: Ask, prepared: Prepared, store: Store, seats: Seats, progress: Say, tell: Callable[[str], None]) -> None:
+def _run(
+    ask: Ask, prepared: Prepared, store: Store, slots: RankSlots, progress: Say, tell: Callable[[str], None]
+) -> None:
     """The rounds, then the trainings."""
     study, rows = prepared.study, prepared.rows
     predict = ask.predict and ask.rounds > 0
-    Schedule(study, rows, store, seats, ask.rounds, ask.timeout, predict, progress, tell)()
+    Schedule(study, rows, store, slots, ask.rounds, ask.timeout, predict, progress, tell)()
     if ask.train_epochs is not None:
         said = any(setting.startswith("evaluate_every") for setting in ask.settings)
         trained = replace(study, recipe=recipe_for_training(study.recipe, ask.train_epochs, said))
-        TrainingRuns(trained, rows, store, ask.folder, seats, ask.timeout, ask.command, progress, tell)()
+        TrainingRuns(trained, rows, store, ask.folder, slots, ask.timeout, ask.command, progress, tell)()
 
 
 def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
@@ -252,14 +254,14 @@ def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
 
 
 @contextmanager
-def _places(cluster: Cluster | None) -> Iterator[list[Place]]:
+def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
     """The devices of an emulated cluster; none without one."""
     if cluster is None:
         yield []
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     with emulate(cluster) as places:
-        yield list(places)
+        yield places
 
 
 def _make_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from convoy.bench.configuration import CONVOY, Configuration
 from convoy.bench.curves import training_facts, where
 from convoy.bench.measurement import Task, join
-from convoy.bench.processes import RankFailed, Say, Seats, run_ranks
+from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
 from convoy.bench.study import Study
 from convoy.comm.position import here
@@ -146,7 +146,7 @@ class TrainingRuns:
     Attributes:
         study: its recipe is that of the trainings.
         folder: of the study.
-        seats: where ranks run.
+        slots: where ranks run.
         timeout: seconds without a word from a run after which it is given up.
         command: that repeats the study.
         progress: is told of the work as a whole, in updates.
@@ -157,7 +157,7 @@ class TrainingRuns:
     configurations: Sequence[Configuration]
     store: Store
     folder: Path
-    seats: Seats
+    slots: RankSlots
     timeout: float
     command: str
     progress: Say
@@ -195,7 +195,7 @@ class TrainingRuns:
         try:
             signals: list[str | None] = run_ranks(
                 train_run,
-                self.seats.of(row.devices),
+                self.slots.of(row.devices),
                 task,
                 out,
                 self.command,

@@ -19,11 +19,11 @@ from convoy.planner.words import shortened
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
+from convoy.training.config import TimeSpan
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices
 from convoy.training.summary import Witness
-from convoy.training.timespan import TimeSpan
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 
 LONGEST_PLAN = 90

@@ -15,7 +15,7 @@ from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing, expanded
 from convoy.models.registry import check_name
 from convoy.terminal import brief
-from convoy.training.checkpoints import CheckpointConfig
+from convoy.training.checkpoint_interval import CheckpointConfig
 from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section
 from convoy.training.ema import EmaConfig
 from convoy.training.optimizers import OptimizerConfig, SgdConfig

@@ -16,7 +16,8 @@ from convoy.data import DataSet
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
-from convoy.training.checkpoints import Automatic, Every, Saver, When, Young
+from convoy.training.checkpoint_interval import Automatic, Every, When, Young
+from convoy.training.checkpoints import Saver
 from convoy.training.config import Duration
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe

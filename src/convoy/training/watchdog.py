@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from convoy.comm.position import Position, here
 from convoy.comm.ranks import Ranks
-from convoy.training.timespan import in_words
+from convoy.training.config import in_words
 
 TIMEOUT_S = 300.0
 """Seconds without any movement that a run is given, unless the user says otherwise."""

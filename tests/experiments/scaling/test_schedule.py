@@ -9,7 +9,7 @@ from convoy.bench import command
 from convoy.bench.command import Schedule
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast
-from convoy.bench.processes import RankFailed, Seats
+from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.store import Store
 from convoy.errors import ConvoyError
 from experiments.scaling.made_study import MACHINE, ranks, study
@@ -25,16 +25,16 @@ def measure(
     store, said = Store.open(folder, study(updates=updates), MACHINE), []
     store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
 
-    def run_ranks(function: Any, seats: Any, task: Any, *_: Any, **__: Any) -> Any:
+    def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
         if function is command.forecast:
-            return [Forecast(f"filter={len(seats)}")]
-        plan = task.recipe.parallel.plan or f"sample={len(seats)}"
+            return [Forecast(f"filter={len(slots)}")]
+        plan = task.recipe.parallel.plan or f"sample={len(slots)}"
         if plan in WRONG:
             raise WRONG[plan]
-        return ranks(0.1, len(seats))
+        return ranks(0.1, len(slots))
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    Schedule(study(updates=updates), rows, store, Seats(1, []), 1, predict=False, tell=said.append)()
+    Schedule(study(updates=updates), rows, store, RankSlots(1, []), 1, predict=False, tell=said.append)()
     return store, said
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from convoy.bench import training_runs
 from convoy.bench.configuration import configurations
-from convoy.bench.processes import RankFailed, Seats
+from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.results import results
 from convoy.bench.store import Store
 from convoy.bench.training_runs import TrainingRuns
@@ -31,7 +31,7 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     trained: list[str] = []
     said: list[str] = []
 
-    def run_ranks(function: Any, seats: Any, task: Any, *_: Any, **__: Any) -> list[str | None]:
+    def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> list[str | None]:
         trained.append(str(task.recipe.parallel.plan))
         end = ends.pop(0)
         if isinstance(end, RankFailed):
@@ -39,7 +39,7 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
         return end
 
     def train() -> list[tuple[bool, str | None]]:
-        runs = TrainingRuns(study(), rows, store, tmp_path, Seats(1, []), 1.0, "", lambda *_: None, said.append)
+        runs = TrainingRuns(study(), rows, store, tmp_path, RankSlots(1, []), 1.0, "", lambda *_: None, said.append)
         runs()
         return [(kept["finished"], kept["failed"]) for kept in (store.row(row)["training"] for row in rows)]
 
@@ -68,10 +68,10 @@ def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
     store.begin_training(1.0)
     keeps: list[bool] = []
 
-    def run_ranks(function: Any, seats: Any, task: Any, out: Path, command: str, keep: bool, **_: Any) -> list[None]:
+    def run_ranks(function: Any, slots: Any, task: Any, out: Path, command: str, keep: bool, **_: Any) -> list[None]:
         keeps.append(keep)
         return [None, None]
 
     monkeypatch.setattr(training_runs, "run_ranks", run_ranks)
-    TrainingRuns(made, rows, store, tmp_path, Seats(1, []), 1.0, "", lambda *_: None, lambda _: None)()
+    TrainingRuns(made, rows, store, tmp_path, RankSlots(1, []), 1.0, "", lambda *_: None, lambda _: None)()
     assert keeps == [not cluster]

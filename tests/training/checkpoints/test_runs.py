@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.training import checkpoints as when
+from convoy.training import checkpoint_interval as when
 from convoy.training import resume
-from convoy.training.checkpoints import Young
+from convoy.training.checkpoint_interval import Young
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here

@@ -17,7 +17,8 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.training import checkpoints as saving
-from convoy.training.checkpoints import Every, Saver
+from convoy.training.checkpoint_interval import Every
+from convoy.training.checkpoints import Saver
 from ranks import run_ranks
 
 BIG = 40_000
@@ -142,7 +143,7 @@ def _slowly(folder: Path) -> tuple[list[int | None], bool]:
     add, seen = writing.Draft.add, []
 
     def slow(self: Any, *arguments: Any) -> None:
-        time.sleep(0.1 * run.devices.rank)
+        time.sleep(0.1 * run.ranks.rank)
         add(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch, run.saver.open(run.seen):
@@ -181,16 +182,16 @@ def _without_room(folder: Path, rank: int, goes_on: bool, or_raise: bool) -> tup
     with run.saver.open(run.seen):
         run.save(1)
         run.saver.finish()
-        run.devices.barrier()
-        with no_room(run.devices.rank == rank or rank < 0):
+        run.ranks.barrier()
+        with no_room(run.ranks.rank == rank or rank < 0):
             run.save(2)
             try:
                 run.saver.finish(or_raise)
             except ConvoyError as failure:
                 error = str(failure)
-        run.devices.barrier()
+        run.ranks.barrier()
         names = left(folder)
-        run.devices.barrier()
+        run.ranks.barrier()
         if goes_on and not or_raise:
             run.save(3)
             run.saver.finish()
@@ -237,7 +238,7 @@ def _without_an_answer(folder: Path) -> tuple[str, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing.Draft, "discard", lambda self: answers.wait(30))
-        if run.devices.rank == 1:
+        if run.ranks.rank == 1:
             patch.setattr(writing.Draft, "add", hang)
         with pytest.raises(MachineError) as failure, run.saver.open(run.seen):
             run.save(1)
@@ -246,7 +247,7 @@ def _without_an_answer(folder: Path) -> tuple[str, list[str]]:
         answers.set()
         for thread in hung:
             thread.join()
-    run.devices.barrier()
+    run.ranks.barrier()
     return str(failure.value), [name for name in left(folder) if not name.startswith(".")]
 
 
@@ -261,9 +262,9 @@ def test_a_file_system_that_does_not_answer_ends_the_run_on_all_ranks(tmp_path: 
 
 def _in_place_of_the_folder(folder: Path) -> str:
     run = Run(folder)
-    if run.devices.rank == 0:
+    if run.ranks.rank == 0:
         (folder / "checkpoints").write_text("a file")
-    run.devices.barrier()
+    run.ranks.barrier()
     with pytest.raises(ConvoyError) as failure, run.saver.open(run.seen):
         run.save(1)
         run.saver.finish()
@@ -283,7 +284,7 @@ def _unexpected(folder: Path) -> str:
         raise AssertionError("a bug")
 
     with pytest.MonkeyPatch.context() as patch:
-        if run.devices.rank == 1:
+        if run.ranks.rank == 1:
             patch.setattr(writing.Draft, "add", fail)
         with pytest.raises((ConvoyError, AssertionError)) as failure, run.saver.open(run.seen):
             run.save(1)
@@ -303,7 +304,7 @@ def _ends(folder: Path, mistake: bool) -> list[str]:
     with pytest.raises(error, match="end"), run.saver.open(run.seen):
         run.save(1)
         raise error("end")
-    run.devices.barrier()
+    run.ranks.barrier()
     return left(folder)
 
 

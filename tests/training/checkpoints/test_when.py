@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from convoy.comm.ranks import Ranks
-from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
-from convoy.training.timespan import TimeSpan, in_words
+from convoy.training.checkpoint_interval import FIRST_UPDATES, Automatic, Every, Pace, Young
+from convoy.training.config import TimeSpan, in_words
 from ranks import run_ranks
 
 

@@ -17,9 +17,9 @@ from whole_runs import Ended, as_before, train_here
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, division: Division, stretches: list[list[float]]) -> list[str | None]:
-    ranks = [(rank, "abc"[rank]) for rank in range(len(division.counts))]
+    named = [(rank, "abc"[rank]) for rank in range(len(division.counts))]
     ranks = Ranks()
-    monkeypatch.setattr(ranks, "gather", lambda value: ranks)
+    monkeypatch.setattr(ranks, "gather", lambda value: named)
     judge = SlowRanks(ranks)
     return [judge.look(seconds, 20, 2.5 * max(seconds), division) for seconds in stretches]
 

@@ -8,6 +8,6 @@ with emulate(cluster) as places:
 """
 
 from convoy.bench.emulated.cluster import Cluster, Device
-from convoy.bench.emulated.emulation import Place, emulate
+from convoy.bench.emulated.emulation import EmulatedDevice, emulate
 
-__all__ = ["Cluster", "Device", "Place", "emulate"]
+__all__ = ["Cluster", "Device", "EmulatedDevice", "emulate"]

@@ -24,7 +24,7 @@ PORT = 29_500
 
 
 @dataclass(frozen=True)
-class Place:
+class EmulatedDevice:
     """An emulated device, for the process of one rank.
 
     Attributes:
@@ -107,7 +107,7 @@ def cores_for(speeds: Sequence[float], own: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def emulate(cluster: Cluster) -> Iterator[list[Place]]:
+def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
     """A cluster on this machine, gone when the context is left.
 
     What a process that was killed has left of its own cluster is removed by the next that makes one.
@@ -136,7 +136,7 @@ def emulate(cluster: Cluster) -> Iterator[list[Place]]:
             made.enter_context(pulses(sorted(shared)))
         master = hosts[cluster.devices[0].host].address
         yield [
-            Place(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
+            EmulatedDevice(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
             for rank, device in enumerate(cluster.devices)
         ]
     finally:

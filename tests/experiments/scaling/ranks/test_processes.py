@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.bench.processes import RankFailed, Say, Seat, run_ranks
+from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
 from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.errors import ConvoyError
 from processes import alive
@@ -20,8 +20,8 @@ from started import wait_for
 from tiny import write_mnist
 
 
-def seats(num: int) -> list[Seat]:
-    return [Seat(rank, num) for rank in range(num)]
+def slots(num: int) -> list[RankSlot]:
+    return [RankSlot(rank, num) for rank in range(num)]
 
 
 def place(factor: int, say: Say) -> tuple[int, list[int], int]:
@@ -34,9 +34,9 @@ def place(factor: int, say: Say) -> tuple[int, list[int], int]:
 
 def test_ranks_have_places_and_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    own = [(cores[0],), (cores[-1],)]
+    slots = [RankSlot(rank, 2, (core,)) for rank, core in enumerate((cores[0], cores[-1]))]
     heard: list[tuple[str, int, int]] = []
-    found = run_ranks(place, [Seat(rank, 2, own[rank]) for rank in range(2)], 10, say=lambda *what: heard.append(what))
+    found = run_ranks(place, slots, 10, say=lambda *what: heard.append(what))
     assert found == [(30, [cores[0]], 1), (30, [cores[-1]], 1)]
     assert heard == [("here", 1, 2)]
 
@@ -60,13 +60,13 @@ def hang(say: Say) -> None:
 @pytest.mark.slow
 def test_failures_have_reasons() -> None:
     with pytest.raises(ConvoyError, match="mend it"):
-        run_ranks(mistake, seats(1))
+        run_ranks(mistake, slots(1))
     with pytest.raises(RankFailed, match="rank 0 failed: ZeroDivisionError: by nothing"):
-        run_ranks(error, seats(1))
+        run_ranks(error, slots(1))
     with pytest.raises(RankFailed, match="rank 0 was ended by SIGKILL; the machine may be out of memory"):
-        run_ranks(killed, seats(1))
+        run_ranks(killed, slots(1))
     with pytest.raises(RankFailed, match="did not come back in time"):
-        run_ranks(hang, seats(1), seconds=1.0)
+        run_ranks(hang, slots(1), seconds=1.0)
 
 
 def talk(say: Say) -> None:
@@ -75,8 +75,8 @@ def talk(say: Say) -> None:
 
 
 def test_the_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(talk, seats(1))
-    run_ranks(talk, seats(1), quiet=True)
+    run_ranks(talk, slots(1))
+    run_ranks(talk, slots(1), quiet=True)
     out, _ = capfd.readouterr()
     assert out == ""
 
@@ -96,11 +96,11 @@ def load_pictures(folder: Path, say: Say) -> None:
 _STARTS_A_RANK = """
 import sys
 from pathlib import Path
-from convoy.bench.processes import Seat, run_ranks
+from convoy.bench.processes import RankSlot, run_ranks
 from experiments.scaling.ranks.test_processes import load_pictures
 
 if __name__ == "__main__":
-    run_ranks(load_pictures, [Seat(0, 1)], Path(sys.argv[1]))
+    run_ranks(load_pictures, [RankSlot(0, 1)], Path(sys.argv[1]))
 """
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from convoy.bench.configuration import missing
 from convoy.bench.measure import wrap
-from convoy.bench.processes import Say, Seat, run_ranks
+from convoy.bench.processes import RankSlot, Say, run_ranks
 from emulated_hosts import listening
 
 
@@ -36,6 +36,6 @@ def backward(kind: str, say: Say) -> tuple[set[str], list[float]]:
 def test_ranks_listen_on_one_address_and_exchange_gradients(kind: str) -> None:
     if missing(kind) is not None:
         pytest.skip(f"{missing(kind)} is not installed")
-    found = run_ranks(backward, [Seat(rank, 2) for rank in range(2)], kind)
+    found = run_ranks(backward, [RankSlot(rank, 2) for rank in range(2)], kind)
     assert [gradients for _, gradients in found] == [[1.5, 1.0], [1.5, 2.0]]
     assert [addresses for addresses, _ in found] == [{"127.0.0.1"}] * 2
