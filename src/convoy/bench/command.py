@@ -1,7 +1,4 @@
-"""From what is asked for to a study that has been measured, and to its file.
-
-The course of a study: predictions first, then rounds in which all configurations take turns.
-"""
+"""The course of a study: predictions first, then rounds in which all configurations take turns, then trainings."""
 
 import os
 import statistics

@@ -1,11 +1,4 @@
-"""What a rank does when a configuration has its turn: it is built anew, warmed up, and some updates are timed.
-
-A visit to a configuration of Convoy: the trainer's own step under its plan.
-
-A network as users of other tools train it: plain PyTorch, DistributedDataParallel, Lightning Fabric, accelerate.
-
-A visit to a peer: the same network, data, recipe and clock, in the loop that its users write.
-"""
+"""A rank's part of a measurement: Convoy under a plan, or another tool as its users write it, built anew and timed."""
 
 import contextlib
 import importlib

@@ -1,15 +1,4 @@
-"""The updates of a visit: some to warm up, then those that are timed.
-
-Where the time of an update goes, in the words of the files of a study.
-
-Where the time of an update goes: the input, waiting for other ranks, the optimizer, and all the rest, computing.
-
-What a rank is asked to do when a configuration has its turn, and what it answers.
-
-How much memory a visit takes.
-
-The ranks of a configuration, and the device of this one.
-"""
+"""What a rank is asked to measure, and where the time of an update goes: input, waiting, optimizer, computing."""
 
 import time
 from collections.abc import Callable, Generator, Iterator

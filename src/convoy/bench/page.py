@@ -1,7 +1,4 @@
-"""The files of a study beside bench.json: the report, the table as CSV and LaTeX, the pictures.
-
-The report of a study: one HTML page that holds everything, opens from disk and asks nothing of a network.
-"""
+"""The files of a study beside bench.json: the report as one HTML page, the tables, the pictures."""
 
 import gzip
 import io

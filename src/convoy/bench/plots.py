@@ -1,6 +1,6 @@
-"""The pictures of Yadan et al. (2013), Figure 1: test error over time; and over updates, where the curves coincide.
+"""The pictures of a study: speed-up over devices, parts of an update, predictions, and curves of the test error.
 
-The pictures of a study: speed-up over devices, where the time of an update goes, predicted beside measured.
+Those are over time and over updates, where they coincide (Yadan et al., 2013, Figure 1).
 """
 
 from collections.abc import Callable, Sequence

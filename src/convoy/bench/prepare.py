@@ -1,9 +1,4 @@
-"""From what is asked for to the study: its recipe, its rows, and how much of the machine a device is.
-
-On what a study was measured, and with which versions.
-
-How much of this machine a device is, and whether it has so many.
-"""
+"""From what is asked for to the study: its recipe, its rows, its machine, and how much of the machine a device is."""
 
 import importlib.metadata
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""From the document of a study to the rows of its table.
-
-How much a median of a few visits can be trusted.
-"""
+"""From the document of a study to the rows of its table, and how far a median of a few rounds can be trusted."""
 
 import math
 import statistics
@@ -193,12 +190,10 @@ def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    """Of an update: the median over the rounds."""
     return float(statistics.median(_visit_seconds(visit) for visit in row["visits"]))
 
 
 def _visit_seconds(visit: Mapping[str, Any]) -> float:
-    """Of an update in a round: the slowest rank's median."""
     return max(float(statistics.median(rank["seconds"])) for rank in visit["ranks"])
 
 
@@ -207,7 +202,6 @@ def _timed(visit: Mapping[str, Any]) -> float:
 
 
 def _rates(row: Mapping[str, Any], batch: int) -> dict[int, float]:
-    """Images per second in every round."""
     return {visit["round"]: batch / _visit_seconds(visit) for visit in row["visits"]}
 
 
@@ -262,13 +256,11 @@ def _row(
 
 
 def _together(document: Mapping[str, Any], devices: int, alone: Sequence[float]) -> float:
-    """What so many devices can do at most, the first one's speed being 1."""
     speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
     return sum(speeds[:devices]) / speeds[0]
 
 
 def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a prediction is one of the row: it has even parts or the planner's, and is not of one slower device."""
     own = row.get("shares") or document["study"]["recipe"]["parallel"].get("shares")
     return not row.get("place") and (int(row["devices"]) == 1 or not own)
 

@@ -1,7 +1,4 @@
-"""bench.json: what was measured so far, whole after every measurement.
-
-What a report needs of the document of a study, which may have been written by others, or by hand.
-"""
+"""bench.json: what was measured so far, whole after every measurement, and checked when it is read."""
 
 import json
 from collections.abc import Mapping
@@ -285,5 +282,4 @@ def _difference(key: str, there: Any, wanted: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it will be read again."""
     return json.loads(json.dumps(value))

@@ -1,9 +1,4 @@
-"""What all configurations of a study share.
-
-Pictures that are made up, where only the speed of training counts: they lie in memory, so that no rank waits.
-
-Whether a batch has enough microbatches to be divided by the speeds of unequal devices.
-"""
+"""What all configurations of a study share: the recipe, made-up pictures, and how batches are divided by speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +91,6 @@ def made_data(shape: tuple[int, int, int], num_classes: int, num_images: int) ->
 
 
 def _classes(model: nn.Module) -> int:
-    """As many as the last linear layer gives."""
     found = [int(layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
     return found[-1] if found else _USUAL_CLASSES
 

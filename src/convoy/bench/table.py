@@ -1,7 +1,4 @@
-"""The table of a study: for a terminal, as CSV with plain numbers, and as LaTeX for a paper.
-
-What the trainings of a study came to: a table for a terminal, as CSV and LaTeX, and the sentences beside it.
-"""
+"""The tables of a study, of its updates and of its trainings: for a terminal, as CSV, and as LaTeX for a paper."""
 
 import csv
 import io
@@ -277,19 +274,16 @@ def _distance(found: Convergence) -> str:
 
 
 def _evaluations(found: Convergence) -> str:
-    """How many of each curve were compared."""
     numbers = sorted({curve.distance.evaluations for curve in found.others if curve.distance is not None})
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _configurations(found: Convergence, others: int) -> str:
-    """So many others and the reference."""
     everything = others + 1 == len(found.curves) and not found.failed and not found.waiting
     return f"{'all ' if everything else ''}{others + 1} configurations"
 
 
 def _not_compared(found: Convergence) -> str:
-    """A sentence, after a space, on curves that share no evaluation with the reference; empty where all do."""
     names = [_where(curve) for curve in found.curves if curve.distance is None and curve is not found.reference]
     return f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
 

@@ -1,7 +1,4 @@
-"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run.
-
-What a rank does when a configuration is trained: the trainer's own run, which goes on where it was stopped.
-"""
+"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run."""
 
 import re
 import shutil
@@ -228,6 +225,5 @@ class TrainingRuns:
 
 
 def _folder_name(key: str) -> str:
-    """A row's key without what folders may not be called; plans that are files are told apart by a checksum."""
     name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
     return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"

@@ -1,15 +1,4 @@
-"""Options that several verbs share.
-
-The command line as it was given.
-
-A group of verbs, each imported when it is asked for, so that none waits for what another needs.
-
-Numbers of bytes in the words people use: `8GB`, `512MiB`.
-
-Tables for people, and the same rows as JSON for programs.
-
-Files that an option names: refused early where they could not be written, and written as a whole.
-"""
+"""What several verbs share: options, groups of verbs, sizes in bytes, tables, checks of the files that options name."""
 
 import csv
 import importlib

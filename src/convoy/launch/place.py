@@ -1,7 +1,4 @@
-"""This process's place among the ranks, as torchrun or Slurm says it in the environment.
-
-Which processor cores belong to which rank of a machine.
-"""
+"""This process's place among the ranks, as torchrun or Slurm says it, and the processor cores that belong to it."""
 
 import contextlib
 import os

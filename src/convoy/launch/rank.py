@@ -1,7 +1,4 @@
-"""What a process does because it is one of several: it ends with the others, and says why it failed.
-
-A rank ends with the process that started it, and with the other ranks, also where a collective holds it up.
-"""
+"""What a process does because it is one of several: it ends with the others, and says why it failed."""
 
 import contextlib
 import ctypes

@@ -1,7 +1,4 @@
-"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page.
-
-A network as boxes on a grid: what follows a layer joins its box, branches stand side by side.
-"""
+"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -241,7 +238,6 @@ def _costs(found: Explained, grid: Grid) -> dict[int, _Cost]:
 
 
 def _lanes(grid: Grid) -> dict[int, int]:
-    """Width of every lane: that of a box, or less where edges alone pass."""
     boxed = {box.lane for box in grid.boxes}
     return {lane: _WIDTH if lane in boxed else _SKIP for lane in range(grid.num_lanes)}
 
@@ -387,7 +383,6 @@ def name_in(name: str, verb: str, most: int) -> str:
 
 
 def _verb(call: Call) -> str:
-    """What a call does, in torch's word."""
     word = getattr(call.function, "__name__", "").strip("_") if call.op in ("elementwise", "opaque") else call.op
     return {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul"}.get(word, word) or call.op
 

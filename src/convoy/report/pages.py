@@ -1,9 +1,4 @@
-"""Turns a figure into SVG that lives inside an HTML page: its colors, fonts and theme are those of the page.
-
-Pictures of a run directory as data URIs, so that the report needs no other file.
-
-What all pages share: templates that escape what they are given, and scripts that the page vouches for.
-"""
+"""What pages share: templates that escape what they are given, scripts that the page vouches for, pictures inside."""
 
 import base64
 import hashlib
@@ -116,7 +111,6 @@ def running(text: str) -> Markup:
 
 
 def _shown(value: object) -> object:
-    """Text of others without characters that turn its line around; markup is of our own making."""
     return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

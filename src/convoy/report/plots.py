@@ -124,7 +124,6 @@ def _learning_rate(run: Run) -> Panel:
 
 
 def _falls_by_factors(rates: np.ndarray) -> bool:
-    """Whether the learning rate mostly stays as it is and yet falls far: steps that a linear axis would hide."""
     known = rates[np.isfinite(rates) & (rates > 0)]
     return len(known) > 2 and known[-1] < 0.02 * known.max() and bool(np.mean(np.diff(known) == 0) > 0.5)
 

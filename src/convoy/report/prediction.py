@@ -58,7 +58,6 @@ class Prediction(_Part):
     @field_validator("parts", mode="before")
     @classmethod
     def _older_spelling(cls, parts: object) -> object:
-        """Runs before 2026-11-23 wrote "optimiser"."""
         return {_OLDER.get(name, name): part for name, part in parts.items()} if isinstance(parts, dict) else parts
 
     @property

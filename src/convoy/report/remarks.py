@@ -79,13 +79,11 @@ def _plan(run: Run) -> str:
 
 
 def _pace(found: Prediction) -> float | None:
-    """How many times as fast as one device the devices were, as far as it was predicted what one takes."""
     measured = found.update.measured_s
     return found.one_device_s / measured if found.one_device_s and measured else None
 
 
 def _is_settled(run: Run) -> bool:
-    """Whether the prediction says how fast the devices are beside one, and its own plan was as fast as it said."""
     found = run.prediction
     return found is not None and _pace(found) is not None and not _is_doubtful(found)
 

@@ -1,7 +1,4 @@
-"""Nested values as JSON and tensors, and back exactly as they were; nothing is pickled.
-
-What all ranks of a script do together: they are refused alike, and find out where they are not alike.
-"""
+"""Nested values as JSON and tensors, and back exactly as they were; and ranks of a script that are refused alike."""
 
 import hashlib
 import json

@@ -322,13 +322,11 @@ class Saver:
 
 
 def _still(reports: Sequence[Report]) -> str:
-    """Who has not ended."""
     slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
     return f"still written by {slow}"
 
 
 def _first_failure(reports: Sequence[Report]) -> str:
-    """Why it could not be written, and by whom, where several write."""
     rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
     return f"rank {rank}: {reason}" if len(reports) > 1 else reason
 

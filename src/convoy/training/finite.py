@@ -1,7 +1,4 @@
-"""Losses and gradients that are not finite: what is said of them, and updates that are left out because of them.
-
-Where numbers that are not finite begin: the first layer that gives some, forward or backward.
-"""
+"""Losses and gradients that are not finite: which updates are skipped, and in which layer the numbers begin."""
 
 import contextlib
 import math

@@ -1,7 +1,4 @@
-"""When all ranks stop because one was asked to: at the same update, without asking each other at every one.
-
-Signals that ask a run to stop: it finishes its step, saves, and says so.
-"""
+"""Signals that ask a run to stop: all ranks finish the same update, save, and say so, without asking each time."""
 
 import signal
 import time

@@ -1,7 +1,4 @@
-"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow.
-
-Sums over the updates between two lines of metrics.
-"""
+"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow."""
 
 import math
 import time
@@ -232,7 +229,6 @@ class Log:
 
     @property
     def _counts_updates(self) -> bool:
-        """Whether the length of the run was given in updates."""
         return self._session.recipe.epochs.unit == "ba"
 
     def _place(self, done: int, form: str = "") -> str:
@@ -247,5 +243,4 @@ class Log:
 
 
 def _number(epochs: float) -> str:
-    """With three digits, or as many as the whole number has."""
     return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"

@@ -1,6 +1,6 @@
 """Writes the course of a run: `metrics.jsonl` for programs, TensorBoard events for people.
 
-A file that grows: what a full disk refuses is kept, and written as soon as there is room.
+What a full disk refuses is kept, and written as soon as there is room.
 """
 
 import math

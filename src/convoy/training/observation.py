@@ -125,7 +125,6 @@ class Observation:
                 engine.watch = None
 
     def _typed(self, placement: Placement) -> Placement:
-        """With the types under the recipe's autocast, as the planner has them."""
         precision = workload_precision(self._session.recipe)
         return replace(placement, graph=under_autocast(placement.graph, precision, self._session.device.type))
 

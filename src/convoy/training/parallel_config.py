@@ -107,7 +107,6 @@ def fitted(
 
 
 def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool:
-    """Whether shares are as many as the parts of the batch; as the planner could make, where it chooses (None)."""
     number = len(shares)
     return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
 

@@ -1,7 +1,4 @@
-"""Whether a recipe may go on with a run that another one began.
-
-The checkpoints of a session: who saves them and when, and the one that it goes on from.
-"""
+"""Whether a recipe may go on with a run that another one began, from which checkpoint, and who saves the next ones."""
 
 import hashlib
 import json

@@ -1,7 +1,4 @@
-"""Begins a run, or goes on with one, and leaves its folder complete.
-
-Finds the update in which the loss of a run that failed stopped being finite, by doing the last ones again.
-"""
+"""Begins a run, or goes on with one, and leaves its folder complete, also where it fails."""
 
 import contextlib
 import gc
@@ -288,7 +285,6 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
 
 
 def _as_it_ran(session: Session) -> Recipe:
-    """The recipe with the plan that ran, which is not looked for again."""
     parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
     return session.recipe.model_copy(update={"parallel": parallel})
 
@@ -301,7 +297,6 @@ def _free(device: torch.device) -> None:
 
 
 def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
-    """While it is looked for where the error began, nothing moves any more: the error is what counts."""
     end(f"{error}\n{sentence}")
 
 

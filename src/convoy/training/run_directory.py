@@ -1,9 +1,4 @@
-"""The folder of one run: what lies where, and that nobody's earlier results are overwritten.
-
-What is wrong with a disk, in one sentence.
-
-The final weights as a safetensors file that plain PyTorch loads.
-"""
+"""The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
 
 import errno
 import json

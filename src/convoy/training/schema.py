@@ -1,7 +1,4 @@
-"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted.
-
-Walks over the classes of a document's sections: which keys there are, and what each accepts.
-"""
+"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted."""
 
 import difflib
 import types

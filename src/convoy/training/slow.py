@@ -1,7 +1,4 @@
-"""How fast each rank is, measured in the first updates of a run, for `--shares auto`.
-
-Names a rank that is slower than the others, for whom all of them wait.
-"""
+"""How fast each rank is: measured in the first updates for `--shares auto`, and watched for ranks that keep others."""
 
 import socket
 import statistics

@@ -143,7 +143,6 @@ class TrainingStep:
         return StepResult([], [], result.seconds, bad=bad)
 
     def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
-        """A part of the update begins."""
         here.to(part)
         self.mark(part)
 
@@ -193,7 +192,6 @@ class TrainingStep:
 
     @property
     def _share(self) -> float:
-        """This rank's part of the global batch."""
         return sum(len(piece.parts[self.rank]) for piece in self.passes) / self.num_samples
 
     def _input(

@@ -1,9 +1,4 @@
-"""What a run that fails leaves behind: why, in one sentence, without waiting for a disk that does not answer.
-
-How a run stands, in one file: `summary.json`.
-
-Updates that are left out because loss or gradient is not finite: counted, told of, and not without end.
-"""
+"""`summary.json`, which says how a run stands, also when it fails; and updates that are skipped, with their limit."""
 
 import contextlib
 import threading

@@ -232,7 +232,6 @@ class Watchdog:
         return [seen for rank, seen in self._as_seen().items() if rank != self._rank]
 
     def _as_seen(self) -> dict[int, Seen]:
-        """Those that are known, with the time since they wrote."""
         now = time.monotonic()
         return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
 

@@ -1,7 +1,4 @@
-"""Makes an emulated cluster, and removes it.
-
-What the process of a rank has to do to run on an emulated device.
-"""
+"""Makes an emulated cluster, removes it, and puts the process of a rank onto one of its devices."""
 
 import os
 import signal

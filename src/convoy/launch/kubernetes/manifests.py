@@ -1,7 +1,4 @@
-"""Documents as YAML that every reader of YAML, 1.1 or 1.2, takes for the same values.
-
-The three kinds of job that start the same pods: TrainJob, JobSet and Job.
-"""
+"""The three kinds of job that start the same pods, TrainJob, JobSet and Job, as YAML that every reader takes alike."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,9 +1,4 @@
-"""The arguments of `convoy train` in a pod: the user's, and those without which a restarted pod would begin anew.
-
-What must not stand in a manifest, which is kept in repositories and read by many.
-
-What a training on Kubernetes needs to be told.
-"""
+"""What a training on Kubernetes needs to be told, and the command of its pods, without what must stay secret."""
 
 import re
 from collections.abc import Mapping, Sequence
