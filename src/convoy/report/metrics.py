@@ -1,45 +1,15 @@
 """Reads `metrics.jsonl`: one checked object a line, and one history even where a resumed run repeats itself."""
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from convoy.errors import ConvoyError
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Number = Annotated[float | None, BeforeValidator(_finite)]
-"""A number of a run: null, NaN and infinity all mean that there was no finite value."""
-
-Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_finite)]
-"""A number between 0 and 1, or null."""
-
-
-class Line(BaseModel):
-    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    split: Literal["train", "test"]
-    step: int = Field(ge=0)
-    epoch: Number = None
-    loss: Number = None
-    top1: Share = None
-    top5: Share = None
-    lr: Number = None
-    images: int | None = Field(default=None, ge=0)
-    images_per_s: Number = None
-    data_wait_s: Number = None
-    time_s: Number = None
+from convoy.training.records import Line
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from convoy.report import axes as ax
 from convoy.report import formats
-from convoy.report.metrics import Line, column
+from convoy.report.metrics import column
 from convoy.report.run_directory import Run, read_run
+from convoy.training.records import Line
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))

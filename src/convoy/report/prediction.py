@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from convoy.planner.comparison import WORDS, apart, difference, shown
-from convoy.report.metrics import Number
+from convoy.training.records import Number, Record
 
 _COLORS = {
     "input": "input",
@@ -21,18 +21,14 @@ _COLORS = {
 _OLDER = {"optimiser": "optimizer"}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Both(_Part):
+class Both(Record):
     """Seconds, each with nothing where it is not known."""
 
     predicted_s: Number = Field(default=None, ge=0)
     measured_s: Number = Field(default=None, ge=0)
 
 
-class Group(_Part):
+class Group(Record):
     """Layers that stand together."""
 
     name: str
@@ -40,7 +36,7 @@ class Group(_Part):
     waits: Both
 
 
-class Prediction(_Part):
+class Prediction(Record):
     """`prediction.json`, as `convoy.planner.comparison.Comparison` writes it."""
 
     version: Literal[1]
@@ -50,9 +46,9 @@ class Prediction(_Part):
     watched: int = 0
     learned: int = 0
     update: Both = Both()
-    parts: dict[str, Both] = {}
-    groups: list[Group] = []
-    notes: list[str] = []
+    parts: dict[str, Both] = Field({})
+    groups: list[Group] = Field([])
+    notes: list[str] = Field([])
     one_device_s: Number = Field(default=None, ge=0)
 
     @field_validator("parts", mode="before")

@@ -8,11 +8,12 @@ import numpy as np
 
 from convoy.planner.comparison import difference, shown
 from convoy.report import formats
-from convoy.report.metrics import Line, column
+from convoy.report.metrics import column
 from convoy.report.plots import data_wait_shares
 from convoy.report.prediction import Prediction
-from convoy.report.run_directory import Run, RunSummary
+from convoy.report.run_directory import Run
 from convoy.report.tiles import last_result, num_test_images
+from convoy.training.records import Line, RunSummary
 
 _ALIKE, _DOUBTFUL = 0.03, 0.25
 """Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison."""

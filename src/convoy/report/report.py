@@ -19,9 +19,10 @@ from convoy.report.pages import Picture, data_uri, inline_svg, read_picture
 from convoy.report.plots import Panel, draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
-from convoy.report.run_directory import Evaluation, Mistake, Run, read_run
+from convoy.report.run_directory import Evaluation, Run, read_run
 from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
+from convoy.training.records import Mistake
 
 MOST_BAD_IMAGES = 200
 COMPRESS_FROM = 1 << 20

@@ -3,87 +3,17 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from convoy.documents import parse
 from convoy.errors import ConvoyError
-from convoy.report.metrics import Metrics, Number, Share, first_problem, read_metrics
+from convoy.report.metrics import Metrics, first_problem, read_metrics
 from convoy.report.prediction import Prediction
 from convoy.training.lock import is_locked
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class BadImage(_Part):
-    """An image that could not be read and was skipped."""
-
-    name: str
-    reason: str = ""
-    split: str = ""
-
-
-class DerivedQuantity(_Part):
-    """A number that follows from the recipe, with the formula and the source it comes from."""
-
-    name: str
-    value: Any = None
-    formula: str | None = ""
-    source: str | None = ""
-
-
-class RunSummary(_Part):
-    """`summary.json`: what came out of the run so far."""
-
-    status: Literal["finished", "stopped", "running", "failed"] | None = None
-    error: str | None = None
-    model: str | None = None
-    data: str | None = None
-    devices: int | None = None
-    plan: str | None = None
-    parameters: int | None = None
-    flops: int | None = None
-    num_train: int | None = None
-    num_test: int | None = None
-    steps: int | None = None
-    total_steps: int | None = None
-    epochs: Number = None
-    top1: Share = None
-    top5: Share = None
-    loss: Number = None
-    best_top1: Share = None
-    best_step: int | None = None
-    time_s: Number = None
-    images_per_s: Number = None
-    data_wait_share: Share = None
-    bad_images: list[BadImage] = []
-    derived: list[DerivedQuantity] = []
-    notes: list[str] = []
-
-
-class Mistake(_Part):
-    """A test image that the net got wrong, and how sure it was (`probability` of the predicted class)."""
-
-    sample: int
-    name: str = ""
-    label: int = Field(ge=0)
-    predicted: int = Field(ge=0)
-    probability: Share = None
-    picture: str | None = None
-
-
-class _EvaluationFile(_Part):
-    classes: list[str] = []
-    confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
-    images: int | None = None
-    top1: Share = None
-    top5: Share = None
-    loss: Number = None
-    mistakes: list[Mistake] = []
+from convoy.training.records import EvaluationFile, Mistake, Record, RunSummary
 
 
 @dataclass(frozen=True)
@@ -191,7 +121,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound=Record)
 
 
 def _read_model(path: Path, model: type[_Model]) -> _Model | None:
@@ -207,7 +137,7 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
 
 
 def _read_evaluation(path: Path) -> Evaluation | None:
-    found = _read_model(path, _EvaluationFile)
+    found = _read_model(path, EvaluationFile)
     if found is None:
         return None
     confusion = None

@@ -6,7 +6,8 @@ import numpy as np
 
 from convoy.report import formats
 from convoy.report.metrics import column
-from convoy.report.run_directory import Run, RunSummary
+from convoy.report.run_directory import Run
+from convoy.training.records import RunSummary
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
+from convoy.training import records
 from convoy.training.loss import heads
 
 NUM_MISTAKES = 24
@@ -74,24 +75,24 @@ class Evaluation:
             picture = folder / f"{index:02d}.png"
             write_atomically(picture, partial(_save_png, mistake.picture))
             rows.append(
-                {
-                    "sample": mistake.sample,
-                    "name": name(mistake.sample),
-                    "label": mistake.label,
-                    "predicted": mistake.predicted,
-                    "probability": mistake.probability,
-                    "picture": f"mistakes/{index:02d}.png",
-                }
+                records.Mistake(
+                    sample=mistake.sample,
+                    name=name(mistake.sample),
+                    label=mistake.label,
+                    predicted=mistake.predicted,
+                    probability=mistake.probability,
+                    picture=f"mistakes/{index:02d}.png",
+                )
             )
-        return {
-            "classes": classes,
-            "confusion": self.confusion.tolist(),
-            "images": self.num_images,
-            "top1": self.top1,
-            "top5": self.top5,
-            "loss": self.loss,
-            "mistakes": rows,
-        }
+        return records.EvaluationFile.model_construct(
+            classes=classes,
+            confusion=self.confusion.tolist(),
+            images=self.num_images,
+            top1=self.top1,
+            top5=self.top5,
+            loss=self.loss,
+            mistakes=rows,
+        ).model_dump()
 
 
 class StoppedError(Exception):

@@ -26,11 +26,12 @@ from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, to_yaml
+from convoy.training.records import Status
 from convoy.training.resume import check_data, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import Progress, Status, briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import Progress, briefly, note_failure, sentence_of, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0

@@ -4,17 +4,16 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
 from convoy.training.finite import ADVICE, Bad
+from convoy.training.records import BadImage, DerivedQuantity, RunSummary, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-
-Status = Literal["running", "stopped", "finished", "failed"]
 
 
 @dataclass
@@ -62,36 +61,36 @@ def write_summary(
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     recipe, data, counts = session.recipe, session.data, session.counts
-    summary: dict[str, Any] = {
-        "status": status,
-        "error": error,
-        "model": recipe.model.name,
-        "data": data.name,
-        "devices": session.ranks.num,
-        "plan": str(session.plan),
-        "approximate": recipe.parallel.approximate if session.ranks.num > 1 else None,
-        "parameters": counts.parameters,
-        "flops": counts.flops,
-        "num_train": len(data.train),
-        "num_test": len(data.test),
-        "steps": steps,
-        "total_steps": session.quantities.total_updates,
-        "epochs": steps / session.quantities.updates_per_epoch,
-        "top1": evaluation and evaluation.top1,
-        "top5": evaluation and evaluation.top5,
-        "loss": evaluation and evaluation.loss,
-        "best_top1": progress.best_top1,
-        "best_step": progress.best_step,
-        "time_s": progress.time_s,
-        "images_per_s": progress.num_images / progress.train_s if progress.train_s else None,
-        "data_wait_share": progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
-        "checkpoints": progress.checkpoints,
-        "left_out": progress.left_out,
-        "bad_images": progress.bad_images,
-        "derived": [asdict(row) for row in session.derived],
-        "notes": session.notes,
-    }
-    write_json(run.summary_file, summary)
+    summary = RunSummary.model_construct(  # nothing in it may end a run
+        status=status,
+        error=error,
+        model=recipe.model.name,
+        data=data.name,
+        devices=session.ranks.num,
+        plan=str(session.plan),
+        approximate=recipe.parallel.approximate if session.ranks.num > 1 else None,
+        parameters=counts.parameters,
+        flops=counts.flops,
+        num_train=len(data.train),
+        num_test=len(data.test),
+        steps=steps,
+        total_steps=session.quantities.total_updates,
+        epochs=steps / session.quantities.updates_per_epoch,
+        top1=evaluation.top1 if evaluation else None,
+        top5=evaluation.top5 if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
+        best_top1=progress.best_top1,
+        best_step=progress.best_step,
+        time_s=progress.time_s,
+        images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
+        data_wait_share=progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
+        checkpoints=progress.checkpoints,
+        left_out=progress.left_out,
+        bad_images=[BadImage(**entry) for entry in progress.bad_images],
+        derived=[DerivedQuantity(**asdict(row)) for row in session.derived],
+        notes=session.notes,
+    )
+    write_json(run.summary_file, summary.model_dump())
 
 
 def note_failure(run: RunDirectory, sentence: str) -> None:
