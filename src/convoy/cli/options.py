@@ -33,7 +33,7 @@ class LazyGroup(click.Group):
     """Verbs by their modules.
 
     Args:
-        verbs: by name, the module whose `command` it is, and one line on what it does.
+        verbs: by name, the module whose `command` it is (or `module:function`), and one line on what it does.
     """
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
@@ -48,7 +48,8 @@ class LazyGroup(click.Group):
         """The verb's command, or None."""
         if name not in self.verbs:
             return None
-        command = importlib.import_module(self.verbs[name][0]).command
+        module, _, function = self.verbs[name][0].partition(":")
+        command = getattr(importlib.import_module(module), function or "command")
         assert isinstance(command, click.Command)
         return command
 
