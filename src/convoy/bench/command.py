@@ -13,7 +13,7 @@ from convoy.bench.ask import Ask
 from convoy.bench.configuration import AUTO, CONVOY, Configuration, parts_of
 from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.forecast import Forecast, forecast
-from convoy.bench.measure import visit
+from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import RankTimes, Task
 from convoy.bench.prepare import Prepared, prepare
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, run_ranks
@@ -39,8 +39,8 @@ class Schedule:
 
     Attributes:
         slots: where ranks run.
-        rounds: visits of each configuration.
-        timeout: seconds after which a visit is given up.
+        rounds: measurements of each configuration.
+        timeout: seconds after which a measurement is given up.
         predict: whether the planner predicts.
         progress: is told of the work as a whole: what, done, of how many.
         tell: is told what was found, in sentences.
@@ -75,7 +75,7 @@ class Schedule:
             self._done += 1
         for round_ in range(1, self.rounds + 1):
             for row in self.configurations if round_ % 2 else reversed(self.configurations):
-                self._visit(row, round_)
+                self._measure(row, round_)
                 self._done += 1
         if self._total:
             self.progress("measured", self._total, self._total)
@@ -149,7 +149,7 @@ class Schedule:
         self._planning += time.perf_counter() - began
         self._save()
 
-    def _visit(self, row: Configuration, round_: int) -> None:
+    def _measure(self, row: Configuration, round_: int) -> None:
         kept = self.store.row(row)
         if kept["failed"] or any(one["round"] == round_ for one in kept["visits"]):
             return
@@ -159,7 +159,7 @@ class Schedule:
         task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
         ranks = self._measured(row, task, round_)
         if isinstance(ranks, list):
-            self.store.put_visit(row, round_, ranks, started, time.perf_counter() - began)
+            self.store.put_measurement(row, round_, ranks, started, time.perf_counter() - began)
         else:
             self._fail(row, ranks)
         self._save()
@@ -169,7 +169,7 @@ class Schedule:
         slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            return run_ranks(visit, slots, task, seconds=self.timeout, quiet=quiet)
+            return run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
         except ConvoyError as error:
             return str(error)
         except RankFailed as error:

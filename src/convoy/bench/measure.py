@@ -33,8 +33,8 @@ from convoy.training.slow import MEASURED, WARM_UP, SpeedTest
 from convoy.training.step import InputPipeline
 
 
-def visit_own(task: Task) -> RankTimes:
-    """A rank's part of a visit to a configuration of Convoy. All ranks call it."""
+def measure_convoy(task: Task) -> RankTimes:
+    """A rank's part of a measurement of Convoy under a plan. All ranks call it."""
     ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     memory = Memory(device)
@@ -106,14 +106,10 @@ def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: to
         num: how many ranks there are.
         device: of this one.
     """
-    wrappers = {"torch": _torch, "ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
+    wrappers = {"ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
     if num > 1:
         join_group()
-    return wrappers[kind](model, optimizer, num, device)
-
-
-def _torch(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
-    return Wrapped(model, optimizer)
+    return wrappers[kind](model, optimizer, num, device) if kind in wrappers else Wrapped(model, optimizer)
 
 
 def _ddp(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
@@ -140,8 +136,8 @@ def _accelerate(model: nn.Module, optimizer: Optimizer, num: int, device: torch.
     return Wrapped(network, wrapped, accelerator.backward, lambda: accelerator.no_sync(network))
 
 
-def visit_peer(task: Task) -> RankTimes:
-    """A rank's part of a visit. All ranks call it."""
+def measure_peer(task: Task) -> RankTimes:
+    """A rank's part of a measurement of another tool. All ranks call it."""
     check_recipe(task.recipe)
     check_installed(task.kind)
     peer = _Peer(task)
@@ -255,6 +251,6 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def visit(task: Task, say: Say) -> RankTimes:
-    """A rank's part of a visit. All ranks call it."""
-    return visit_own(task) if task.kind == CONVOY else visit_peer(task)
+def measure_rank(task: Task, say: Say) -> RankTimes:
+    """A rank's part of a measurement. All ranks call it."""
+    return measure_convoy(task) if task.kind == CONVOY else measure_peer(task)

@@ -152,7 +152,7 @@ class _Waits:
 
 @dataclass(frozen=True)
 class Task:
-    """A visit to a configuration.
+    """One measurement of a configuration, as its ranks are told.
 
     Attributes:
         kind: of the configuration.

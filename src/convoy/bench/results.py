@@ -190,19 +190,19 @@ def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    return float(statistics.median(_visit_seconds(visit) for visit in row["visits"]))
+    return float(statistics.median(_seconds_of(measurement) for measurement in row["visits"]))
 
 
-def _visit_seconds(visit: Mapping[str, Any]) -> float:
-    return max(float(statistics.median(rank["seconds"])) for rank in visit["ranks"])
+def _seconds_of(measurement: Mapping[str, Any]) -> float:
+    return max(float(statistics.median(rank["seconds"])) for rank in measurement["ranks"])
 
 
-def _timed(visit: Mapping[str, Any]) -> float:
-    return max(float(sum(rank["seconds"]) + sum(rank.get("without", ()))) for rank in visit["ranks"])
+def _timed(measurement: Mapping[str, Any]) -> float:
+    return max(float(sum(rank["seconds"]) + sum(rank.get("without", ()))) for rank in measurement["ranks"])
 
 
 def _rates(row: Mapping[str, Any], batch: int) -> dict[int, float]:
-    return {visit["round"]: batch / _visit_seconds(visit) for visit in row["visits"]}
+    return {measurement["round"]: batch / _seconds_of(measurement) for measurement in row["visits"]}
 
 
 def _row(
@@ -213,8 +213,8 @@ def _row(
     alone: Sequence[float],
     images: float | None,
 ) -> Row:
-    devices, batch, visits = int(row["devices"]), _batch(document, row), row["visits"]
-    each = [_visit_seconds(visit) for visit in visits]
+    devices, batch, measurements = int(row["devices"]), _batch(document, row), row["visits"]
+    each = [_seconds_of(measurement) for measurement in measurements]
     seconds = statistics.median(each)
     assert reference is not None
     base = rates[reference["key"]]
@@ -242,15 +242,15 @@ def _row(
         efficiency=speedup / ideal if reference["devices"] == 1 else None,
         ideal=ideal,
         days=images / batch * seconds / DAY_S if images is not None else None,
-        parts=_parts(row["kind"], visits, seconds),
-        memory=max(rank["memory"] for visit in visits for rank in visit["ranks"]),
+        parts=_parts(row["kind"], measurements, seconds),
+        memory=max(rank["memory"] for measurement in measurements for rank in measurement["ranks"]),
         predicted=predicted["seconds"] if predicted else None,
         predicted_parts=predicted["parts"] if predicted else {},
         predicted_memory=predicted["memory"] if predicted else None,
-        rounds=len(visits),
-        overhead=statistics.median(rank["overhead"] for visit in visits for rank in visit["ranks"]),
+        rounds=len(measurements),
+        overhead=statistics.median(rank["overhead"] for measurement in measurements for rank in measurement["ranks"]),
         place=row.get("place", 0),
-        microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
+        microbatches=tuple(rank.get("microbatches", 0) for rank in measurements[-1]["ranks"]),
         uneven=", shares" in row["series"] or by_speed,
     )
 
@@ -273,18 +273,18 @@ def _alone(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[int, f
     return known if len(known) > 1 else []
 
 
-def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+def _parts(kind: str, measurements: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
     """Medians over the rounds; computing is what the others leave of the time of an update."""
     found: dict[str, list[float]] = {COMMUNICATION: [], INPUT: [], OPTIMIZER: []}
-    for visit in visits:
+    for measurement in measurements:
         medians = [
             {part: statistics.median(rank[part]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
-            for rank in visit["ranks"]
+            for rank in measurement["ranks"]
         ]
         busiest = min(medians, key=lambda rank: rank[COMMUNICATION])
         if kind in PEERS:
-            alone = max(statistics.median(rank["without"]) for rank in visit["ranks"])
-            busiest = {**busiest, COMMUNICATION: max(0.0, _visit_seconds(visit) - alone)}
+            alone = max(statistics.median(rank["without"]) for rank in measurement["ranks"])
+            busiest = {**busiest, COMMUNICATION: max(0.0, _seconds_of(measurement) - alone)}
         for part, values in found.items():
             values.append(busiest[part])
     parts = {part: statistics.median(values) for part, values in found.items()}
@@ -295,7 +295,9 @@ def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> di
 
 def _loss_difference(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """By how much the first losses of Convoy's rows differ: all do the same work."""
-    losses: list[float] = [visit["loss"] for row in rows if row["kind"] == CONVOY for visit in row["visits"]]
+    losses: list[float] = [
+        measurement["loss"] for row in rows if row["kind"] == CONVOY for measurement in row["visits"]
+    ]
     if len(losses) < 2 or not max(map(abs, losses)):
         return None
     return (max(losses) - min(losses)) / max(map(abs, losses))

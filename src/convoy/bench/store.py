@@ -77,8 +77,8 @@ class Store:
         configurations   all of `Configuration` and its label, failed, visits: round, started, wall_s, loss, ranks, and
                          training: run, finished, failed, wall_s, images, sha256, evaluations (`curves.EVALUATION`)
 
-    A rank of a visit has seconds, communication, input and optimizer, each a list over the timed updates, and memory in
-    bytes, overhead in seconds, microbatches of an update, and for peers `without`: seconds of updates without exchange.
+    A rank in `visits` has seconds, communication, input and optimizer, each a list over the timed updates, and memory
+    in bytes, overhead in seconds, microbatches of an update, and for peers `without`: seconds without exchange.
     """
 
     def __init__(self, path: Path, document: dict[str, Any]) -> None:
@@ -189,10 +189,10 @@ class Store:
             "notes": list(dict.fromkeys([*before["notes"], *new["notes"]])),
         }
 
-    def put_visit(
+    def put_measurement(
         self, configuration: Configuration, round_: int, ranks: list[RankTimes], started: str, wall: float
     ) -> None:
-        """Keep a visit."""
+        """Keep what the ranks of a row measured in a round."""
         self.row(configuration)["visits"].append(
             {
                 "round": round_,

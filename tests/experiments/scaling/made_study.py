@@ -35,7 +35,7 @@ def study(**changes: Any) -> Study:
 
 
 def ranks(seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0) -> list[RankTimes]:
-    """Every rank of a visit; the first waits least for others."""
+    """Every rank of a measurement; the first waits least for others."""
     found = []
     for rank in range(num):
         communication = 0.0 if num == 1 else seconds * (wait + 0.05 * rank)
@@ -85,7 +85,7 @@ def write_study(
                 store.row(row)["failed"] = "a layer cannot be divided: use fewer devices"
             elif row.key not in waiting:
                 own = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
-                store.put_visit(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
+                store.put_measurement(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
     store.spent(100.0, 20.0)
     store.save()
     return folder

@@ -1,4 +1,4 @@
-"""Processes of a visit: their places, and how they fail."""
+"""Processes of a measurement: their places, and how they fail."""
 
 import multiprocessing
 import os

@@ -31,7 +31,7 @@ def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Res
     store.add([rows[key] for key in times])
     for key, seconds in times.items():
         for number, each in enumerate(seconds, 1):
-            store.put_visit(rows[key], number, ranks(each, rows[key].devices, peer=key == "ddp on 2"), "", 1.0)
+            store.put_measurement(rows[key], number, ranks(each, rows[key].devices, peer=key == "ddp on 2"), "", 1.0)
     store.spent(10.0, 1.0)
     return results(store.document, 2, 6400)
 
@@ -118,7 +118,7 @@ def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> No
     store.add(rows)
     for row, seconds in zip(rows, (0.2, 0.4, 0.2, 0.15), strict=True):
         parts = [replace(rank, microbatches=3 - number) for number, rank in enumerate(ranks(seconds, row.devices))]
-        store.put_visit(row, 1, parts, "", 1.0)
+        store.put_measurement(row, 1, parts, "", 1.0)
     all_rows = results(store.document, 2, 6400)
     assert all_rows.alone == pytest.approx((320, 160))
     assert all_rows.reference is not None and all_rows.reference.label == "one device"
@@ -141,7 +141,7 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
         rows = configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)
         store.add(rows)
         for row in rows:
-            store.put_visit(row, 1, ranks(0.1, row.devices), "", 1.0)
+            store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
         for devices, plan in ((1, "serial"), (2, "sample=2")):
             store.put_forecast(devices, Forecast(predictions={plan: Prediction(0.1 / devices, {}, 1)}))
         found = results(store.document, 2, 6400)
@@ -160,7 +160,7 @@ def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
     rows = configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)
     store.add(rows)
     for row in rows:
-        store.put_visit(row, 1, ranks(0.1, row.devices), "", 1.0)
+        store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
     predictions = {"sample=2": Prediction(0.06, {}, 1), "auto": Prediction(0.05, {}, 1)}
     store.put_forecast(2, Forecast("sample=2", (3, 1), predictions=predictions))
     found = results(store.document, 2, 6400)

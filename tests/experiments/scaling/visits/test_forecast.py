@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast, forecast
-from convoy.bench.measure import visit
+from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import Task
 from convoy.bench.store import Store
 from convoy.bench.study import Study
@@ -60,7 +60,7 @@ def planned(folder: str, slower: float, bound: tuple[str, ...]) -> Forecast:
 
 
 def microbatches(recipe: object) -> int:
-    return visit(task(recipe=recipe), nothing).microbatches
+    return measure_rank(task(recipe=recipe), nothing).microbatches
 
 
 @pytest.mark.matrix

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from convoy.bench import training_runs as training_visit
+from convoy.bench import training_runs
 from convoy.bench.training_runs import Heard
 from convoy.comm.position import here
 from started import wait_for
 
 
 def test_a_training_that_moves_is_heard_of_while_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_visit, "_BEAT_S", 0.01)
+    monkeypatch.setattr(training_runs, "_BEAT_S", 0.01)
     told: list[tuple[str, int, int]] = []
     heard = Heard(lambda *what: told.append(what))
     heard.prepare("counting", 3, 9)
