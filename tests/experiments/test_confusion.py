@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from convoy.report import confusion
-from convoy.report.run_directory import Evaluation
+from convoy.report.run_directory import EvaluationOfRun
 
 
-def made(table: list[list[int]] | np.ndarray) -> Evaluation:
+def made(table: list[list[int]] | np.ndarray) -> EvaluationOfRun:
     counts = np.array(table)
-    return Evaluation([f"class {place}" for place in range(len(counts))], counts, None, None, None, None, [])
+    return EvaluationOfRun([f"class {place}" for place in range(len(counts))], counts, None, None, None, None, [])
 
 
 def test_rows_have_recall_and_shades() -> None:

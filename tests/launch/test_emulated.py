@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated import Cluster, Device, EmulatedDevice, emulate
+from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.bench.emulated.quota import Hierarchy
 from convoy.errors import ConvoyError
 from processes import alive, children
@@ -210,7 +210,7 @@ def between(source: EmulatedDevice, target: EmulatedDevice, num_bytes: int) -> f
 
 @pytest.mark.slow
 def test_a_link_lets_no_more_through_than_its_rate() -> None:
-    devices = (Device(0.5, "a"), Device(0.5, "a"), Device(0.5, "b"))
+    devices = (ClusterDevice(0.5, "a"), ClusterDevice(0.5, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, "100mbit")) as (first, beside, other):
         assert 10e6 < between(first, other, 2**21) < 120e6
         assert 10e6 < between(other, first, 2**21) < 120e6
@@ -219,7 +219,7 @@ def test_a_link_lets_no_more_through_than_its_rate() -> None:
 
 @pytest.mark.slow
 def test_links_may_be_unequal() -> None:
-    devices = (Device(1.0, "a"), Device(0.5, "b"))
+    devices = (ClusterDevice(1.0, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, rates={"a": "1gbit", "b": "50mbit"})) as (first, other):
         assert 5e6 < between(first, other, 2**20) < 70e6
         assert 5e6 < between(other, first, 2**20) < 70e6

@@ -14,7 +14,7 @@ from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
-from convoy.training.predict import Answer, Classifier, classify
+from convoy.training.predict import Classifier, FileClasses, classify
 from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
 from ranks import RankFailed, run_ranks
 from tiny import train_on_pictures, write_pictures
@@ -29,13 +29,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0")
 
 
-def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[Answer]:
+def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileClasses]:
     with as_before():
         classifier = Classifier(load_run(run), CPU, top)
         return [answer for some in classify(classifier, names, batch) for answer in some]
 
 
-def on_ranks(run: Path, names: list[str], batch: int) -> list[list[Answer]]:
+def on_ranks(run: Path, names: list[str], batch: int) -> list[list[FileClasses]]:
     ranks, _ = join_ranks()
     ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with as_before():
@@ -102,7 +102,7 @@ def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:
     files = pictures(run.parent / "data")[:6]
     for file in files[:4]:
         names.put(file)
-    found: list[Answer] = []
+    found: list[FileClasses] = []
     ended = threading.Event()
 
     def read() -> Iterator[str]:

@@ -14,7 +14,7 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.training import load_recipe, train
 from convoy.training.environment import join_ranks
-from convoy.training.evaluate import Tally
+from convoy.training.evaluate import EvaluationTally
 from convoy.training.progress import Silence
 from convoy.training.session import Session
 from ranks import run_ranks
@@ -32,9 +32,9 @@ def train_until(data: Path, out: Path, stop_at: int | None) -> tuple[str | None,
     """
     ranks, device = join_ranks()
     values = BASE | SETTINGS | {"data.path": str(data), "parallel.devices": str(ranks.num)}
-    add, count = Tally.add, 0
+    add, count = EvaluationTally.add, 0
 
-    def counted(self: Tally, batch: Batch, logits: Tensor) -> None:
+    def counted(self: EvaluationTally, batch: Batch, logits: Tensor) -> None:
         nonlocal count
         count += 1
         if count == stop_at and ranks.rank == ranks.num - 1:
@@ -42,7 +42,7 @@ def train_until(data: Path, out: Path, stop_at: int | None) -> tuple[str | None,
         add(self, batch, logits)
 
     with as_before() as patch:
-        patch.setattr(Tally, "add", counted)
+        patch.setattr(EvaluationTally, "add", counted)
         patch.setattr(Session, "_evaluation_batch", lambda self: 5)
         recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
         found = train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Silence())

@@ -14,7 +14,7 @@ from convoy.bench.configuration import AUTO, CONVOY, Configuration, parts_of
 from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.forecast import Forecast, forecast
 from convoy.bench.measure import measure_rank
-from convoy.bench.measurement import RankTimes, Task
+from convoy.bench.measurement import MeasurementTask, RankTimes
 from convoy.bench.prepare import Prepared, prepare
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
@@ -31,7 +31,7 @@ TIMED_S, LEAST, MOST = 2.0, 3, 100
 
 
 @dataclass
-class Schedule:
+class MeasuringSchedule:
     """Measures what a store does not have yet; it is saved after every measurement.
 
     Every second round goes through the configurations backwards, and from round to round the devices move on by one
@@ -164,7 +164,7 @@ class Schedule:
             self._fail(row, ranks)
         self._save()
 
-    def _measured(self, row: Configuration, task: Task, round_: int) -> list[RankTimes] | str:
+    def _measured(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
         """What the ranks of a row measured, or why they did not."""
         slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
@@ -181,9 +181,9 @@ class Schedule:
 
     def _task(
         self, row: Configuration, plan: str | None, shares: str, updates: int | None = None, warm_up: int | None = None
-    ) -> Task:
+    ) -> MeasurementTask:
         study = self.study
-        return Task(
+        return MeasurementTask(
             kind=row.kind,
             recipe=study.recipe_for(row, plan, shares),
             made=study.made,
@@ -233,7 +233,7 @@ def _run(
     """The rounds, then the trainings."""
     study, rows = prepared.study, prepared.rows
     predict = ask.predict and ask.rounds > 0
-    Schedule(study, rows, store, slots, ask.rounds, ask.timeout, predict, progress, tell)()
+    MeasuringSchedule(study, rows, store, slots, ask.rounds, ask.timeout, predict, progress, tell)()
     if ask.train_epochs is not None:
         said = any(setting.startswith("evaluate_every") for setting in ask.settings)
         trained = replace(study, recipe=recipe_for_training(study.recipe, ask.train_epochs, said))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from convoy.bench.configuration import AUTO
-from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Task, join
+from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, MeasurementTask, join
 from convoy.bench.processes import Say
 from convoy.bench.study import data_of, in_recipe
 from convoy.comm.ranks import Ranks
@@ -27,7 +27,7 @@ from convoy.training.workloads import device_memory, workload_of_recipe
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PlanPrediction:
     """Of a plan.
 
     Attributes:
@@ -56,11 +56,13 @@ class Forecast:
     auto: str | None = None
     auto_shares: tuple[int, ...] | None = None
     bound: dict[str, str] = field(default_factory=dict)
-    predictions: dict[str, Prediction] = field(default_factory=dict)
+    predictions: dict[str, PlanPrediction] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
+def forecast(
+    task: MeasurementTask, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say
+) -> Forecast:
     """Predict all plans on the devices of a task, with the batch in even parts. All ranks call it.
 
     Devices that are not equally fast are predicted as such. Shares are not, but those that the planner has for `auto`.
@@ -77,7 +79,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     data = data_of(task.made, task.recipe)
     notes: list[str] = []
     auto, shares = None, None
-    found: dict[str, Prediction] = {}
+    found: dict[str, PlanPrediction] = {}
 
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
@@ -138,7 +140,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     return Forecast(auto, shares, bound_to, found, tuple(notes))
 
 
-def _prediction(scored: Scored) -> Prediction:
+def _prediction(scored: Scored) -> PlanPrediction:
     kinds: dict[str, Any] = scored.timeline.by_kind()
     timeline = scored.timeline
     before = sum(
@@ -151,4 +153,4 @@ def _prediction(scored: Scored) -> Prediction:
         COMMUNICATION: kinds["exposed"] + kinds["idle"],
         OPTIMIZER: kinds.get("update", 0.0),
     }
-    return Prediction(scored.seconds, {COMPUTE: scored.seconds - sum(parts.values()), **parts}, scored.memory.total)
+    return PlanPrediction(scored.seconds, {COMPUTE: scored.seconds - sum(parts.values()), **parts}, scored.memory.total)

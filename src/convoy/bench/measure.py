@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.bench.configuration import CONVOY, PEERS, check_installed, check_recipe
-from convoy.bench.measurement import Memory, RankTimes, Stopwatch, Task, join, run_updates
+from convoy.bench.measurement import MeasurementTask, MemoryPeak, RankTimes, Stopwatch, join, run_updates
 from convoy.bench.processes import Say
 from convoy.bench.study import data_of
 from convoy.comm.groups import join as join_group
@@ -33,11 +33,11 @@ from convoy.training.slow import MEASURED, WARM_UP, SpeedTest
 from convoy.training.step import InputPipeline
 
 
-def measure_convoy(task: Task) -> RankTimes:
+def measure_convoy(task: MeasurementTask) -> RankTimes:
     """A rank's part of a measurement of Convoy under a plan. All ranks call it."""
     ranks, device = join(task)
     data = data_of(task.made, task.recipe)
-    memory = Memory(device)
+    memory = MemoryPeak(device)
     session = set_up(task.recipe, device, ranks=ranks, data=data)
     session.model.train()
     stopwatch = Stopwatch(device)
@@ -136,7 +136,7 @@ def _accelerate(model: nn.Module, optimizer: Optimizer, num: int, device: torch.
     return Wrapped(network, wrapped, accelerator.backward, lambda: accelerator.no_sync(network))
 
 
-def measure_peer(task: Task) -> RankTimes:
+def measure_peer(task: MeasurementTask) -> RankTimes:
     """A rank's part of a measurement of another tool. All ranks call it."""
     check_recipe(task.recipe)
     check_installed(task.kind)
@@ -152,7 +152,7 @@ def measure_peer(task: Task) -> RankTimes:
 
 
 class _Peer:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MeasurementTask) -> None:
         recipe = self._recipe = task.recipe
         num, rank = task.num_devices, int(os.environ.get("RANK", "0"))
         if recipe.batch % num:
@@ -164,7 +164,7 @@ class _Peer:
         set_numerics(recipe)
         threads = torch.get_num_threads()
         self._data = data_of(task.made, recipe) or open_data(recipe.data)
-        self.memory = Memory(self.device)
+        self.memory = MemoryPeak(self.device)
         model, _ = build_model(recipe, self._data)
         memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
         model.to(device=self.device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -251,6 +251,6 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def measure_rank(task: Task, say: Say) -> RankTimes:
+def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
     """A rank's part of a measurement. All ranks call it."""
     return measure_convoy(task) if task.kind == CONVOY else measure_peer(task)

@@ -151,7 +151,7 @@ class _Waits:
 
 
 @dataclass(frozen=True)
-class Task:
+class MeasurementTask:
     """One measurement of a configuration, as its ranks are told.
 
     Attributes:
@@ -200,7 +200,7 @@ class RankTimes:
 _STATUS = Path("/proc/self/status")
 
 
-class Memory:
+class MemoryPeak:
     """The most that this process has had since, beyond what it had at the beginning."""
 
     def __init__(self, device: torch.device) -> None:
@@ -224,7 +224,7 @@ class Memory:
         return 0
 
 
-def join(task: Task) -> tuple[Ranks, torch.device]:
+def join(task: MeasurementTask) -> tuple[Ranks, torch.device]:
     """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
     if task.num_devices > 1:
         ranks, own = join_ranks()

@@ -16,7 +16,7 @@ from convoy.bench.curves import Convergence, convergence
 from convoy.bench.measurement import COMMUNICATION, INPUT, OPTIMIZER
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.remarks import doubts, missing, remarks
-from convoy.bench.results import Results, Row, results
+from convoy.bench.results import Results, StudyRow, results
 from convoy.bench.store import NAME, read
 from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
@@ -175,7 +175,7 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     return [Tile("Largest distance", points(worst.distance.error), of)]
 
 
-def _cells(row: Row, found: Results) -> dict[str, Any]:
+def _cells(row: StudyRow, found: Results) -> dict[str, Any]:
     best = max(found.rows, key=lambda one: one.speedup)
     step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
     if spread:
@@ -204,7 +204,7 @@ def _cells(row: Row, found: Results) -> dict[str, Any]:
     }
 
 
-def _own_plan(row: Row) -> str:
+def _own_plan(row: StudyRow) -> str:
     """The plan that the planner took, where it has a line of its own."""
     if row.plan is None or not row.label.startswith("auto"):
         return ""

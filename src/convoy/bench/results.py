@@ -34,7 +34,7 @@ DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Row:
+class StudyRow:
     """A configuration that was measured.
 
     Attributes:
@@ -128,8 +128,8 @@ class Results:
         notes: of the planner, by number of devices.
     """
 
-    rows: tuple[Row, ...]
-    reference: Row | None
+    rows: tuple[StudyRow, ...]
+    reference: StudyRow | None
     alone: tuple[float, ...]
     failed: tuple[tuple[str, str], ...]
     waiting: tuple[str, ...]
@@ -212,7 +212,7 @@ def _row(
     reference: Mapping[str, Any] | None,
     alone: Sequence[float],
     images: float | None,
-) -> Row:
+) -> StudyRow:
     devices, batch, measurements = int(row["devices"]), _batch(document, row), row["visits"]
     each = [_seconds_of(measurement) for measurement in measurements]
     seconds = statistics.median(each)
@@ -227,7 +227,7 @@ def _row(
     by_speed = found_shares(document, row) is not None
     foretold = row["kind"] == CONVOY and _foretold(document, row)
     predicted = forecast["predictions"].get(AUTO if by_speed else plan) if foretold else None
-    return Row(
+    return StudyRow(
         key=row["key"],
         label=row["label"],
         kind=row["kind"],

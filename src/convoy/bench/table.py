@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convoy.bench.configuration import short
-from convoy.bench.curves import Convergence, Curve
+from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.results import Results, Row
+from convoy.bench.results import Results, StudyRow
 from convoy.planner.words import seconds as time_of
 from convoy.plans.explain import size
 from convoy.report import formats
@@ -41,7 +41,7 @@ def records(found: Results) -> list[dict[str, Any]]:
     return [_record(row) for row in found.rows]
 
 
-def _record(row: Row) -> dict[str, Any]:
+def _record(row: StudyRow) -> dict[str, Any]:
     return {
         "configuration": row.label,
         "kind": row.kind,
@@ -73,7 +73,7 @@ def lines(found: Results) -> list[dict[str, str]]:
     return [_line(row) for row in found.rows]
 
 
-def _line(row: Row) -> dict[str, str]:
+def _line(row: StudyRow) -> dict[str, str]:
     return {
         "configuration": plan_label(row),
         "devices": str(row.devices),
@@ -89,7 +89,7 @@ def _line(row: Row) -> dict[str, str]:
     }
 
 
-def plan_label(row: Row) -> str:
+def plan_label(row: StudyRow) -> str:
     """The row with the plan that the planner took for it."""
     label = short(row.label)
     return (
@@ -205,7 +205,7 @@ def convergence_lines(found: Convergence) -> list[dict[str, str]]:
     return [dict(zip(_COLUMNS, _cells(found, curve), strict=True)) for curve in found.curves]
 
 
-def _cells(found: Convergence, curve: Curve) -> tuple[str, ...]:
+def _cells(found: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
     distance = curve.distance
     places = formats.percent_places(found.images)
     reference = curve is found.reference
@@ -222,7 +222,7 @@ def _cells(found: Convergence, curve: Curve) -> tuple[str, ...]:
     )
 
 
-def _weights(found: Convergence, curve: Curve) -> str:
+def _weights(found: Convergence, curve: ErrorCurve) -> str:
     if not curve.finished:
         return "not finished"
     return "the same bits" if found.same_weights(curve) else "other bits"
@@ -288,7 +288,7 @@ def _not_compared(found: Convergence) -> str:
     return f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
 
 
-def _where(curve: Curve) -> str:
+def _where(curve: ErrorCurve) -> str:
     devices = "" if curve.devices == 1 or "=" in curve.label else f" on {curve.devices}"
     return f"{short(curve.label)}{devices}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convoy.bench.configuration import CONVOY, Configuration
 from convoy.bench.curves import training_facts, where
-from convoy.bench.measurement import Task, join
+from convoy.bench.measurement import MeasurementTask, join
 from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
 from convoy.bench.study import Study
@@ -27,7 +27,7 @@ from convoy.training.derived import resolve
 _BEAT_S = 1.0
 
 
-def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str | None:
+def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
     """A rank's part of a training. All ranks call it.
 
     Args:
@@ -187,7 +187,7 @@ class TrainingRuns:
             shutil.rmtree(out)  # ended before it had begun
         name = where(self.store.row(row))
         recipe = self.study.recipe_for(row, self.store.plan_of(row), self.store.shares_of(row))
-        task = Task(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
+        task = MeasurementTask(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
         began, took = time.perf_counter(), kept["wall_s"]
         try:
             signals: list[str | None] = run_ranks(

@@ -18,11 +18,11 @@ from convoy.cli.options import LazyGroup, written
 from convoy.cli.train import KEYS
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
-from convoy.launch.hosts import Group, Host
+from convoy.launch.hosts import Host, HostGroup
 from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
 from convoy.launch.kubernetes.manifests import RUNTIME
 from convoy.launch.kubernetes.training import complete, name_for
-from convoy.launch.slurm import Job, submit
+from convoy.launch.slurm import SlurmJob, submit
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
@@ -80,7 +80,7 @@ def on_hosts(hosts: str, arguments: tuple[str, ...], devices_per_host: int | Non
     convoy train would be given.
     """
     values["least"] = values.pop("min_hosts")
-    group = Group(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values)
+    group = HostGroup(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values)
     devices = sum(host.devices for host in group.hosts)
     training_arguments(arguments, devices, elastic=group.least not in (None, len(group.hosts)))
     commands = group.commands(arguments)
@@ -134,7 +134,7 @@ Examples:
 @click.option("--name", help="Of the job. [default: of the network]")
 @click.option("--option", "others", metavar="NAME=VALUE", multiple=True, help="Any other of sbatch's; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python that has Convoy, on the nodes. [default: this one]")
-@click.option("--script", type=options.Place(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
+@click.option("--script", type=options.OutputPath(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
 @options.verbose
@@ -158,7 +158,7 @@ def on_slurm(
     name = name or re.sub(r"[^\w.-]+", "-", given["model"] or Path(given["recipe"] or given["out"]).stem)
     if given["model"] is None:
         arguments = tuple(without_model(arguments))
-    job = Job(
+    job = SlurmJob(
         arguments=without(arguments, "--out", "--interface", flags=("--resume",)),
         out=None if given["out"] is None else str(given["out"]),
         name=name,
@@ -224,7 +224,7 @@ Examples:
     "--max-restarts", type=int, default=3, show_default=True, help="Restarts of a pod's ranks, and of each pod."
 )
 @click.option("--user", metavar="UID", type=int, default=1000, show_default=True, help="User and group of the pods.")
-@click.option("--out", type=options.Place(), help="The file. [default: print it]")
+@click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
 @options.verbose
 def on_kubernetes(
     arguments: tuple[str, ...],
@@ -327,13 +327,13 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
         click.ClickException: `convoy train` would not take the options.
         ConvoyError: there is no such recipe, key, network or run.
     """
-    from convoy.cli.train_request import Request
+    from convoy.cli.train_request import TrainRequest
     from convoy.models.registry import check_name
 
     values = parsed(arguments)
     overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
     asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
-    request = Request(arguments, overrides=[*overrides, *values["settings"]], **asked)
+    request = TrainRequest(arguments, overrides=[*overrides, *values["settings"]], **asked)
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
         check_name(request.recipe_of().model.name, here=False)
     return {"model": request.model, "out": request.out}

@@ -129,7 +129,7 @@ def written(option: str, path: Path, text: str) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Place(click.Path):
+class OutputPath(click.Path):
     """A file or folder as a person types it, whose `~` is the home folder also where no shell has replaced it."""
 
     def __init__(self, dir_okay: bool = True) -> None:
@@ -161,7 +161,7 @@ def device(function: Function) -> Function:
 
 def run_argument(function: Function) -> Function:
     """The folder of a run, as an argument."""
-    return click.argument("run", type=Place())(function)
+    return click.argument("run", type=OutputPath())(function)
 
 
 def parallel(function: Function) -> Function:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Request:
+class TrainRequest:
     """What the command line says, and what follows from it.
 
     Attributes:
@@ -71,7 +71,9 @@ class Request:
         recipe = self.recipe_of()
         check_names(recipe)
         number = self._number(recipe)
-        section = fitted(recipe.parallel, number, "parallel.plan" in self.said, "parallel.shares" in self.said)
+        section = fitted(
+            recipe.parallel, number, "parallel.plan" in self.explicit_keys, "parallel.shares" in self.explicit_keys
+        )
         if plan_of(section, number)[0] is None and isinstance(section.shares, tuple):
             check_shares(section.shares, number)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
@@ -80,8 +82,8 @@ class Request:
 
     def _number(self, recipe: Recipe) -> int:
         """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
-        section, said = recipe.parallel, self.said
-        if "parallel.plan" in said and "parallel.devices" not in said:
+        section, explicit = recipe.parallel, self.explicit_keys
+        if "parallel.plan" in explicit and "parallel.devices" not in explicit:
             section = section.model_copy(update={"devices": None})
         return num_devices(section)
 
@@ -97,7 +99,7 @@ class Request:
             raise ConvoyError(f"{named}--extend needs the run to make longer: convoy train RUN --extend 8ep")
         if self.recipe is not None:
             raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {path}; change it by --set")
-        if "epochs" in self.said:
+        if "epochs" in self.explicit_keys:
             raise ConvoyError(
                 "--epochs contradicts --extend, which says for how long to train on: leave one of them out"
             )
@@ -118,7 +120,7 @@ class Request:
         return (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
 
     @property
-    def said(self) -> set[str]:
+    def explicit_keys(self) -> set[str]:
         """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0].strip() for override in self.overrides}
 
@@ -139,13 +141,13 @@ class Request:
         self.resume = self.resume or self.again
         resolved = self.recipe_of()
         number = ranks.num if ranks.num > 1 else self._number(resolved)
-        said = self.said
+        explicit = self.explicit_keys
         elastic = elastic or self.again
         number = ranks.num if elastic else number
         parallel = _formed(
             resolved.parallel,
             number,
-            (not elastic and "parallel.plan" in said, not elastic and "parallel.shares" in said),
+            (not elastic and "parallel.plan" in explicit, not elastic and "parallel.shares" in explicit),
             elastic,
             self.notes,
             quiet=ranks.rank > 0,

@@ -8,7 +8,7 @@ import torch
 from convoy import interfaces, launch
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
-from convoy.cli.train_request import Request
+from convoy.cli.train_request import TrainRequest
 from convoy.comm.groups import leave, meeting_store
 from convoy.comm.position import here
 from convoy.comm.ranks import Ranks
@@ -32,7 +32,11 @@ _ADVICE = "--resume goes on from the newest checkpoint"
 
 
 def run(
-    request: Request, devices_asked: int | None, max_restarts: int | None, timeout: str | None, interface: str | None
+    request: TrainRequest,
+    devices_asked: int | None,
+    max_restarts: int | None,
+    timeout: str | None,
+    interface: str | None,
 ) -> int:
     """Train, and say what came of it.
 
@@ -101,7 +105,7 @@ def run(
 
 
 def _train(
-    request: Request,
+    request: TrainRequest,
     recipe: Recipe,
     out: Path,
     ranks: Ranks,
@@ -128,7 +132,7 @@ def _train(
             handed_on=handed_on,
             jobs=jobs,
             watchdog=watchdog,
-            said=request.said,
+            explicit_keys=request.explicit_keys,
         )
 
 
@@ -162,7 +166,7 @@ def _report(out: Path) -> Path:
 
 
 def _without_effect(
-    place: launch.Place | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
+    place: launch.RankPlace | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
 ) -> list[str]:
     """A sentence for each option that is given and changes nothing for so many ranks, at such a place."""
     notes = []

@@ -86,7 +86,7 @@ _POLL_S = 0.01
 _PATIENCE_S = 0.5
 
 
-def fresh(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """The part of a store that only the ranks which call this now use.
 
     Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
@@ -160,7 +160,7 @@ def join(timeout: float = 600.0) -> torch.device:
         try:
             limit = timedelta(seconds=timeout)
             global _store
-            _store = fresh(open_store(rank, world, limit), rank, world, limit)
+            _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=limit)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -93,7 +93,7 @@ done
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What to train, and on what.
 
     Attributes:

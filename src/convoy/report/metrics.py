@@ -9,20 +9,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from convoy.errors import ConvoyError
-from convoy.training.records import Line
+from convoy.training.records import MetricsLine
 
 
 @dataclass(frozen=True)
 class Metrics:
     """The history of a run. `cut` says that the last line was half written, as after a kill, and left out."""
 
-    train: list[Line] = field(default_factory=list)
-    test: list[Line] = field(default_factory=list)
+    train: list[MetricsLine] = field(default_factory=list)
+    test: list[MetricsLine] = field(default_factory=list)
     raw: bytes = b""
     cut: bool = False
 
 
-def column(lines: Iterable[Line], name: str) -> np.ndarray:
+def column(lines: Iterable[MetricsLine], name: str) -> np.ndarray:
     """The values `name` of the lines as float64, NaN where there is none."""
     values = [getattr(line, name) for line in lines]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
@@ -39,7 +39,7 @@ def read_metrics(path: Path) -> Metrics:
     raw = path.read_bytes()
     rows = raw.split(b"\n")
     cut = False
-    lines: list[Line] = []
+    lines: list[MetricsLine] = []
     for number, row in enumerate(rows, start=1):
         if not row.strip():
             continue
@@ -53,10 +53,10 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(train, test, raw, cut)
 
 
-def _parse(row: bytes, path: Path, number: int) -> Line:
+def _parse(row: bytes, path: Path, number: int) -> MetricsLine:
     mend = "mend or delete that line and write the report again"
     try:
-        return Line.model_validate(json.loads(row.decode("utf-8")))
+        return MetricsLine.model_validate(json.loads(row.decode("utf-8")))
     except ValidationError as error:
         raise ConvoyError(f"{path}, line {number}: {first_problem(error)}; {mend}.") from None
     except (ValueError, RecursionError):
@@ -71,14 +71,14 @@ def first_problem(error: ValidationError) -> str:
     return f"`{key}`: {said}" if key else said
 
 
-def _one_history(lines: list[Line]) -> tuple[list[Line], list[Line]]:
+def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[MetricsLine]]:
     """Training and test lines in order of updates, each update once.
 
     A run that is killed and resumed goes back to its checkpoint and writes some updates a second time. Training lines
     are written in order, so one that goes back starts anew: what an earlier attempt had written beyond it is dropped.
     """
-    train: dict[int, Line] = {}
-    test: dict[int, Line] = {}
+    train: dict[int, MetricsLine] = {}
+    test: dict[int, MetricsLine] = {}
     for line in lines:
         if line.split == "test":
             test[line.step] = line

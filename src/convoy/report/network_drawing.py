@@ -34,7 +34,7 @@ MOST_LANES = 8
 
 
 @dataclass
-class Box:
+class LayerBox:
     """A layer, with what follows it alone.
 
     Attributes:
@@ -68,7 +68,7 @@ class Grid:
         omitted: edges between boxes far apart, for which there was no lane.
     """
 
-    boxes: list[Box]
+    boxes: list[LayerBox]
     edges: list[Edge] = field(default_factory=list)
     omitted: int = 0
 
@@ -85,10 +85,10 @@ def grid_of(graph: Graph) -> Grid:
     return grid
 
 
-def _boxes(graph: Graph) -> list[Box]:
+def _boxes(graph: Graph) -> list[LayerBox]:
     consumers = graph.consumers()
     made: dict[str, int] = {}
-    boxes: list[Box] = []
+    boxes: list[LayerBox] = []
     for call in graph.calls:
         sources = [name for name in call.inputs if name in made]
         if len(sources) == 1 and call.op in _FOLLOWS and len(consumers[sources[0]]) == 1:
@@ -99,7 +99,7 @@ def _boxes(graph: Graph) -> list[Box]:
                 continue
         before = list(dict.fromkeys(made[name] for name in sources))
         depth = 1 + max((boxes[number].depth for number in before), default=-1)
-        boxes.append(Box(len(boxes), [call], before, depth))
+        boxes.append(LayerBox(len(boxes), [call], before, depth))
         made |= dict.fromkeys(call.outputs, len(boxes) - 1)
     return boxes
 
@@ -113,7 +113,7 @@ def _place(grid: Grid) -> None:
     remaining = [0] * len(boxes)
     for box in reversed(boxes):
         remaining[box.number] = 1 + max((remaining[number] for number in after[box.number]), default=0)
-    rows: dict[int, list[Box]] = defaultdict(list)
+    rows: dict[int, list[LayerBox]] = defaultdict(list)
     for box in boxes:
         rows[box.depth].append(box)
     passing: dict[tuple[int, int], int] = {}
@@ -136,7 +136,9 @@ def _place(grid: Grid) -> None:
                 grid.edges.append(Edge(*pair, passing.get(pair, boxes[number].lane)))
 
 
-def _place_row(row: Sequence[Box], boxes: list[Box], passing: dict[tuple[int, int], int], taken: set[int]) -> None:
+def _place_row(
+    row: Sequence[LayerBox], boxes: list[LayerBox], passing: dict[tuple[int, int], int], taken: set[int]
+) -> None:
     """Give the boxes of a row their lanes; each takes that of a box before it, if it can."""
     for box in row:
         wanted = [passing.get((number, box.number), boxes[number].lane) for number in box.before]
@@ -242,11 +244,11 @@ def _lanes(grid: Grid) -> dict[int, int]:
     return {lane: _WIDTH if lane in boxed else _SKIP for lane in range(grid.num_lanes)}
 
 
-def _is_tall(box: Box, strategies: dict[str, tuple[str, ...]]) -> bool:
+def _is_tall(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> bool:
     return any(call.name in strategies for call in box.calls)
 
 
-def _height(box: Box, strategies: dict[str, tuple[str, ...]]) -> int:
+def _height(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> int:
     return _TALL if _is_tall(box, strategies) else _LOW
 
 
@@ -286,7 +288,7 @@ def _edge(
 
 def _box(
     found: Explained,
-    box: Box,
+    box: LayerBox,
     layers: list[Layer],
     cost: _Cost,
     most: float,
@@ -348,7 +350,7 @@ def _box(
 
 
 def _title(
-    found: Explained, box: Box, layers: list[Layer], cost: _Cost, strategy: tuple[str, ...], name: str, shown: str
+    found: Explained, box: LayerBox, layers: list[Layer], cost: _Cost, strategy: tuple[str, ...], name: str, shown: str
 ) -> list[str]:
     mesh = found.scored.placement.mesh
     lines = [name]

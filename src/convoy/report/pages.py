@@ -22,7 +22,7 @@ LARGEST = 256
 
 
 @dataclass(frozen=True)
-class Picture:
+class InlinePicture:
     """An image for the page. `coarse` says that it has few pixels and is to be enlarged without smoothing."""
 
     uri: str
@@ -31,7 +31,7 @@ class Picture:
     coarse: bool
 
 
-def read_picture(run: Path, name: str | None) -> Picture | None:
+def read_picture(run: Path, name: str | None) -> InlinePicture | None:
     """The picture `name` of the run directory `run`, or None if there is no such file in it.
 
     Raises ConvoyError if the file is no readable picture, or its name leads out of the run directory.
@@ -58,7 +58,7 @@ def read_picture(run: Path, name: str | None) -> Picture | None:
     image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
     written = io.BytesIO()
     image.save(written, format="PNG", optimize=True)
-    return Picture(data_uri(written.getvalue(), "image/png"), image.width, image.height, max(image.size) <= 96)
+    return InlinePicture(data_uri(written.getvalue(), "image/png"), image.width, image.height, max(image.size) <= 96)
 
 
 def data_uri(content: bytes, kind: str) -> str:

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.report.metrics import Metrics, first_problem, read_metrics
-from convoy.report.prediction import Prediction
+from convoy.report.prediction import PredictionFile
 from convoy.training.lock import is_locked
 from convoy.training.records import EvaluationFile, Mistake, Record, RunSummary
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationOfRun:
     """`evaluation.json`: `confusion` is int64 [true class, predicted class], or None where it was not written."""
 
     classes: list[str]
@@ -46,8 +46,8 @@ class Run:
     environment: dict[str, Any]
     metrics: Metrics
     summary: RunSummary | None
-    evaluation: Evaluation | None
-    prediction: Prediction | None = None
+    evaluation: EvaluationOfRun | None
+    prediction: PredictionFile | None = None
     training: bool | None = None
 
     def setting(self, key: str) -> Any:
@@ -78,7 +78,7 @@ def read_run(path: Path) -> Run:
             metrics=read_metrics(path / "metrics.jsonl"),
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read_model(path / "prediction.json", Prediction),
+            prediction=_read_model(path / "prediction.json", PredictionFile),
             training=is_locked(path),
         )
     except OSError as error:
@@ -136,7 +136,7 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
         ) from None
 
 
-def _read_evaluation(path: Path) -> Evaluation | None:
+def _read_evaluation(path: Path) -> EvaluationOfRun | None:
     found = _read_model(path, EvaluationFile)
     if found is None:
         return None
@@ -149,4 +149,4 @@ def _read_evaluation(path: Path) -> Evaluation | None:
                 "evaluate the run again."
             )
         confusion = np.array(found.confusion, dtype=np.int64)
-    return Evaluation(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)
+    return EvaluationOfRun(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)

@@ -33,7 +33,7 @@ END_S = 5.0
 
 
 @dataclass
-class Tally:
+class CheckpointTally:
     """What the checkpoints of a run have cost it, on rank 0.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tally:
         self.longest_wait_s = max(self.longest_wait_s, seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the summary, and for `Tally(**values)`."""
+        """For the summary, and for `CheckpointTally(**values)`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Saver:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.newest: int | None = None
-        self.tally = Tally()
+        self.tally = CheckpointTally()
         self._wait_s = 0.0
         self._store = store
         self._when = when

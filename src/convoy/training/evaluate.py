@@ -26,7 +26,7 @@ NUM_MISTAKES = 24
 
 
 @dataclass(order=True)
-class Mistake:
+class WrongAnswer:
     """A sample that the network got wrong; `picture` is what the network saw, uint8 [channels, height, width]."""
 
     probability: float
@@ -53,7 +53,7 @@ class Evaluation:
     top1: float
     top5: float | None
     confusion: Tensor
-    mistakes: list[Mistake]
+    mistakes: list[WrongAnswer]
     bad: list[tuple[int, str]]
     seconds: float
 
@@ -100,8 +100,8 @@ class StoppedError(Exception):
 
 
 @dataclass
-class Tally:
-    """What one part of a split gave; `Tally.total` adds parts up.
+class EvaluationTally:
+    """What one part of a split gave; `EvaluationTally.total` adds parts up.
 
     Attributes:
         losses: sum over the samples of each batch.
@@ -111,13 +111,13 @@ class Tally:
     confusion: Tensor
     losses: list[float] = field(default_factory=list)
     top5: int = 0
-    worst: list[Mistake] = field(default_factory=list)
+    worst: list[WrongAnswer] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     @staticmethod
-    def of(num_classes: int) -> "Tally":
+    def of(num_classes: int) -> "EvaluationTally":
         """An empty one."""
-        return Tally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+        return EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Count the samples of a batch."""
@@ -133,7 +133,7 @@ class Tally:
         pairs = batch.labels * num_classes + predicted
         self.confusion += torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
         for i in (predicted != batch.labels).nonzero().flatten().tolist():
-            mistake = Mistake(
+            mistake = WrongAnswer(
                 probability[i].item(),
                 int(batch.samples[i]),
                 int(batch.labels[i]),
@@ -143,7 +143,7 @@ class Tally:
             (heapq.heappush if len(self.worst) < NUM_MISTAKES else heapq.heappushpop)(self.worst, mistake)
 
     @staticmethod
-    def total(parts: Sequence["Tally"], seconds: float) -> Evaluation:
+    def total(parts: Sequence["EvaluationTally"], seconds: float) -> Evaluation:
         """The evaluation of the whole split, from parts that took turns at its batches: the same for any number."""
         confusion = torch.stack([part.confusion for part in parts]).sum(0)
         loss = 0.0
@@ -193,7 +193,7 @@ def evaluate(
     """
     start = time.perf_counter()
     ranks = ranks or Ranks()
-    tally = Tally.of(num_classes)
+    tally = EvaluationTally.of(num_classes)
     with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
             here.to("evaluation")
@@ -211,7 +211,7 @@ def evaluate(
             tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
     seconds = time.perf_counter() - start
     parts = ranks.gather_samples((tally, seconds))
-    return Tally.total([part for part, _ in parts], max(took for _, took in parts))
+    return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
 
 
 def _save_png(pixels: Tensor, path: Path) -> None:

@@ -12,13 +12,13 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import here
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
-from convoy.training.checkpoints import TIMEOUT_S, Tally
+from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
 from convoy.training.division import text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.extend import extended, state_at_end
 from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
-from convoy.training.log import Log, Window
+from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
@@ -27,7 +27,7 @@ from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.slow import SpeedTest
 from convoy.training.step import TrainingStep
-from convoy.training.summary import LeftOut, Progress
+from convoy.training.summary import RunProgress, SkippedUpdates
 
 _DECIDED_ANEW = "checkpoint every "
 
@@ -61,8 +61,8 @@ class Loop:
         self.saver = create_saver(self.store, session, self._tell, timeout_s)
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
-        self.progress = Progress()
-        self.window = Window()
+        self.progress = RunProgress()
+        self.window = MetricsWindow()
         self.done = 0
         self.finished = False
         self.evaluation: Evaluation | None = None
@@ -70,7 +70,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._left_out = LeftOut(self._tell)
+        self._skipped = SkippedUpdates(self._tell)
         self._extends = False
 
     def resume(self) -> None:
@@ -85,9 +85,9 @@ class Loop:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
             values = self.session.state.unpack(checkpoint)
-            self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
+            self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
             self.done = self.saver.newest = checkpoint.step
-            self.saver.tally = Tally(**self.progress.checkpoints)
+            self.saver.tally = CheckpointTally(**self.progress.checkpoints)
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
@@ -105,7 +105,7 @@ class Loop:
         here.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
+        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
         self.progress.checkpoints = {}
         self.progress.to_evaluate = False
         self.done = checkpoint.step
@@ -190,9 +190,9 @@ class Loop:
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._left_out.add(result.bad, self.progress)
+                        self._skipped.add(result.bad, self.progress)
                     else:
-                        self._left_out.made()
+                        self._skipped.made()
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -279,7 +279,7 @@ class Loop:
     def _end_window(self) -> None:
         """Write the line of the updates since the last one."""
         self._collect()
-        window, self.window = self.window, Window()
+        window, self.window = self.window, MetricsWindow()
         if window.num_updates:
             self._check_loss(window.averages()["loss"])
         self._log.train(self.done, window)

@@ -28,7 +28,7 @@ from convoy.planner.cost.trace import Event, events, trace
 from convoy.planner.observed import Observed, mean, middle, observed, observed_events, observed_pieces, typical
 from convoy.planner.remembered import recalled
 from convoy.plans.place import Placement
-from convoy.training.parallel import UnderPlan
+from convoy.training.parallel import ParallelNetwork
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.workloads import measuring, workload_precision
@@ -110,7 +110,7 @@ class Observation:
     @contextmanager
     def _watching(self, step: TrainingStep, update: WatchedUpdate, apart: bool) -> Iterator[None]:
         network = step.network
-        engine = network.engine if isinstance(network, UnderPlan) and self._unseen is None else None
+        engine = network.engine if isinstance(network, ParallelNetwork) and self._unseen is None else None
         parameters = list(network.model.parameters()) if engine is not None else []
         step.mark, step.timed = update.mark, apart and engine is not None
         if engine is not None:
@@ -172,7 +172,7 @@ class Observation:
 def _why_unseen(session: Session) -> str | None:
     """Why the calls of the network cannot be watched; None where they can."""
     network = session.network
-    if not isinstance(network, UnderPlan):
+    if not isinstance(network, ParallelNetwork):
         return "layers are not watched on one device, which runs the plain network"
     if isinstance(network.engine, Layerwise):
         return "layers are not watched in a network that is not seen as one graph"

@@ -192,7 +192,7 @@ class Method:
     local_updates: int | None = None
 
 
-class UnderPlan:
+class ParallelNetwork:
     """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
 
     joint = True

@@ -26,7 +26,7 @@ _SOON_S = 0.05
 
 
 @dataclass(frozen=True)
-class Answer:
+class FileClasses:
     """What is on a picture.
 
     Attributes:
@@ -66,13 +66,13 @@ class Classifier:
         for network in _copies(run.network, self.num_threads):
             self._networks.put(network)
 
-    def __call__(self, names: list[str]) -> list[Answer]:
+    def __call__(self, names: list[str]) -> list[FileClasses]:
         """What is on the pictures of a batch of files. Several threads may call it."""
         pictures = [self._read(name) for name in names]
         good = [picture for picture in pictures if not isinstance(picture, BadImage)]
         best = iter(self._best(torch.from_numpy(np.stack(good)))) if good else iter(())
         return [
-            Answer(name, bad=picture.reason) if isinstance(picture, BadImage) else Answer(name, next(best))
+            FileClasses(name, bad=picture.reason) if isinstance(picture, BadImage) else FileClasses(name, next(best))
             for name, picture in zip(names, pictures, strict=True)
         ]
 
@@ -112,7 +112,7 @@ def classify(
     batch: int,
     ranks: Ranks | None = None,
     is_to_end: Callable[[], bool] = lambda: False,
-) -> Iterator[list[Answer]]:
+) -> Iterator[list[FileClasses]]:
     """Classify picture files, while the names of the next ones are read.
 
     Ranks and their threads take turns at the batches, each with the whole network: the batches, and so the answers, are
@@ -131,7 +131,7 @@ def classify(
     ranks = ranks or Ranks()
     num_threads = ranks.broadcast(classifier.num_threads)
     reader = _Reader(names, batch, ranks.num * num_threads) if names is not None else None
-    waiting: list[Future[list[Answer]]] | None = None
+    waiting: list[Future[list[FileClasses]]] | None = None
 
     def turn_of_all() -> list[list[str]] | None:
         return None if reader is None or is_to_end() else reader.next(None if waiting is None else _SOON_S)

@@ -25,7 +25,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Line(Record):
+class MetricsLine(Record):
     """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
 
     split: Literal["train", "test"]
@@ -41,7 +41,7 @@ class Line(Record):
     time_s: Number = None
 
 
-class BadImage(Record):
+class SkippedImage(Record):
     """An image that could not be read and was skipped."""
 
     name: str
@@ -85,7 +85,7 @@ class RunSummary(Record):
     data_wait_share: Share = None
     checkpoints: dict[str, Any] = {}
     left_out: int = 0
-    bad_images: list[BadImage] = []
+    bad_images: list[SkippedImage] = []
     derived: list[DerivedQuantity] = []
     notes: list[str] = []
 

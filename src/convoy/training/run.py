@@ -31,7 +31,7 @@ from convoy.training.resume import check_data, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import Progress, briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import RunProgress, briefly, note_failure, sentence_of, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0
@@ -113,7 +113,7 @@ def train(
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
     keep: bool = True,
-    said: Collection[str] = (),
+    explicit_keys: Collection[str] = (),
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -134,7 +134,7 @@ def train(
         watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
             on several devices, or wait for one checkpoint. None makes one for the run alone.
         keep: whether measured times are kept for later plans, and those that are kept are used.
-        said: keys of the recipe that the user has set just now, which are to have an effect.
+        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -148,7 +148,7 @@ def train(
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
         resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, said=said)
+        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         here.to("start")
         if first:
             on_start(session)
@@ -302,6 +302,6 @@ def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) 
 
 
 def _no_summary(
-    progress: Progress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
+    progress: RunProgress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
 ) -> None:
     """Of ranks other than 0."""

@@ -18,7 +18,7 @@ from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.finite import Guard
+from convoy.training.finite import FiniteGuard
 from convoy.training.loss import ClassificationLoss
 from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import autocast_of
@@ -126,9 +126,9 @@ class Session:
             pin_memory=self.device.type == "cuda",
         )
 
-    def guard(self) -> Guard:
+    def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
-        return Guard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
+        return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""

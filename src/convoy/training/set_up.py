@@ -23,7 +23,7 @@ from convoy.training.derived import Derived, Quantities, derive, resolve
 from convoy.training.division import Division, divide
 from convoy.training.ema import AveragedWeights
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import OneDevice, TrainedNetwork, UnderPlan
+from convoy.training.parallel import OneDevice, ParallelNetwork, TrainedNetwork
 from convoy.training.parallel_config import plan_of
 from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
@@ -40,7 +40,7 @@ def set_up(
     ranks: Ranks | None = None,
     data: DataSet | None = None,
     keep: bool = True,
-    said: Collection[str] = (),
+    explicit_keys: Collection[str] = (),
 ) -> Session:
     """Open the data, build the network and everything around it. All ranks call it.
 
@@ -51,7 +51,7 @@ def set_up(
         ranks: the ranks; None for one device.
         data: in place of what the recipe names, where only the speed counts.
         keep: whether measured times are kept for the next time, and those that are kept are used.
-        said: keys of the recipe that the user has set just now, which are to have an effect on this network.
+        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect on this network.
 
     Raises:
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
@@ -74,7 +74,7 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = try_out(model, recipe, data, quantities.sizes, device)
-    notes += _without_heads(recipe, found, said)
+    notes += _without_heads(recipe, found, explicit_keys)
     ready = _Ready(recipe, data, quantities, model, found, device, ranks, ProfileStore() if keep else None)
     chosen, shares = None, None
     if plan is None:
@@ -88,17 +88,17 @@ def set_up(
     return session
 
 
-def _without_heads(recipe: Recipe, found: Probe, said: Collection[str]) -> list[str]:
+def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
     """What to say where auxiliary heads have a weight of their own, but the network has none.
 
     Raises:
         ConvoyError: the user has just set it.
     """
     weight = recipe.loss.aux_weight
-    if found.outputs > 1 or ("loss.aux_weight" not in said and weight == LossConfig().aux_weight):
+    if found.outputs > 1 or ("loss.aux_weight" not in explicit_keys and weight == LossConfig().aux_weight):
         return []
     sentence = f"loss.aux_weight={weight:g} has no effect: {recipe.model.name} has no auxiliary heads"
-    if "loss.aux_weight" in said:
+    if "loss.aux_weight" in explicit_keys:
         raise ConvoyError(f"{sentence}; leave it out")
     return [sentence]
 
@@ -129,7 +129,7 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None
     counts = models.count(model, (data.channels, data.image_size, data.image_size))
     network: TrainedNetwork
     if plan.mesh.num_devices > 1 or ready.probe.draws:
-        network = _under_plan(recipe, model, plan, data, sizes, device)
+        network = _parallel_network(recipe, model, plan, data, sizes, device)
     else:
         context = prepare(model, recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
@@ -200,19 +200,19 @@ def _silent(what: str, done: int, total: int) -> None:
     """No progress."""
 
 
-def _under_plan(
+def _parallel_network(
     recipe: Recipe,
     model: nn.Module,
     plan: Plan,
     data: DataSet,
     sizes: tuple[int, ...],
     device: torch.device,
-) -> UnderPlan:
+) -> ParallelNetwork:
     """The network as the engine runs it: on several devices, and on one where random numbers that no layer controls
     must be the same as on several."""
     example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
     model.train()
-    return UnderPlan(
+    return ParallelNetwork(
         model,
         plan,
         example,

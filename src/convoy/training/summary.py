@@ -10,14 +10,14 @@ from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
-from convoy.training.finite import ADVICE, Bad
-from convoy.training.records import BadImage, DerivedQuantity, RunSummary, Status
+from convoy.training.finite import ADVICE, NonFiniteUpdate
+from convoy.training.records import DerivedQuantity, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What the loop remembers over a stop; stored in every checkpoint.
 
     Attributes:
@@ -29,7 +29,7 @@ class Progress:
         to_evaluate: an evaluation was stopped, and is to be done again.
         left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
-        checkpoints: what they have cost (`convoy.training.checkpoints.Tally`).
+        checkpoints: what they have cost (`convoy.training.checkpoints.CheckpointTally`).
     """
 
     time_s: float = 0.0
@@ -53,7 +53,7 @@ class Progress:
 def write_summary(
     run: RunDirectory,
     session: Session,
-    progress: Progress,
+    progress: RunProgress,
     status: Status,
     steps: int,
     evaluation: Evaluation | None,
@@ -86,7 +86,7 @@ def write_summary(
         data_wait_share=progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
         checkpoints=progress.checkpoints,
         left_out=progress.left_out,
-        bad_images=[BadImage(**entry) for entry in progress.bad_images],
+        bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=[DerivedQuantity(**asdict(row)) for row in session.derived],
         notes=session.notes,
     )
@@ -110,7 +110,7 @@ TOLD = 5
 """Updates that were left out, of which something is said."""
 
 
-class LeftOut:
+class SkippedUpdates:
     """Knows how many there were in a row; all of them are counted in the run's progress.
 
     Args:
@@ -125,7 +125,7 @@ class LeftOut:
         """An update was made."""
         self._in_a_row = 0
 
-    def add(self, bad: Bad, progress: Progress) -> None:
+    def add(self, bad: NonFiniteUpdate, progress: RunProgress) -> None:
         """An update was not made.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from convoy.bench.configuration import Configuration, configurations
-from convoy.bench.forecast import Forecast, Prediction
+from convoy.bench.forecast import Forecast, PlanPrediction
 from convoy.bench.measurement import Lap, RankTimes
 from convoy.bench.store import Store
 from convoy.bench.study import Made, Study
@@ -76,7 +76,7 @@ def write_study(
     for number in devices:
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
         named = {AUTO if text == "auto" else str(text): text for text in texts}
-        predictions = {text: Prediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
+        predictions = {text: PlanPrediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
         store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions=predictions, notes=("a note",)))
     noise = np.random.default_rng(0)
     for round_ in range(1, rounds + 1):

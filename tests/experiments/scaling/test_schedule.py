@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from convoy.bench import command
-from convoy.bench.command import Schedule
+from convoy.bench.command import MeasuringSchedule
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast
 from convoy.bench.processes import RankFailed, RankSlots
@@ -34,7 +34,7 @@ def measure(
         return ranks(0.1, len(slots))
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    Schedule(study(updates=updates), rows, store, RankSlots(1, []), 1, predict=False, tell=said.append)()
+    MeasuringSchedule(study(updates=updates), rows, store, RankSlots(1, []), 1, predict=False, tell=said.append)()
     return store, said
 
 

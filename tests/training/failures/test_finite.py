@@ -64,7 +64,7 @@ def test_several_devices_leave_out_the_same(data: Path, tmp_path: Path, settings
 def _without_putting_back(data: Path, out: Path) -> Ended:
     """The running statistics keep what a bad update has put in."""
     with as_before() as patch:
-        patch.setattr(finite.Guard, "restore", lambda self: None)
+        patch.setattr(finite.FiniteGuard, "restore", lambda self: None)
         return train_here(data, out, SETTINGS)
 
 

@@ -34,7 +34,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 
 
 @dataclass(frozen=True)
-class Device:
+class ClusterDevice:
     """One of a cluster.
 
     Attributes:
@@ -46,7 +46,7 @@ class Device:
     host: str
 
 
-def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
+def alike(count: int, speed: float, hosts: int | None) -> tuple[ClusterDevice, ...]:
     """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
 
     Raises:
@@ -57,7 +57,7 @@ def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
     hosts = count if hosts is None else hosts
     if not 1 <= hosts <= count:
         raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
-    return tuple(Device(speed, f"host{number * hosts // count}") for number in range(count))
+    return tuple(ClusterDevice(speed, f"host{number * hosts // count}") for number in range(count))
 
 
 def check_speed(speed: object, what: str) -> float:
@@ -88,7 +88,7 @@ def check_rate(rate: object) -> None:
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
 
-def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
+def parse(document: Any) -> tuple[tuple[ClusterDevice, ...], str, dict[str, str]]:
     """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
 
     Raises:
@@ -114,9 +114,9 @@ def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
     raise ConvoyError(f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices")
 
 
-def _listed(entries: list[Any]) -> list[Device]:
+def _listed(entries: list[Any]) -> list[ClusterDevice]:
     """Devices one by one; those that name no host are in one of their own."""
-    found: list[Device] = []
+    found: list[ClusterDevice] = []
     for number, entry in enumerate(entries):
         what = f"entry {number + 1} of devices"
         if not isinstance(entry, Mapping):
@@ -125,7 +125,7 @@ def _listed(entries: list[Any]) -> list[Device]:
         speed = check_speed(entry.get("speed", 1.0), what)
         for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
             host = entry.get("host")
-            found.append(Device(speed, f"host{len(found)}" if host is None else str(host)))
+            found.append(ClusterDevice(speed, f"host{len(found)}" if host is None else str(host)))
     return found
 
 
@@ -182,7 +182,7 @@ class Cluster:
         ConvoyError: speeds, names or rates that cannot be.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[ClusterDevice, ...]
     rate: str = ""
     rates: Mapping[str, str] = field(default_factory=dict, hash=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from convoy.bench.emulated import network, quota
 from convoy.bench.emulated.cluster import Cluster
-from convoy.bench.emulated.network import INTERFACE, Host, prefix
+from convoy.bench.emulated.network import INTERFACE, EmulatedHost, prefix
 from convoy.bench.emulated.pulse import pulses
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
@@ -37,7 +37,7 @@ class EmulatedDevice:
     rank: int
     speed: float
     name: str
-    host: Host
+    host: EmulatedHost
     master: str
     core: int
     group: Path | None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convoy.bench.configuration import configurations
-from convoy.bench.forecast import Forecast, Prediction
+from convoy.bench.forecast import Forecast, PlanPrediction
 from convoy.bench.page import write_files
 from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
 from convoy.bench.results import Results, results
@@ -143,7 +143,7 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
         for row in rows:
             store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
         for devices, plan in ((1, "serial"), (2, "sample=2")):
-            store.put_forecast(devices, Forecast(predictions={plan: Prediction(0.1 / devices, {}, 1)}))
+            store.put_forecast(devices, Forecast(predictions={plan: PlanPrediction(0.1 / devices, {}, 1)}))
         found = results(store.document, 2, 6400)
         return [row.predicted for row in found.rows], " ".join(remarks(store.document, found))
 
@@ -161,7 +161,7 @@ def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
     store.add(rows)
     for row in rows:
         store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
-    predictions = {"sample=2": Prediction(0.06, {}, 1), "auto": Prediction(0.05, {}, 1)}
+    predictions = {"sample=2": PlanPrediction(0.06, {}, 1), "auto": PlanPrediction(0.05, {}, 1)}
     store.put_forecast(2, Forecast("sample=2", (3, 1), predictions=predictions))
     found = results(store.document, 2, 6400)
     assert [(row.label, row.predicted, row.uneven) for row in found.rows[2:]] == [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast, forecast
 from convoy.bench.measure import measure_rank
-from convoy.bench.measurement import Task
+from convoy.bench.measurement import MeasurementTask
 from convoy.bench.store import Store
 from convoy.bench.study import Study
 from convoy.engine.profiling import CallTimes, Rehearsal
@@ -29,10 +29,12 @@ def of_tiny() -> Study:
     return study(recipe=load_recipe("default", settings))
 
 
-def task(**changes: object) -> Task:
+def task(**changes: object) -> MeasurementTask:
     plain = of_tiny()
     (row,) = configurations([2], ["auto"], [])
-    return replace(Task("convoy", plain.recipe_for(row, None), plain.made, "cpu", updates=1, warm_up=0), **changes)  # type: ignore[arg-type]
+    return replace(
+        MeasurementTask("convoy", plain.recipe_for(row, None), plain.made, "cpu", updates=1, warm_up=0), **changes
+    )  # type: ignore[arg-type]
 
 
 def nothing(what: str, done: int, total: int) -> None:
