@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.report.metrics import column, read_metrics
+from convoy.report.run_directory import column, read_metrics
 from experiments.made_runs import metrics
 
 

@@ -13,9 +13,9 @@ from convoy.engine.gradients import GradientReducer
 from convoy.engine.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
+from convoy.training.build import merged, probed
 from convoy.training.division import Division, soonest
 from convoy.training.parallel import Method, OneDevice, ParallelNetwork
-from convoy.training.trial import merged, probed
 from ranks import run_ranks
 
 SIZE, COUNTS = 2, (4, 1)

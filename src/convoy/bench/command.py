@@ -15,10 +15,9 @@ from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.forecast import Forecast, forecast
 from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import MeasurementTask, RankTimes
-from convoy.bench.prepare import Prepared, prepare
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
-from convoy.bench.study import IMAGENET, Study, assumed, too_coarse
+from convoy.bench.study import IMAGENET, Prepared, Study, assumed, prepare, too_coarse
 from convoy.bench.training_runs import TrainingRuns, recipe_for_training
 from convoy.data import open_data
 from convoy.errors import ConvoyError

@@ -10,9 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from convoy.data.decode import BadImage
-from convoy.data.memory import refusal
 from convoy.data.order import Purpose, uniforms
-from convoy.data.sources import PixelSource, Source
+from convoy.data.sources import PixelSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry
 from convoy.errors import ConvoyError
 

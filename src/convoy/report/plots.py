@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from convoy.report import axes as ax
 from convoy.report import formats
-from convoy.report.metrics import column
-from convoy.report.run_directory import Run, read_run
+from convoy.report.run_directory import Run, column, read_run
 from convoy.training.records import MetricsLine
 
 Against = Literal["updates", "time"]

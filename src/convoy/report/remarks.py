@@ -8,10 +8,9 @@ import numpy as np
 
 from convoy.planner.comparison import difference, shown
 from convoy.report import formats
-from convoy.report.metrics import column
 from convoy.report.plots import data_wait_shares
 from convoy.report.prediction import PredictionFile
-from convoy.report.run_directory import Run
+from convoy.report.run_directory import Run, column
 from convoy.report.tiles import last_result, num_test_images
 from convoy.training.records import MetricsLine, RunSummary
 

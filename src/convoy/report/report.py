@@ -14,12 +14,11 @@ from markupsafe import Markup
 import convoy
 from convoy.errors import ConvoyError
 from convoy.report import confusion, formats, pages
-from convoy.report.metrics import column
 from convoy.report.pages import InlinePicture, data_uri, inline_svg, read_picture
 from convoy.report.plots import Panel, draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
-from convoy.report.run_directory import EvaluationOfRun, Run, read_run
+from convoy.report.run_directory import EvaluationOfRun, Run, column, read_run
 from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
 from convoy.training.records import Mistake

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.report import formats
-from convoy.report.metrics import column
-from convoy.report.run_directory import Run
+from convoy.report.run_directory import Run, column
 from convoy.training.records import RunSummary
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from convoy.comm.ranks import Ranks
+from convoy.training.division import SlowRanks
 from convoy.training.evaluate import Evaluation
 from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
 from convoy.training.session import Session
-from convoy.training.slow import SlowRanks
 from convoy.training.step import StepResult
 from convoy.training.summary import RunProgress
 

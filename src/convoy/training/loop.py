@@ -13,19 +13,17 @@ from convoy.comm.position import here
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
-from convoy.training.division import text
+from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
-from convoy.training.extend import extended, state_at_end
 from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.resume import create_saver, identity, load_latest, moved_data
+from convoy.training.resume import create_saver, extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.slow import SpeedTest
 from convoy.training.step import TrainingStep
 from convoy.training.summary import RunProgress, SkippedUpdates
 

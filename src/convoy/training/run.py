@@ -21,13 +21,12 @@ from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.checks import check_run
 from convoy.training.evaluate import Evaluation
-from convoy.training.extend import check_extension
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.records import Status
-from convoy.training.resume import check_data, load_latest, moved_data
+from convoy.training.resume import check_data, check_extension, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up

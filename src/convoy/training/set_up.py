@@ -17,7 +17,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares, describe, method_of
-from convoy.training.build import build_model
+from convoy.training.build import build_model, check_coupling, merged, try_out
 from convoy.training.checks import check_devices
 from convoy.training.derived import Derived, Quantities, derive, resolve
 from convoy.training.division import Division, divide
@@ -30,7 +30,6 @@ from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.session import Session
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
-from convoy.training.trial import check_coupling, merged, try_out
 
 
 def set_up(

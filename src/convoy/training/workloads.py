@@ -17,12 +17,12 @@ from convoy.engine import microbatch_sizes
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, memory_limits, this_device
 from convoy.plans.explain import size
+from convoy.training.build import merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
-from convoy.training.trial import merged, probed
 
 SHARE = 0.9
 """Of what there is: kernels, the framework and the data take some."""

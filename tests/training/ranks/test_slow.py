@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from convoy.comm.ranks import Ranks
-from convoy.training import slow
-from convoy.training.division import Division, divide
+from convoy.training import division as slow
+from convoy.training.division import Division, SlowRanks, divide
 from convoy.training.environment import join_ranks
-from convoy.training.slow import SlowRanks
 from convoy.training.step import InputPipeline
 from ranks import run_ranks
 from tiny import write_mnist

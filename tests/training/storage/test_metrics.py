@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter, masked_crc32c
 
 from convoy.errors import ConvoyError
-from convoy.training import events
+from convoy.training import metrics as events
 from convoy.training.metrics import MetricsWriter
 from ranks import run_ranks
 
