@@ -1,7 +1,4 @@
-"""From what is asked for to the study: its recipe, its rows, its machine, and how much of the machine a device is.
-
-What all configurations of a study share: the recipe, made-up pictures, and how batches are divided by speed.
-"""
+"""What all configurations of a study share: recipe, made-up pictures, machine, and how much of it a device is."""
 
 import importlib.metadata
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Decodes a set of small pictures of one size once, so that a batch is one index into an array.
-
-Where single pictures come from: the protocol, and the two kinds (pixels in memory, encoded files).
-"""
+"""Where single pictures come from: the protocol, and its two kinds, pixels in memory and encoded files."""
 
 import os
 from abc import ABC, abstractmethod

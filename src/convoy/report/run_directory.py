@@ -1,6 +1,6 @@
 """Reads a run directory into one checked object; whatever a run has not written yet may be missing.
 
-Reads `metrics.jsonl`: one checked object a line, and one history even where a resumed run repeats itself.
+Of `metrics.jsonl` one history is made, even where a resumed run repeats itself.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""A network is tried before it is trained: whether it fits the data, and which microbatches may run together.
-
-The network that a recipe names, and what it is given.
-"""
+"""The network that a recipe names: built, and tried before it is trained, with the data and for coupled samples."""
 
 import copy
 import json

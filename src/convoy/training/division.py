@@ -1,6 +1,6 @@
-"""How fast each rank is: measured in the first updates for `--shares auto`, and watched for ranks that keep others.
+"""Which microbatches of a global batch each sample rank computes, in which passes; and how fast each rank is.
 
-Which microbatches of a global batch each sample rank computes, in which passes.
+Speeds are measured in the first updates for `--shares auto`, and watched for a rank that keeps the others waiting.
 """
 
 import socket

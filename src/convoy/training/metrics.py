@@ -1,10 +1,7 @@
 """Writes the course of a run: `metrics.jsonl` for programs, TensorBoard events for people.
 
-What a full disk refuses is kept, and written as soon as there is room.
-
-TensorBoard's files of events, written line by line as the metrics are.
-
-tensorboardX's own writer has a thread and a queue, which stop for good, and then block, when the disk is full.
+What a full disk refuses is kept, and written as soon as there is room. tensorboardX's own writer is not used: its
+thread and queue stop for good, and then block, when the disk is full.
 """
 
 import math

@@ -1,9 +1,7 @@
-"""A run made longer: a new one that begins with the state at the end of a finished one, of which nothing changes.
+"""What a run goes on from: whether a recipe may go on with a run that another one began, and from which checkpoint.
 
-Its schedule is that of a run of the whole, new length: rates that are constant or fall at certain epochs go on as they
-were, and a cosine, which has come to its end with the old run, goes on from where it would stand in the longer one.
-
-Whether a recipe may go on with a run that another one began, from which checkpoint, and who saves the next ones.
+A run made longer is a new one that begins with the state at the end of a finished one, of which nothing changes. Its
+schedule is that of the whole, new length: a cosine goes on from where it would stand in the longer run.
 """
 
 import hashlib
