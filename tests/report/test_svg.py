@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from convoy.report.pages import inline_svg
 from convoy.report.plots import draw_panels
 from convoy.report.run_directory import read_run
-from experiments.made_runs import complete_run
+from report.made_runs import complete_run
 
 
 @pytest.fixture

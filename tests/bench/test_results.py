@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.made_study import AUTO, document, ranks, study, write_study
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast, PlanPrediction
 from convoy.bench.page import write_files
@@ -15,7 +16,6 @@ from convoy.bench.results import Results, results
 from convoy.bench.store import Store
 from convoy.bench.table import csv_text, latex_text, lines, plus_minus
 from convoy.report import formats
-from experiments.scaling.made_study import AUTO, document, ranks, study, write_study
 
 
 def found(folder: Path) -> Results:

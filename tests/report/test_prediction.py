@@ -12,7 +12,7 @@ from convoy.report import formats
 from convoy.report.prediction import compared
 from convoy.report.report import write_report
 from convoy.report.run_directory import read_run
-from experiments.made_runs import complete_run, summary
+from report.made_runs import complete_run, summary
 
 
 def comparison(predicted: bool = True, **changes: Any) -> Comparison:

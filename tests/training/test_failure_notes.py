@@ -83,7 +83,7 @@ def test_an_error_is_in_the_summary_and_the_run_goes_on(
     assert caught.value is error
     status, sentence, step = stands(out)
     assert (status, step) == ("failed", 5)
-    place = r" \(test_last_words\.py, line \d+, in failing\)"  # where the error lies, but for a user's mistake
+    place = r" \(test_failure_notes\.py, line \d+, in failing\)"  # where the error lies, but for a user's mistake
     assert sentence is not None and re.fullmatch(f"{re.escape(said)}({place})?", sentence)
     assert ("in failing" in sentence) == isinstance(error, KeyError | RuntimeError)
     # The checkpoint after 4 updates may still have been on its way.
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_go_on_says_why(data: Path, tmp_path: Path, monkeypatc
     with pytest.raises(RuntimeError, match="odd tensors"):
         run(data, tmp_path / "run")
     status, sentence, step = stands(tmp_path / "run")
-    assert (status, step) == ("failed", 5) and str(sentence).startswith("RuntimeError: odd tensors (test_last_words.py")
+    assert (status, step) == ("failed", 5) and str(sentence).startswith("RuntimeError: odd tensors (test_failure_notes.py")
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(data: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.made_study import document, study, write_study, write_trainings
 from convoy.bench.curves import Convergence, convergence, training_facts
 from convoy.bench.store import Store
 from convoy.bench.table import (
@@ -20,7 +21,6 @@ from convoy.bench.table import (
 from convoy.bench.training_runs import recipe_for_training
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe
-from experiments.scaling.made_study import document, study, write_study, write_trainings
 
 PLANS = ("sample", "filter")
 

@@ -18,7 +18,7 @@ def on_a_small_disk(size_k: int, tmp_path: Path, *command: str) -> subprocess.Co
     """Run a command that writes to `tmp_path/disk/run`; what there is then is copied to `tmp_path/kept`."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     arguments = ["unshare", "--mount", "sh", "-c", INSIDE + AFTER, str(size_k), str(disk), str(tmp_path / "kept")]
     return subprocess.run([*arguments, *command], env=environment, capture_output=True, text=True, timeout=150)
 

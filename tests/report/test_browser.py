@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from convoy.report.report import write_report
-from experiments.made_runs import complete_run, evaluation, summary
-from experiments.test_prediction import comparison
+from report.made_runs import complete_run, evaluation, summary
+from report.test_prediction import comparison
 
 PROBE = """
 addEventListener("load", () => {

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from bench.made_study import study
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast, forecast
 from convoy.bench.measure import measure_rank
@@ -20,7 +21,6 @@ from convoy.planner import make_plan
 from convoy.planner.cost.link import Links, Rate
 from convoy.plans.plan import Plan
 from convoy.training import auto_plan, load_recipe
-from experiments.scaling.made_study import study
 from ranks import run_ranks
 
 

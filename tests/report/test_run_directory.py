@@ -4,7 +4,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.report.run_directory import read_run
-from experiments.made_runs import complete_run, evaluation, write_run
+from report.made_runs import complete_run, evaluation, write_run
 
 
 def test_a_complete_run_is_read(tmp_path: Path) -> None:

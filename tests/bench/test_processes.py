@@ -97,7 +97,7 @@ _STARTS_A_RANK = """
 import sys
 from pathlib import Path
 from convoy.bench.processes import RankSlot, run_ranks
-from experiments.scaling.ranks.test_processes import load_pictures
+from bench.test_processes import load_pictures
 
 if __name__ == "__main__":
     run_ranks(load_pictures, [RankSlot(0, 1)], Path(sys.argv[1]))
@@ -110,7 +110,7 @@ if __name__ == "__main__":
 def test_nothing_outlives_whoever_started_the_ranks(end: signal.Signals, tmp_path: Path) -> None:
     write_mnist(tmp_path / "data")
     (tmp_path / "starts.py").write_text(_STARTS_A_RANK)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     process = subprocess.Popen([sys.executable, str(tmp_path / "starts.py"), str(tmp_path / "data")], env=environment)
     numbers = tmp_path / "data" / "numbers"
     try:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from bench.made_study import MACHINE, document, study, write_study
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast
 from convoy.bench.store import Store, read
 from convoy.errors import ConvoyError
-from experiments.scaling.made_study import MACHINE, document, study, write_study
 
 
 def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:

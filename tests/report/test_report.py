@@ -13,7 +13,7 @@ from convoy.errors import ConvoyError
 from convoy.report import formats, report
 from convoy.report.pages import running
 from convoy.report.report import write_report
-from experiments.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
+from report.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
 
 EVIL = "<script>alert('ship')</script>"
 VOID = {"meta", "link", "img", "br", "input", "hr"}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.made_study import write_study
 from convoy.bench.page import write_files
 from convoy.bench.table import csv_of, escaped
 from convoy.report.report import write_report
-from experiments.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary
-from experiments.scaling.made_study import write_study
-from experiments.test_report import Page
+from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary
+from report.test_report import Page
 
 HOSTILE = [
     "<script>alert(1)</script>",

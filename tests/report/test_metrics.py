@@ -6,7 +6,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.report.run_directory import column, read_metrics
-from experiments.made_runs import metrics
+from report.made_runs import metrics
 
 
 def write(folder: Path, *rows: object, end: str = "\n") -> Path:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from bench.made_study import MACHINE, study
 from convoy.bench import training_runs
 from convoy.bench.configuration import configurations
 from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.results import results
 from convoy.bench.store import Store
 from convoy.bench.training_runs import TrainingRuns
-from experiments.scaling.made_study import MACHINE, study
 
 
 @pytest.mark.slow

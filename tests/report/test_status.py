@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from convoy.training.lock import locked
-from experiments.made_runs import ENVIRONMENT, metrics, summary, write_run
-from experiments.test_report import EVIL, page
+from report.made_runs import ENVIRONMENT, metrics, summary, write_run
+from report.test_report import EVIL, page
 
 
 def test_restarts_are_named(tmp_path: Path) -> None:

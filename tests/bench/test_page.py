@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from bench.made_study import write_study, write_trainings
 from convoy.bench.page import write_files
 from convoy.bench.table import lines
-from experiments.scaling.made_study import write_study, write_trainings
-from experiments.test_browser import BROWSER, look
+from report.test_browser import BROWSER, look
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 PLANS = ("sample", "filter", "sample=2,filter=2", "owt", "auto")

@@ -10,7 +10,7 @@ from PIL import Image
 from convoy.report import axes
 from convoy.report.plots import data_wait_shares, draw_curves, draw_panels
 from convoy.report.run_directory import read_run
-from experiments.made_runs import CONFIG, complete_run, metrics, write_run
+from report.made_runs import CONFIG, complete_run, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
 

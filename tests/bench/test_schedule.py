@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bench.made_study import MACHINE, ranks, study
 from convoy.bench import command
 from convoy.bench.command import MeasuringSchedule
 from convoy.bench.configuration import configurations
@@ -12,7 +13,6 @@ from convoy.bench.forecast import Forecast
 from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.store import Store
 from convoy.errors import ConvoyError
-from experiments.scaling.made_study import MACHINE, ranks, study
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}
 
