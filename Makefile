@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint types check clean
+.PHONY: demo test test-all docs lint types check clean
 
 demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
 	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
@@ -14,6 +14,9 @@ test: $(VENV)/dev.installed           ## a test of every promise, two at a time:
 test-all: $(VENV)/dev.installed       ## every test but the largest networks
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations 20
 
+docs: $(VENV)/docs.installed          ## write the guides and the Python reference as pages: build/docs/index.html
+	$(VENV)/bin/python -m sphinx -b html -E -W --keep-going -q docs build/docs
+
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -21,7 +24,7 @@ lint: $(VENV)/dev.installed
 types: $(VENV)/dev.installed
 	$(VENV)/bin/mypy
 
-check: test-all lint types                ## all that CI runs
+check: test-all lint types docs       ## all that CI runs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

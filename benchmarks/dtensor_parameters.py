@@ -27,11 +27,11 @@ from torch.multiprocessing.spawn import spawn
 
 from convoy import models
 from convoy.comm.groups import Groups
-from convoy.engine.context import StepContext
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.network import Network
 from convoy.engine.shards import cut
 from convoy.errors import ConvoyError
+from convoy.ops.context import StepContext
 from convoy.plans import Layout, Plan
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes, Mesh

@@ -18,8 +18,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from convoy.graph.capture import capture
 from convoy.models import create
+from convoy.ops import capture
 from convoy.planner.cost.analytic import Analytic
 from convoy.planner.search import search
 from convoy.plans.mesh import Mesh

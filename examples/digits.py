@@ -1,4 +1,4 @@
-"""What both classify.py and classify_plain.py train: a small network on handwritten digits."""
+"""What classify.py, finetune.py and their plain versions train: a small network on handwritten digits."""
 
 import argparse
 
@@ -8,16 +8,17 @@ from torch.utils.data import TensorDataset
 
 
 def options() -> argparse.Namespace:
-    """The command line's."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--plan", default="serial", help="how the work is divided (for classify.py)")
+    parser.add_argument("--plan", default="serial", help="how the work is divided (not for the plain versions)")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=100, help="samples of an update, on all devices together")
-    parser.add_argument("--accumulate", type=int, default=1, help="pieces of it that pass one after another")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches that it is accumulated from")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
     parser.add_argument("--out", default="runs/digits", help="folder for checkpoints and weights.pt")
+    parser.add_argument("--weights", default="runs/digits/weights.pt", help="weights to fine-tune (for finetune.py)")
     parser.add_argument("--resume", help="a checkpoint to go on from")
     parser.add_argument("--synthetic", action="store_true", help="noise in place of digits: needs no package")
     parser.add_argument("--in-order", action="store_true", help="do not shuffle")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.engine.context import StepContext
-from convoy.engine.kernels import build_kernel
-from convoy.engine.kernels.kernel import Site
 from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.ops import OPERATIONS
+from convoy.ops.context import StepContext
+from convoy.ops.kernel import Site
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
-from convoy.plans.rules import RULES, Batch, Placed, Situation
+from convoy.plans.place import Batch, Placed, Situation
 
 TOLERANCE = 1e-10
 
@@ -51,7 +51,7 @@ def place(graph: Graph, mesh: Mesh, given: Mapping[str, Layout], strategy: Seque
     """What the call's rule says."""
     call = graph.calls[0]
     batch = Batch(mesh, (), (range(graph.shape(call.inputs[0])[0]),))
-    return RULES[call.op](Situation(graph, mesh, batch, call, tuple(strategy), given))
+    return OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, tuple(strategy), given))
 
 
 def check(
@@ -103,7 +103,7 @@ def run(
             _share(x.detach(), layouts[name], mesh, here).requires_grad_()
             for name, x in zip(call.inputs, tensors, strict=True)
         ]
-        results = list(build_kernel(site)(*local))
+        results = list(OPERATIONS[call.op].build(site)(*local))
         for name, y in zip(call.outputs, results, strict=True):
             assert tuple(y.shape) == site.local_shape(name), (name, y.shape, site.local_shape(name))
             assert y.requires_grad, f"rank {rank} has no gradient edge to {name}"

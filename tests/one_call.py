@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.engine.context import StepContext
-from convoy.engine.kernels import KERNELS, Site
 from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.ops import OPERATIONS
+from convoy.ops.context import StepContext
+from convoy.ops.kernel import Site
 from convoy.plans.layout import Layout, balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.rules import RULES, Batch, Placed, Situation
+from convoy.plans.place import Batch, Placed, Situation
 from ranks import run_ranks
 
 ALONE: dict[str, Callable[..., Tensor]] = {
@@ -74,7 +75,7 @@ class OneCall:
         parts = samples.parts if samples else balanced(self.gradient.shape[0], 1)
         strategy = tuple("sample" if axis in axes else "replicate" for axis in range(len(self.sizes)))
         given = {"x": self.given} if "x" in self.tensors else {}
-        return RULES[self.op](
+        return OPERATIONS[self.op].place(
             Situation(graph, self.mesh, Batch(self.mesh, axes, parts), graph.calls[0], strategy, given)
         )
 
@@ -92,7 +93,7 @@ def _results(case: OneCall) -> dict[str, Tensor]:
     context = StepContext(seed=3, batch_norm=case.mode)
     call = graph.calls[0]
     site = Site(graph, mesh, groups.coordinates, groups, context, call, {**placed.inputs, **placed.outputs})
-    kernel = KERNELS[case.op](site)
+    kernel = OPERATIONS[case.op].build(site)
     count = case.gradient.shape[0]
     local = {name: cut(t, placed.inputs[name], mesh, groups.coordinates).clone() for name, t in case.tensors.items()}
     learned = [n for n, t in local.items() if n not in case.buffers and t.is_floating_point()]

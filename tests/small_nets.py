@@ -114,6 +114,25 @@ class Permuted(nn.Module):
         return self.head(self.last(x.mean([-2, -1])))
 
 
+class RootMeanSquare(nn.Module):
+    """RMS norm over the channels, and over whole pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 4, 4)
+        self.norm = nn.RMSNorm(12, eps=1e-6)
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+        self.pictures = nn.RMSNorm((12, 8, 8))
+        self.second = nn.Conv2d(12, 6, 3, 2, 1)
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.down(F.silu(self.up(self.norm(x.permute(0, 2, 3, 1))))).permute(0, 3, 1, 2)
+        return self.head(F.relu(self.second(self.pictures(x))).mean([-2, -1]))
+
+
 class Dropping(nn.Module):
     """Drops channels, elements of pictures and elements of a vector."""
 
@@ -140,5 +159,6 @@ SMALL_NETS: dict[str, type[nn.Module]] = {
     "dense": Dense,
     "shuffle": Shuffle,
     "permuted": Permuted,
+    "root-mean-square": RootMeanSquare,
     "dropping": Dropping,
 }

@@ -1,4 +1,4 @@
-"""Who imports whom: no circles of modules or of rooms, and every folder only from those above it in the README."""
+"""Who imports whom: no circles of modules or rooms; every folder only from those above it in docs/architecture.md."""
 
 import ast
 import re
@@ -63,9 +63,9 @@ def rooms(found: Imports, folder: str) -> dict[str, set[str]]:
     return graph
 
 
-def house(readme: str) -> list[str]:
-    """The folders, from top to bottom, of the README's list."""
-    listed = readme.partition("src/convoy/\n")[2].partition("\nbenchmarks/")[0]
+def house(page: str) -> list[str]:
+    """The folders, from top to bottom, of the list in docs/architecture.md."""
+    listed = page.partition("src/convoy/\n")[2].partition("\nbenchmarks/")[0]
     return re.findall(r"^  (\w+)/", listed, re.MULTILINE)
 
 
@@ -97,7 +97,7 @@ def test_no_rooms_of_a_folder_import_each_other_in_a_circle(all_imports: Imports
 
 
 def test_folders_import_only_from_those_above_them(all_imports: Imports) -> None:
-    order = house((ROOT / "README.md").read_text(encoding="utf-8"))
+    order = house((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert sorted(order) == sorted(path.parent.name for path in (SOURCE / PACKAGE).glob("*/__init__.py"))
     assert upwards(all_imports, order) == []
 

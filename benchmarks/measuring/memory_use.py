@@ -36,7 +36,7 @@ class MemoryUse:
 def measure(case: Case, plan: Plan, rank_count: int) -> dict[str, int]:
     """A rank's part of three updates of `case` under `plan`."""
     from convoy.engine.network import network_of
-    from convoy.plans.memory import predict_memory
+    from convoy.ops.memory import predict_memory
 
     before = _resident("VmRSS")
     arrangement = Arrangement()

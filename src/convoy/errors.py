@@ -8,6 +8,10 @@ class ConvoyError(ValueError):
 
     The message is one sentence that names what is wrong and what to change. The command line prints it without
     a traceback and exits with status 2. Control characters, of names in it, are escaped, and what is long is shortened.
+
+    >>> convoy.Plan.parse("filtre=2")
+    Traceback (most recent call last):
+    convoy.errors.ConvoyError: plan 'filtre=2': filtre is no strategy: did you mean filter?
     """
 
     def __str__(self) -> str:

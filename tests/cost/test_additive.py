@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from convoy.ops.memory import predict_memory
 from convoy.planner.cost.additive import Additive, busy_ranks, sent_elements, some_places
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Update
@@ -14,7 +15,6 @@ from convoy.planner.cost.step import alike, predict
 from convoy.planner.cost.times import Roofline, Times
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.buckets import Sizes
-from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.traffic import needs_gradient, step_elements
 from plans.made_graph import Chain, placed, small_net

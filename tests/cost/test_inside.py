@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.graph.capture import capture
+from convoy.ops import capture, place
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local import piece
@@ -12,9 +12,8 @@ from convoy.planner.cost.program import inside, running_statistics
 from convoy.planner.cost.step import predict, step_tasks
 from convoy.planner.cost.times import Roofline
 from convoy.plans.layout import balanced
-from convoy.plans.place import place, sample_axes
+from convoy.plans.place import Batch, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 from plans.made_graph import Chain, placed
 
 CURVE = Curve(((0, 0.0), (1, 1e-6)))

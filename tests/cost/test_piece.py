@@ -8,10 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from convoy.graph.counts import flops
+from convoy.models import create
+from convoy.models.counting import count
+from convoy.ops import capture, place
 from convoy.planner.cost.local import piece
 from convoy.planner.cost.local_op import Operand, Piece
+from convoy.plans.place import Batch
+from convoy.plans.plan import Plan
 from plans.made_graph import Chain, placed, small_net
 
 CONV = Piece(
@@ -110,11 +115,38 @@ def test_flops_and_bytes_of_a_convolution():
 
 def test_flops_of_ranks_add_up_to_those_of_the_call():
     graph = small_net()
+    whole = pieces(graph, "serial")
     for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
         placement = placed(graph, plan)
         for call in placement.calls:
             ranks = [piece(call, placement, rank).flops.forward for rank in range(placement.mesh.num_devices)]
-            assert sum(ranks) == flops(graph, call.call), (plan, call.call.name)
+            assert sum(ranks) == whole[call.call.layer].flops.forward, (plan, call.call.name)
+
+
+class Mixture(nn.Module):
+    """Grouped, strided and transposed convolutions and matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=4)
+        self.up = nn.ConvTranspose2d(12, 6, 4, stride=2, padding=1, groups=2)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.grouped(x)).flatten(2)
+        return self.fc(x @ x.mT)
+
+
+@pytest.mark.parametrize("name", ["", "alexnet-2012", "googlenet", "resnet50", "squeezenet1_1", "vgg11_bn"])
+def test_flops_are_those_that_torch_counts(name):
+    with torch.device("meta"):
+        model = create(name) if name else Mixture()
+    shape = (3, 224, 224) if name else (8, 10, 10)
+    graph = capture(model, ((1, *shape),), training=False)
+    plan = Plan.parse("serial")
+    placement = place(graph, plan, Batch(plan.mesh, (), (range(1),)), [])
+    found = sum(piece(call, placement, 0).flops.forward for call in placement.calls)
+    assert found == count(model, shape).flops
 
 
 def test_views_and_empty_parts_take_no_time():

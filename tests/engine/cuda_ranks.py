@@ -12,7 +12,7 @@ from low_precision import Closeness, closeness
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.random import layer_key, random_bits, sample_keys
+from convoy.ops.random_bits import layer_key, random_bits, sample_keys
 
 DEVICE = os.environ.get("CONVOY_TEST_DEVICE", "cuda:0")
 """`cpu` runs the suite where there is no GPU, to try the suite itself."""

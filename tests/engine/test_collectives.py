@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm import collectives
+from convoy.comm.collectives import gather_ints
 from ranks import run_ranks
 
 
@@ -158,3 +159,12 @@ def _compiled():
 @pytest.mark.slow
 def test_the_private_functional_collectives_of_torch_are_still_there():
     run_ranks(_compiled, 2, timeout=120)
+
+
+def _numbers_of_gpus():
+    return gather_ints([dist.get_rank(), 7], dist.group.WORLD, torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tensor on the GPU would be no error")
+def test_numbers_of_ranks_with_gpus_travel_between_cpus():
+    assert run_ranks(_numbers_of_gpus, 2) == [[[0, 7], [1, 7]]] * 2

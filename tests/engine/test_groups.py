@@ -1,6 +1,7 @@
 import copy
 import os
 import socket
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -63,6 +64,7 @@ def _join_with_gpus(num_gpus):
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: num_gpus),
         mock.patch("torch.cuda.set_device", current.append),
+        mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
     ):
         device = join(timeout=30)
     return str(device), [str(device) for device in current], dist.get_backend_config()

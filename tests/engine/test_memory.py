@@ -7,8 +7,8 @@ import torch.distributed as dist
 import convoy
 from convoy.engine.network import network_of
 from convoy.models import create
+from convoy.ops.memory import predict_memory
 from convoy.plans.layout import balanced
-from convoy.plans.memory import predict_memory
 from plans.made_graph import same_net
 from ranks import run_ranks
 

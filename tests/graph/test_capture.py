@@ -8,8 +8,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from convoy.graph import Call, CaptureError, Graph, Ref, capture
+from convoy.graph import Call, CaptureError, Graph, Ref
 from convoy.models import create
+from convoy.ops import capture
 from graph.replay import replay, same
 
 

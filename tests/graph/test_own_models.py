@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from convoy.graph import OPS, capture
 from convoy.models import create, list_models
 from convoy.models.factory import describe
+from convoy.ops import OPERATIONS, capture
 from graph.replay import replay, same
 
 NAMES = [info.name for info in list_models()]
@@ -39,5 +39,5 @@ def test_every_call_has_an_op_and_every_parameter_is_used(name: str, mode: bool)
     used, present = {value.name for value in graph.parameters()}, {name for name, _ in model.named_parameters()}
     assert used == present if mode else used == {name for name in present if not name.startswith("aux")}
     assert graph.training == mode
-    assert {call.op for call in graph.calls} <= set(OPS) - {"opaque"}
+    assert {call.op for call in graph.calls} <= set(OPERATIONS) - {"opaque"}
     assert len({call.name for call in graph.calls}) == len(graph.calls)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.graph import CaptureError, capture
+from convoy.graph import CaptureError
+from convoy.ops import capture
 
 
 class Outer(nn.Module):

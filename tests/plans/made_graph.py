@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.ops import place
 from convoy.plans.layout import balanced
-from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 
 class Chain:

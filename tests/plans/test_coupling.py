@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from convoy import models
 from convoy.engine.coupling import coupling
-from convoy.graph.capture import capture
+from convoy.ops import capture
 from small_nets import SMALL_NETS
 
 

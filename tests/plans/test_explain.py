@@ -2,6 +2,7 @@
 
 import pytest
 
+from convoy.ops.memory import predict_memory
 from convoy.plans.explain import explain, explanation, size, table
 from convoy.plans.plan import Plan
 from plans.made_graph import Chain, placed, small_net
@@ -25,7 +26,8 @@ a rank holds 35.6 kB of 66.8 kB of parameters, 35.6 kB of gradients, 82.9 kB of 
 
 def _explain(graph, plan, capture=""):
     plan = Plan.parse(plan)
-    return explain(placed(graph, plan), plan, capture)
+    placement = placed(graph, plan)
+    return explain(placement, predict_memory(placement), plan, capture)
 
 
 def test_one_weird_trick():
@@ -62,7 +64,8 @@ def test_an_explanation_of_evaluation_has_no_backward_pass():
 
 @pytest.mark.parametrize("plan", ["sample=3", "filter=3", "channel=2", "height=2", "width=2", "sample=2,filter=2"])
 def test_rows_add_up(plan):
-    found = explanation(placed(small_net(), plan))
+    placement = placed(small_net(), plan)
+    found = explanation(placement, predict_memory(placement))
     rows = [*found.rows, *([found.output] if found.output else [])]
     assert sum(row.gradients for row in rows) >= found.gradients
     assert sum(row.parameters for row in rows) >= found.memory.parameters
@@ -86,7 +89,8 @@ def test_a_parameter_of_two_layers_is_counted_once():
     inputs = (chain.last, weight, bias)
     attributes = {"input": chain.last, "weight": weight, "bias": bias}
     chain.call("b", "linear", chain.calls[0].function, (8, 6), inputs, attributes)
-    found = explanation(placed(chain.graph(), "filter=2"))
+    placement = placed(chain.graph(), "filter=2")
+    found = explanation(placement, predict_memory(placement))
     assert [row.parameters for row in found.rows] == [84, 0]
     assert found.whole == 168
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.graph.capture import capture
+from convoy.ops import capture
 
 
 class Chain(nn.Module):

@@ -6,11 +6,11 @@ from functools import partial
 
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
+from convoy.ops import place
 from convoy.planner.cost.analytic import Analytic
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.layout import balanced
-from convoy.plans.place import place, sample_axes
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, sample_axes
 
 Roofline = partial(Analytic, flops=1e12, bandwidth=1e11, overhead=2e-6, latency=5e-6, rate=1e10)
 """Seconds on a slower device with faster links; what decides is said by each test."""

@@ -11,8 +11,7 @@ from convoy.planner.search.placing import codes_of, relabelled
 from convoy.planner.search.prices import Prices
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import own_samples
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, own_samples
 from search.nets import Branches, captured
 from search.synthetic import Roofline
 

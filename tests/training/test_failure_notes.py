@@ -108,7 +108,9 @@ def test_a_run_that_cannot_go_on_says_why(data: Path, tmp_path: Path, monkeypatc
     with pytest.raises(RuntimeError, match="odd tensors"):
         run(data, tmp_path / "run")
     status, sentence, step = stands(tmp_path / "run")
-    assert (status, step) == ("failed", 5) and str(sentence).startswith("RuntimeError: odd tensors (test_failure_notes.py")
+    assert (status, step) == ("failed", 5) and str(sentence).startswith(
+        "RuntimeError: odd tensors (test_failure_notes.py"
+    )
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(data: Path, tmp_path: Path) -> None:

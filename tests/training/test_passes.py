@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from convoy.engine import prepare
 from convoy.engine.gradients import GradientReducer
-from convoy.engine.statistics import RunningStatistics
+from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import merged, probed

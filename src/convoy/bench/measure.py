@@ -19,8 +19,8 @@ from convoy.bench.processes import Say
 from convoy.bench.study import data_of
 from convoy.comm.groups import join as join_group
 from convoy.data import Batch, Order, mix, open_data, training_batches
-from convoy.engine.random import fold
 from convoy.errors import ConvoyError
+from convoy.ops.random_bits import fold
 from convoy.training import choose_device
 from convoy.training.build import build_model
 from convoy.training.derived import resolve

@@ -303,10 +303,25 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
 
 
 def gather_ints(numbers: Sequence[int], group: Group, device: torch.device | None = None) -> list[list[int]]:
-    """Equally many whole numbers from every rank; `device` is needed where the group only serves that one."""
+    """Equally many whole numbers from every rank.
+
+    They travel between CPUs where the group can: a GPU would have to finish all that it was asked before.
+
+    Args:
+        numbers: this rank's.
+        group: of the ranks.
+        device: for a group that only serves that one.
+    """
+    if device is not None and serves_cpu(group):
+        device = None
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     rows: list[list[int]] = all_gather(mine, group).tolist()
     return rows
+
+
+def serves_cpu(group: Group) -> bool:
+    """Whether tensors on the CPU can travel in a group."""
+    return group is None or "cpu:" in dist.get_backend_config(group)
 
 
 def close(group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 import time
 import traceback
 import uuid
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from convoy import interfaces
+from convoy.comm import backend
 from convoy.comm.collectives import close
 from convoy.errors import ConvoyError, MeetingError
 from convoy.failure import say_uncaught
@@ -125,15 +127,16 @@ def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta
 
 
 _store: Store | None = None
+_limit: timedelta | None = None
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(timeout: float = 600.0) -> torch.device:
     """Join the process group that torchrun's variables describe, unless some group is joined already.
 
-    CPU tensors go through gloo. Where every local rank can have a CUDA device of its own, CUDA tensors go through NCCL;
-    where ranks share a device all goes through gloo. The rank's device is made the current one. Without the variables
-    nothing is joined: one device.
+    CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
+    one, or have none, all goes through gloo, and rank 0 says so. The rank's device is made the current one. Without the
+    variables nothing is joined: one device.
 
     Args:
         timeout: seconds that ranks wait for each other, here and in every collective.
@@ -145,23 +148,24 @@ def join(timeout: float = 600.0) -> torch.device:
         ConvoyError: only some of the variables are set, or they are no numbers.
         MeetingError: the other ranks are not to be reached.
     """
-    local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local_rank % devices) if devices else torch.device("cpu")
-    own_device = devices >= max(local_size, local_rank + 1)
+    device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
         _check_variables(os.environ)
         if devices:
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if own_device else "gloo"
         rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
         choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
-            global _store
+            global _store, _limit
+            _limit = limit
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
-            dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=limit)
+            choice = backend.agreed(_store, rank, world, backend.own(device))
+            dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
+            if choice.note and rank == 0:
+                print(f"convoy: {choice.note}", file=sys.stderr, flush=True)
         except (dist.DistError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise MeetingError(
@@ -208,7 +212,7 @@ def everyone() -> dist.ProcessGroup | None:
         return None
     if not _temporary and "cpu:gloo" in dist.get_backend_config().split(","):
         return dist.group.WORLD
-    own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit)
     if _temporary:
         _temporary[-1].append(own)
     return own
@@ -308,7 +312,7 @@ class Groups:
             return dist.group.WORLD
         mine: dist.ProcessGroup | None = None
         for ranks in self.mesh.groups(axes):
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=_limit)
             if self.rank in ranks:
                 mine = group
         assert mine is not None

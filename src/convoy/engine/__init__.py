@@ -2,7 +2,6 @@
 
 from convoy.engine.batch_norm import MicrobatchNorm, prepare
 from convoy.engine.class_parallel import cross_entropy
-from convoy.engine.context import StepContext
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.dropout import SampleDropout
 from convoy.engine.explain import explain
@@ -13,6 +12,7 @@ from convoy.engine.parallelize import (
     local_samples,
     parallelize,
 )
+from convoy.ops.context import StepContext
 
 __all__ = [
     "GradientTree",

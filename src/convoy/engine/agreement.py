@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import gather_ints
+from convoy.comm.collectives import gather_ints, serves_cpu
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
@@ -106,6 +106,7 @@ class Signature:
         inputs: the inputs' sizes but for the samples, and their types.
         form: the other arguments; None where there are none but positional tensors.
         as_given: whether the outputs stay as the last layers give them.
+        exceptions: modules in the other mode, by their positions in `modules()`: frozen batch norm, for example.
     """
 
     training: bool
@@ -113,6 +114,7 @@ class Signature:
     inputs: tuple[Kind, ...]
     form: Form | None = None
     as_given: bool = False
+    exceptions: tuple[int, ...] = ()
 
 
 def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
@@ -140,13 +142,13 @@ PATIENCE_S = 20.0
 
 
 def exchange_samples(
-    inputs: Sequence[Tensor], types: int, training: bool, groups: Groups, axes: Axes
+    inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes
 ) -> tuple[int, ...]:
     """How many samples every sample rank has in this pass. All ranks call it.
 
     Args:
         inputs: this rank's.
-        types: a checksum of the types and devices of the parameters.
+        state: a checksum of the types and devices of the parameters, and of the modules in another mode.
         training: the mode.
         groups: of this rank.
         axes: the sample axes.
@@ -156,20 +158,21 @@ def exchange_samples(
             those that work on the same samples have different numbers of them.
     """
     mesh, device = groups.mesh, inputs[0].device
-    if groups.of(axes) is None and not inputs[0].is_cpu:
+    world = groups.of(tuple(mesh.axes))
+    if groups.of(axes) is None and not serves_cpu(world):
         return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
-    own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {types}".encode())]
-    rows = gather_ints(own, groups.of(tuple(mesh.axes)), device)
+    own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
+    rows = gather_ints(own, world, device)
     _check(_PASS, groups.rank, [row[0] for row in rows])
     found: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
         place = mesh.index(mesh.coordinates(rank), axes)
         if kind != own[2]:
             raise ConvoyError(
-                f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must "
-                "pass images of the same size and type, in the same mode, to weights of the same types"
+                f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
+                "images of the same size and type, with every module in the same mode, to weights of the same types"
             )
         if found.setdefault(place, number) != number:
             raise ConvoyError(

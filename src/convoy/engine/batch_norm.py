@@ -4,34 +4,16 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.engine.context import BatchNormMode, StepContext
 from convoy.engine.dropout import replace_dropout
-from convoy.engine.statistics import Term, add_term
 from convoy.errors import ConvoyError
+from convoy.ops.batch_norm import normalize_by_itself
+from convoy.ops.context import BatchNormMode, StepContext
+from convoy.ops.statistics import add_term
 
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
-    """Normalize a microbatch by its own mean and variance.
-
-    Args:
-        x: [samples, channels, ...].
-        weight, bias: [channels] or None.
-        eps: added to the variance.
-
-    Returns:
-        The normalized microbatch, and what it adds to the running statistics.
-    """
-    dtype = x.dtype if weight is None else weight.dtype
-    mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    var = torch.zeros_like(mean)
-    y = F.batch_norm(x, mean, var, weight, bias, training=True, momentum=1.0, eps=eps)
-    return y, (mean, var)
 
 
 class MicrobatchNorm(_BatchNorm):

@@ -28,10 +28,13 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
     Equal to `torch.nn.functional.cross_entropy` of the plain network; its gradient needs no weight of the ranks' own.
     Worth it where the last layer is divided by `filter` and has many classes; right under every plan.
 
+    >>> loss = convoy.cross_entropy(net, images[mine], labels[mine], label_smoothing=0.1)
+    >>> loss.backward()
+
     Args:
         net: what `convoy.parallelize` returned; its output must be one tensor of logits.
         images: this rank's samples, [samples, channels, height, width].
-        labels: of this rank's samples, int64 [samples], all of them classes: there is no `ignore_index`.
+        labels: classes of this rank's samples, int64 [samples]; there is no `ignore_index`.
         label_smoothing: share of the target that is spread over all classes evenly (Szegedy et al., 2016).
 
     Returns:

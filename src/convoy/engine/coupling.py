@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.batch_norm import MicrobatchNorm
-from convoy.engine.context import StepContext
 from convoy.engine.dropout import SampleDropout
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
 from convoy.graph.graph import Call, Graph
-from convoy.plans.layout import Layout, balanced
+from convoy.ops import place
+from convoy.ops.context import StepContext
+from convoy.ops.placing import sharing_axes
+from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import PlacedCall, place
+from convoy.plans.place import Batch, PlacedCall
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
@@ -51,12 +52,7 @@ def _couples(placed: PlacedCall, graph: Graph) -> bool:
         return False
     sent = any(graph.values[name].origin in ("call", "input") for name in placed.transfers)
     partial = any(layout.partial for layout in placed.placed.outputs.values())
-    along = call.op == "softmax" and _divides(placed.placed.inputs[call.attributes["input"]], call.attributes["dim"])
-    return sent or partial or along
-
-
-def _divides(layout: Layout, dim: int) -> bool:
-    return layout.split(dim) is not None
+    return sent or partial or bool(sharing_axes(call, placed.placed, graph))
 
 
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:

@@ -2,28 +2,12 @@
 
 from torch import Tensor, nn
 
-from convoy.engine.context import StepContext
-from convoy.engine.random import layer_key, random_bits
 from convoy.errors import ConvoyError
+from convoy.ops.context import StepContext
+from convoy.ops.random import drop
+from convoy.ops.random_bits import layer_key, random_bits
 
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:
-    """Zero the elements whose random bits say so, and scale the others up.
-
-    Args:
-        x: [samples, ...].
-        bits: int32, uniform, of a shape that broadcasts to `x`.
-        p: probability of being dropped.
-    """
-    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    return x * ((bits >= threshold(p)).to(x.dtype) * scale)
-
-
-def threshold(p: float) -> int:
-    """The number that uniform int32 bits are below with probability `p`."""
-    return min(int(p * 2**32), 2**32 - 1) - 2**31
 
 
 class SampleDropout(nn.Module):

@@ -7,22 +7,31 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
+from convoy.ops.memory import predict_memory
 from convoy.plans.explain import Setting, explanation, listed, text_of, together
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.plan import Plan
 
 
 def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
-    """What the plan of a parallelized network does, as text: `print(convoy.explain(net))`.
+    """The effect of a parallelized network's plan, layer by layer, as text.
 
     For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
     rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
     mode that the network is in, and for as many samples on each rank as the example had, unless `samples` says
     otherwise. No rank waits for another.
 
+    >>> print(convoy.explain(net))  # doctest: +ELLIPSIS
+    plan sample=2
+    training, 8 samples (4 + 4), 2 ranks, captured as one program
+    <BLANKLINE>
+    layer  work    strategy  gives                sent for its input  forward  backward  gradients  parameters
+    0      conv    sample    samples over sample  -                         -         -      896 B       896 B
+    ...
+
     Args:
         net: what `convoy.parallelize` returned.
-        samples: of every place on the sample axes, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
+        samples: number of samples of every sample rank, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
 
     Raises:
         ConvoyError: the network is not parallelized, or cannot run in this mode, or the batch is not divided into as
@@ -32,7 +41,8 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     plan = network.plan if isinstance(network.plan, Plan) else None
     if isinstance(network, Layerwise):
         return _layer_by_layer(network, plan, net.training, samples)
-    return text_of_placement(network.example_placement(net.training, samples), plan, network.captured)
+    placement = network.example_placement(net.training, samples)
+    return text_of_placement(placement, predict_memory(placement), plan, network.captured)
 
 
 def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:
@@ -40,8 +50,9 @@ def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, sampl
     inside = {f"{name}.{key}" for name, part in parts.items() for key in part.shapes}
     outside = [name for name, _ in network.model.named_parameters() if name not in inside]
     rest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(network.shapes.__getitem__, outside))
+    placements = {name: part.example_placement(training, samples) for name, part in parts.items()}
     found = together(
-        [(name, explanation(part.example_placement(training, samples), plan)) for name, part in parts.items()],
+        [(name, explanation(placement, predict_memory(placement), plan)) for name, placement in placements.items()],
         rest,
     )
     notes = ["between these layers every rank computes the whole batch: what is gathered for that is not counted"]

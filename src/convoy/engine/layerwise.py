@@ -29,8 +29,7 @@ from convoy.graph.tree import replace
 from convoy.plans import Layout, transfer
 from convoy.plans.layout import WHOLE, consecutive
 from convoy.plans.mesh import Axes
-from convoy.plans.place import own_samples, sample_axes
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, own_samples, sample_axes
 
 _DRAWS = (
     "{} draws random numbers that belong to no sample, or outside of dropout layers, in a network that cannot be "

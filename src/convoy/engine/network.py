@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -14,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from convoy.comm.groups import Groups
 from convoy.engine.agreement import Form, Kind, Signature, arguments, exchange_samples, kinds
 from convoy.engine.contents import named_tensors, owners, plain_forward
-from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
@@ -23,14 +23,14 @@ from convoy.engine.program import Program, Watch
 from convoy.engine.shards import collect, cut
 from convoy.engine.unchanged import Unchanged
 from convoy.errors import ConvoyError
-from convoy.graph.capture import capture
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
+from convoy.ops import OPERATIONS, capture, place
+from convoy.ops.context import StepContext
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Placement, Strategies, place, sample_axes
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, Placement, Strategies, sample_axes
 
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
@@ -135,7 +135,7 @@ class Network:
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
-                self.undivided = not any(call.op in ("dropout", "random") for call in graph.calls)
+                self.undivided = not any(OPERATIONS[call.op].is_random for call in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -179,7 +179,7 @@ class Network:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
         inputs, samples = self.open_pass(inputs)
-        signature = Signature(self.model.training, samples, kinds(inputs), None if form.is_plain else form)
+        signature = self._signature(samples, inputs, None if form.is_plain else form)
         placement, program = self._program(signature)
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
@@ -189,7 +189,7 @@ class Network:
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs), as_given=True))
+        placement, program = self._program(self._signature(samples, inputs, as_given=True))
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
         self.end_pass()
@@ -198,7 +198,7 @@ class Network:
     def inner_forward(self, *inputs: Tensor) -> Any:
         """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
         samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
-        placement, program = self._program(Signature(self.model.training, samples, kinds(inputs)))
+        placement, program = self._program(self._signature(samples, inputs))
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
@@ -301,7 +301,9 @@ class Network:
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        return self._placement(Signature(training, self.example_samples(samples), inputs, self.form))
+        exceptions = self._unchanged.exceptions() if training == self.model.training else ()
+        signature = Signature(training, self.example_samples(samples), inputs, self.form, exceptions=exceptions)
+        return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
         """The samples of every sample rank: those of the example, unless others are said.
@@ -322,7 +324,8 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        return exchange_samples(inputs, self._unchanged.types, self.model.training, self.groups, self.sample_axes)
+        state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes)
 
     def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         given = dict(zip(placement.graph.inputs, inputs, strict=True))
@@ -334,6 +337,12 @@ class Network:
             tensors = [self.use(n, x) for n, x in zip(program.sources, tensors, strict=True)]
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
+
+    def _signature(
+        self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
+    ) -> Signature:
+        """Of a pass in the modes that the modules are in."""
+        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._unchanged.exceptions())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -356,7 +365,8 @@ class Network:
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
         with plain_forward(self.model), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
-            graph = capture(self.model, inputs, signature.training, shapes=self.shapes, forward=forward)
+            training = None if signature.exceptions else signature.training
+            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
         return graph.prefixed(self.prefix) if self.prefix else graph
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:

@@ -20,7 +20,6 @@ from convoy.comm.groups import Groups, join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.contents import named_tensors
-from convoy.engine.context import StepContext
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.guard import Guard
@@ -29,6 +28,7 @@ from convoy.engine.network import Loss, Network, network_of
 from convoy.engine.shards import part_name, same_part
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
+from convoy.ops.context import StepContext
 from convoy.plans.check import check_devices
 from convoy.plans.fit import check_patterns
 from convoy.plans.layout import balanced
@@ -126,29 +126,28 @@ def parallelize(
     step. A penalty on the weights is computed by `convoy.penalty`. Under torchrun's variables the process group is
     joined, without them one device is used.
 
-    Example:
-        net = convoy.parallelize(model, "sample=2", example=images[:32])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        mine = convoy.local_samples(net, len(images))
-        F.cross_entropy(net(images[mine]), labels[mine]).backward()
-        optimizer.step()
+    >>> net = convoy.parallelize(model, "sample=2", example=images[:4])  # under torchrun with two ranks
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> mine = convoy.local_samples(net, len(images))
+    >>> F.cross_entropy(net(images[mine]), labels[mine]).backward()
+    >>> optimizer.step()
 
     Args:
         model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count.
-        plan: how the layers are divided: `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
+        plan: text such as `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
         example: one rank's batch, [samples, channels, height, width], as the network is called with it: a tensor, a
             tuple of arguments, or a dict of keyword arguments; only the tensors' shapes and types matter.
         batch_norm: statistics over the global batch (`sync`: those of the plain layer), each microbatch, or each
             rank's samples (`local`: not what one device computes).
-        loss: what a rank calls `backward` on. `mean`: the mean over its own samples, which the engine weighs by their
-            number among those of all ranks. `part`: its samples' part of the loss of the global batch, so that the
-            losses of ranks with different samples add up to that loss; they are taken as they are.
-        seed: of dropout masks, which are functions of (seed, step, layer, sample); that of rank 0 counts, by default
-            torch's initial seed there.
-        compile: run what lies between the exchanges of training passes through `torch.compile`; the first pass of
+        loss: the loss on which a rank calls `backward`. `mean`: the mean over its own samples, which is weighted by
+            their number relative to the global batch. `part`: a term of the global batch's loss, so that the losses of
+            ranks with different samples add up to it; there is no weighting.
+        seed: seed of the dropout masks, which are functions of (seed, step, layer, sample); that of rank 0 counts, by
+            default torch's initial seed there.
+        compile: run the code between the communications of training passes through `torch.compile`; the first pass of
             every batch size takes long.
-        checks: notice, by comparing checksums after the first updates and ever more rarely, at most 0.2 % of the time,
-            when ranks no longer have alike what they should, or when a loss uses weights outside of the network.
+        checks: compare checksums between ranks after the first updates and ever more rarely, at most 0.2 % of the time,
+            to find replicated state that differs, and losses that use weights outside of the network.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
@@ -197,7 +196,18 @@ def take_part(
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
-    """The whole gradient of the mean loss over the global batch, by serial name. All ranks call it."""
+    """The whole gradient of the mean loss over the global batch, by the plain network's names. All ranks call it.
+
+    >>> F.cross_entropy(net(images[mine]), labels[mine]).backward()
+    >>> {name: tuple(gradient.shape) for name, gradient in convoy.gradients(net).items()}
+    {'0.weight': (8, 3, 3, 3), '0.bias': (8,), '3.weight': (10, 32), '3.bias': (10,)}
+
+    Args:
+        net: what `convoy.parallelize` returned, after a backward pass.
+
+    Returns:
+        A tensor for every parameter that has a gradient, the same on every rank.
+    """
     network = network_of(net)
     agree("convoy.gradients", network.groups, network.device)
     return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
@@ -205,16 +215,16 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def accumulate(net: nn.Module) -> Iterator[None]:
-    """Backward passes in here leave their gradients on this rank; the next one outside of it adds up all of them.
+    """A context in which backward passes keep their gradients on this rank; the next pass after it adds up all of them.
 
-    Saves the exchange of gradients in all but the last of several batches that are to give one update:
+    Saves the reduction of gradients in all but the last of several batches that are to give one update:
 
-        with convoy.accumulate(net):
-            loss(net(first), ...).backward()
-        loss(net(second), ...).backward()  # now `.grad` is the sum of both, as on one device
+    >>> with convoy.accumulate(net):
+    ...     (F.cross_entropy(net(images[:2]), labels[:2]) / 2).backward()
+    >>> (F.cross_entropy(net(images[2:4]), labels[2:4]) / 2).backward()  # `p.grad` is now that of both
 
     As on one device, gradients add up: divide the losses by their number for a mean. All ranks enter and leave it
-    together. Until that backward pass, `.grad` and `convoy.gradients` are without meaning.
+    together. Until that backward pass, `p.grad` and `convoy.gradients` are without meaning.
 
     Args:
         net: what `convoy.parallelize` returned.
@@ -230,6 +240,10 @@ def clip_grad_norm_(net: nn.Module, max_norm: float) -> Tensor:
     As `torch.nn.utils.clip_grad_norm_` of the plain network. Torch's function on `net.parameters()` is right too, but
     asks the other ranks once for every divided parameter, where this asks once for all.
 
+    >>> F.cross_entropy(net(images[mine]), labels[mine]).backward()
+    >>> norm = convoy.clip_grad_norm_(net, max_norm=1.0)
+    >>> optimizer.step()
+
     Returns:
         The norm before.
     """
@@ -241,7 +255,15 @@ def clip_grad_norm_(net: nn.Module, max_norm: float) -> Tensor:
 
 
 def local_samples(net: nn.Module, num_samples: int) -> slice:
-    """The slice of a global batch that this rank computes: consecutive, as even as can be over the sample ranks."""
+    """The slice of a global batch that this rank computes: consecutive, as even as can be over the sample ranks.
+
+    >>> convoy.local_samples(net, 7)  # on rank 0 of two that divide the samples
+    slice(0, 4, None)
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        num_samples: size of the global batch.
+    """
     network = network_of(net)
     part = balanced(num_samples, network.num_sample_ranks)[network.sample_rank]
     return slice(part.start, part.stop)

@@ -22,10 +22,10 @@ from torch import Tensor
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Redistribution, Transfer
 from convoy.engine.allocation import get_ahead, page_faults
-from convoy.engine.context import StepContext
 from convoy.engine.fake_inputs import NoTransfer, source
 from convoy.engine.program import Program
-from convoy.engine.statistics import RunningStatistics
+from convoy.ops.context import StepContext
+from convoy.ops.statistics import RunningStatistics
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step

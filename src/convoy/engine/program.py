@@ -16,11 +16,12 @@ from torch import Tensor
 from convoy.comm.groups import Groups
 from convoy.comm.position import here
 from convoy.comm.redistribution import redistribute
-from convoy.engine.context import StepContext
-from convoy.engine.kernels import Alone, Kernel, Recorded, Site, build_kernel
 from convoy.engine.shards import cut
+from convoy.ops import OPERATIONS
+from convoy.ops.context import StepContext
+from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.memory import Readers, overwritten
 from convoy.plans.layout import Layout
-from convoy.plans.memory import Readers, overwritten
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.transfer import Step
 
@@ -209,7 +210,7 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            kernel = overwriting.kernel(placed) or build_kernel(site)
+            kernel = overwriting.kernel(placed) or OPERATIONS[site.call.op].build(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)

@@ -15,6 +15,7 @@ class _Contents:
     """Remembers the layers and parameters that a module has now.
 
     Attributes:
+        modules: the module and all within it, in their order.
         checksum: of the parameters' types and kinds of device, when `cast` was last called.
     """
 
@@ -24,6 +25,7 @@ class _Contents:
             prefix = f"{path}." if path else ""
             for where in (module._modules, module._parameters):
                 self._held += [(where, key, f"{prefix}{key}", each) for key, each in where.items()]
+        self.modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._types = self._current_types()
         self.checksum = self._checksum()
@@ -85,6 +87,12 @@ class Unchanged:
         """A checksum of the parameters' types and kinds of device, when they were last looked at."""
         return self._contents.checksum if self._contents is not None else 0
 
+    def exceptions(self) -> tuple[int, ...]:
+        """Modules in another mode than the network (frozen batch norm, for example), by their places in `modules()`."""
+        training = self._model.training
+        contents = self._known()
+        return tuple(i for i, module in enumerate(contents.modules) if module.training is not training)
+
     def check(self, inputs: Sequence[Tensor]) -> bool:
         """Look at the network and at the inputs of a pass.
 
@@ -97,10 +105,9 @@ class Unchanged:
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
-        if self._contents is None:
-            self._contents = _Contents(self._model)
-        self._contents.check()
-        cast = self._contents.cast()
+        contents = self._known()
+        contents.check()
+        cast = contents.cast()
         if self._alone:
             return cast
         if any(p.requires_grad for p in self._frozen):
@@ -114,3 +121,8 @@ class Unchanged:
                 "call the copy in eval mode or under torch.no_grad()"
             )
         return cast
+
+    def _known(self) -> _Contents:
+        if self._contents is None:
+            self._contents = _Contents(self._model)
+        return self._contents

@@ -27,6 +27,7 @@ from convoy.graph import tree
 from convoy.graph.fake import Fakes
 from convoy.graph.graph import Apply, Call, CaptureError, Graph, LayerStack, Ref
 from convoy.graph.recorder import Recorder
+from convoy.graph.seen import Recognize
 
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 
@@ -154,6 +155,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def capture(
+    recognize: Recognize,
     model: nn.Module,
     inputs: Sequence[Any],
     training: bool | None = None,
@@ -164,6 +166,7 @@ def capture(
     """The calls that `model(*inputs)` makes, with the shapes of every tensor.
 
     Args:
+        recognize: says which operation a call of a torch function is; `convoy.ops.capture` knows all of Convoy's.
         model: is left as it is: parameters, buffers, modes and random states.
         inputs: tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing
             else is used; a bare shape stands for a tensor of the default type; other objects are passed on.
@@ -186,7 +189,7 @@ def capture(
             fake = stand_ins(tensors, shapes or {}, device)
             given = [_fake_input(value, device) for value in inputs]
         sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
-        recorder = Recorder(fakes, layers, sizes[0][0] if sizes else None)
+        recorder = Recorder(fakes, layers, recognize, sizes[0][0] if sizes else None)
         buffers = {name for name, _ in model.named_buffers()}
         for name, tensor in fake.items():
             recorder.give(name, tensor, "buffer" if name in buffers else "parameter")

@@ -92,9 +92,10 @@ class Call:
     Attributes:
         name: unique in the graph: the layer's name, numbered where a layer makes several calls.
         layer: qualified name of the innermost module that makes the call; patterns of a plan match it.
-        op: kind of work, one of `convoy.graph.OPS`; `opaque` where nobody has a rule.
+        op: name of its operation, one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows it.
         function: what was called.
-        args, kwargs: its arguments, with a `Ref` for every tensor.
+        args: its positional arguments, with a `Ref` for every tensor.
+        kwargs: its keyword arguments, likewise.
         inputs: names of the tensors among the arguments, in order, each once.
         outputs: names of the tensors that it returns.
         structure: the result with a `Ref` for every tensor.
@@ -117,8 +118,18 @@ class Call:
 class Graph:
     """A network at one batch size, image size and mode.
 
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    >>> graph = capture(net, [(4, 3, 8, 8)])
+    >>> for call in graph.calls:
+    ...     print(call.layer, call.op, graph.shape(call.outputs[0]))
+    0 conv (4, 8, 6, 6)
+    1 elementwise (4, 8, 6, 6)
+    2 reshape (4, 288)
+    3 linear (4, 10)
+
     Attributes:
-        calls: in the order in which they run.
+        calls: the calls in the order in which they run.
         values: every tensor, by name.
         inputs: names of the network's tensor arguments.
         output: what the network returns, with a `Ref` for every tensor.

@@ -16,7 +16,7 @@ from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
 from convoy.graph.fake import Aliases, Fakes, FakeTensor
 from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
-from convoy.graph.normalize import Normal, Seen, normalize
+from convoy.graph.seen import Recognize, Recognized, Seen
 
 Replacement = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +53,7 @@ class Recorder(TorchFunctionMode):
         recomputed: layers in which autograd was asked not to keep what it needs.
     """
 
-    def __init__(self, fakes: Fakes, layers: LayerStack, num_samples: int | None) -> None:
+    def __init__(self, fakes: Fakes, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.values: dict[str, Value] = {}
@@ -62,6 +62,7 @@ class Recorder(TorchFunctionMode):
         self.recomputed: list[str] = []
         self._fakes = fakes
         self._layers = layers
+        self._recognize = recognize
         self._num_samples = num_samples
         self._names: dict[int, str] = {}
         self._aliases = Aliases()
@@ -190,18 +191,19 @@ class Recorder(TorchFunctionMode):
         inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
         outputs = self._name_outputs(func, made)
         seen = Seen(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
-        normal = normalize(seen) if any(name in self._data for name in inputs) else Normal("opaque")
-        return self._add(seen, normal, outputs, made, result)
+        depends = any(name in self._data for name in inputs)
+        found = self._recognize(seen) if depends else Recognized("opaque")
+        return self._add(seen, found, outputs, made, result)
 
-    def _add(self, seen: Seen, normal: Normal, outputs: tuple[Value, ...], made: list[Tensor], result: Any) -> Call:
+    def _add(self, seen: Seen, found: Recognized, outputs: tuple[Value, ...], made: list[Tensor], result: Any) -> Call:
         call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
-        function = seen.function if normal.function is None else normal.function
-        args = seen.args if normal.args is None else normal.args
-        kwargs = seen.kwargs if normal.kwargs is None else normal.kwargs
-        counter = normal.attributes.get("num_batches_tracked")
+        function = seen.function if found.function is None else found.function
+        args = seen.args if found.args is None else found.args
+        kwargs = seen.kwargs if found.kwargs is None else found.kwargs
+        counter = found.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
         inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
-        depends = normal.op == "random" or any(name in self._data for name in inputs)
+        depends = found.op == "random" or any(name in self._data for name in inputs)
         for tensor, value in zip(made, outputs, strict=True):
             self.values[value.name] = value
             self._bind(tensor, value.name)
@@ -213,7 +215,7 @@ class Recorder(TorchFunctionMode):
         structure = self.reference(result)
         names = tuple(value.name for value in outputs)
         call = Call(
-            call_name, self._layers.name, normal.op, function, args, kwargs, inputs, names, structure, normal.attributes
+            call_name, self._layers.name, found.op, function, args, kwargs, inputs, names, structure, found.attributes
         )
         self.calls.append(call)
         if not torch.is_grad_enabled() and seen.name != "detach":
@@ -225,7 +227,7 @@ class Recorder(TorchFunctionMode):
             ref = Ref(self._names[id(tensor)])
             outputs = self._name_outputs(torch.Tensor.detach, [tensor])
             seen = Seen(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
-            self._add(seen, normalize(seen), outputs, [tensor], tensor)
+            self._add(seen, self._recognize(seen), outputs, [tensor], tensor)
 
     def _name_outputs(self, func: Any, made: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name
@@ -303,7 +305,7 @@ class Recorder(TorchFunctionMode):
         outputs = self._name_outputs(draw, [made])
         args = (kind, p, shape, made.dtype, made.device)
         seen = Seen(draw, args, {}, self.values, outputs, self._layers.module, ())
-        self._add(seen, Normal("random", {"draw": kind, "p": p}), outputs, [made], made)
+        self._add(seen, Recognized("random", {"draw": kind, "p": p}), outputs, [made], made)
         return made
 
 

@@ -172,21 +172,31 @@ def plan(
     Under torchrun with as many ranks as `devices`, all of them call it: layers and links are measured on all of them.
     In a process by itself, layers are measured on its device, and the links are those of `link`, or assumed.
 
+    >>> plan = convoy.plan(model, example=images, devices=2, global_batch=64)  # doctest: +SKIP
+    >>> print(plan.explain())  # doctest: +SKIP
+    >>> net = convoy.parallelize(model, plan, example=images)  # doctest: +SKIP
+
+    Given plans are predicted without a search, and the fastest is returned:
+
+    >>> plan = convoy.plan(model, example=images, score=["sample=2", "filter=2"], store=False)
+    >>> str(plan) in {"sample=2", "filter=2"} and plan.seconds > 0
+    True
+
     Args:
         model: any network whose inputs are tensors with the samples along dim 0.
         example: images; only the shape of one sample, the type and the device matter.
-        devices: how many; by default the ranks that run.
+        devices: number of devices; by default the number of ranks.
         global_batch: samples of one update on all devices together; by default as many as the example has.
         fix: strategies that layers must have, such as `classifier.*=filter`; the first that matches a layer counts.
         score: plans to predict instead of a search; the fastest of them is returned.
         memory_limit: bytes that each device has; of plans to score, those that need more are left out.
-        link: between devices that are not at hand: a name of the catalogue, as `pcie4`, or a rate, as `10gbit`.
-        batch_norm: over which samples its statistics are taken, as in `convoy.parallelize`.
-        microbatches: pieces that the batch is made of, where it is; they stay whole.
-        passes: forward and backward passes of an update, where gradients are accumulated.
-        precision: of `torch.autocast`, where it is used.
-        optimizer: makes the optimizer for some parameters; by default SGD with momentum.
-        store: whether measured times are kept for the next time, or the folder for them.
+        link: link between devices that are not at hand: a name of the catalog, as `pcie4`, or a rate, as `10gbit`.
+        batch_norm: samples over which batch norm takes its statistics, as in `convoy.parallelize`.
+        microbatches: number of microbatches of the batch, which are not split; None if it has none.
+        passes: forward and backward passes of an update, if gradients are accumulated.
+        precision: type of `torch.autocast`, if it is used.
+        optimizer: function that makes the optimizer for some parameters; by default SGD with momentum.
+        store: whether measured times are kept for later plans, or the folder for them.
 
     Raises:
         TooLargeError: no plan, or none of those to score, fits into the memory.

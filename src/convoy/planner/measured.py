@@ -26,6 +26,8 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call
+from convoy.ops import OPERATIONS
+from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Around, Costs
 from convoy.planner.cost.device import Device, this_device
@@ -39,11 +41,9 @@ from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
 from convoy.planner.words import shortened
 from convoy.planner.workload import MakeOptimizer, Workload
-from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement
+from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan
-from convoy.plans.rules import RULES, Batch, Situation
 
 ALIKE = 1.1
 """Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
@@ -133,7 +133,7 @@ def _possible(workload: Workload, mesh: Mesh, calls: list[Call], strategy: Strat
         try:
             batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
             for call in calls:
-                RULES[call.op](Situation(workload.graph, mesh, batch, call, candidate, {}))
+                OPERATIONS[call.op].place(Situation(workload.graph, mesh, batch, call, candidate, {}))
         except ConvoyError:
             continue
         return candidate

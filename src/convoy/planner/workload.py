@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.errors import ConvoyError
-from convoy.graph.capture import capture
 from convoy.graph.graph import CaptureError, Graph, Ref
-from convoy.graph.precision import under_autocast
 from convoy.graph.tree import leaves
+from convoy.ops import capture, place
+from convoy.ops.precision import under_autocast
 from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
-from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 

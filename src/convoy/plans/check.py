@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convoy.errors import ConvoyError
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.mesh import Mesh
 
 
 def axis_names(mesh: Mesh, axes: Sequence[int]) -> str:
@@ -79,28 +79,6 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
             f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
             f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
             f"plan's sizes so that their product is {num_devices}"
-        )
-
-
-def check_samples(mesh: Mesh, axes: Axes, num_samples: int, thing: str = "sample") -> None:
-    """Refuse fewer samples, or microbatches, than ranks to divide them over.
-
-    Args:
-        mesh: the devices.
-        axes: the axes that divide the samples of some layer.
-        num_samples: what there is to divide.
-        thing: what it is, in the singular: `sample` or `microbatch`.
-
-    Raises:
-        ConvoyError: some rank would have nothing to do.
-    """
-    count = mesh.size(axes)
-    if num_samples < count:
-        things = _several(num_samples, thing)
-        way_out = "a smaller microbatch or a larger global batch" if thing == "microbatch" else "a larger batch"
-        raise ConvoyError(
-            f"the global batch has only {things} for the {count} ranks of {_axis(axis_names(mesh, axes))}: "
-            f"choose {way_out}, or make the plan's sample axes at most {num_samples}"
         )
 
 

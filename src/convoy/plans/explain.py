@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.plans.check import axis_names
-from convoy.plans.memory import Memory, predict_memory
-from convoy.plans.place import COMPUTE, PlacedCall, Placement
+from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic
 
@@ -66,11 +65,12 @@ class Explanation:
     unmatched: tuple[str, ...]
 
 
-def explanation(placement: Placement, plan: Plan | None = None) -> Explanation:
+def explanation(placement: Placement, memory: Sequence[Memory], plan: Plan | None = None) -> Explanation:
     """What a plan does with a network, in numbers.
 
     Args:
         placement: the network on the mesh.
+        memory: of each rank.
         plan: to say which layers no pattern matches.
     """
     graph = placement.graph
@@ -93,7 +93,7 @@ def explanation(placement: Placement, plan: Plan | None = None) -> Explanation:
         Row("", "output", (), "", steps, _most(last), 0, 0, "") if steps else None,
         _most(sent),
         max(sum(numbers[rank] for numbers in gradients.values()) for rank in range(placement.mesh.num_devices)),
-        max(predict_memory(placement), key=lambda memory: memory.total),
+        max(memory, key=lambda each: each.total),
         sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
         _unmatched(placement, plan),
     )
@@ -220,11 +220,12 @@ class Setting:
     capture: str = ""
 
 
-def explain(placement: Placement, plan: Plan | None = None, capture: str = "") -> str:
+def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = None, capture: str = "") -> str:
     """A table of the layers of a plan, and what it costs in all.
 
     Args:
         placement: the network on the mesh.
+        memory: of each rank.
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
     """
@@ -235,7 +236,7 @@ def explain(placement: Placement, plan: Plan | None = None, capture: str = "") -
         layers = listed(placement.graph.recomputed)
         notes.append(f"activation checkpointing has no effect on several devices: {layers}")
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
-    return text_of(explanation(placement, plan), setting, name, notes)
+    return text_of(explanation(placement, memory, plan), setting, name, notes)
 
 
 def text_of(found: Explanation, setting: Setting, name: str, notes: Iterable[str] = ()) -> str:

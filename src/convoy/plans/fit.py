@@ -1,9 +1,4 @@
-"""Which axes of a plan lie inside hosts, and which across them.
-
-Whether a network can be divided as a plan says, before anything is placed.
-
-Plans for another number of devices than they were written for.
-"""
+"""Whether a plan fits: its patterns the layers of a network, its sizes a number of devices, its axes the hosts."""
 
 import difflib
 import fnmatch
@@ -13,37 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph
-from convoy.plans.check import check_samples
-from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import COMPUTE, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import RULES, Batch, Situation
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
-
-
-def check_plan(plan: Plan, graph: Graph, modules: Iterable[str] | None = None) -> None:
-    """Refuse a plan that a network cannot have.
-
-    Args:
-        plan: the plan.
-        graph: the network, captured at its whole batch.
-        modules: names of all its modules, for patterns of layers that this graph does not call.
-
-    Raises:
-        ConvoyError: a pattern matches nothing, there are fewer samples than ranks to divide them over, or a
-            convolution or linear layer cannot be divided; the sentence names the layer, the axis and the way out.
-    """
-    check_patterns(plan, [call.layer for call in graph.calls if call.op in COMPUTE], modules or ())
-    axes = sample_axes(((call.layer, call.op) for call in graph.calls), plan)
-    num_samples = graph.shape(graph.inputs[0])[0]
-    check_samples(plan.mesh, axes, num_samples)
-    batch = Batch(plan.mesh, axes, balanced(num_samples, plan.mesh.size(axes)))
-    for call in graph.calls:
-        if call.op in COMPUTE:
-            RULES[call.op](Situation(graph, plan.mesh, batch, call, plan.strategy(call.layer, call.op), {}))
 
 
 def check_patterns(

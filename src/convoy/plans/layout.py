@@ -118,6 +118,18 @@ class Layout:
 
     On an axis that stands in none of the fields the tensor and its gradient are whole and identical on every rank.
 
+    An activation [8, 10, 4, 4] on a mesh of 2 × 3 ranks, with the samples divided over the first axis and the channels
+    over the second:
+
+    >>> mesh = Mesh(("data", "model"), (2, 3))
+    >>> layout = Layout.of({0: even_split((0,), 8, 2), 1: even_split((1,), 10, 3)})
+    >>> layout.describe(mesh)
+    'dim 0 over data, dim 1 over model'
+    >>> layout.local_shape((8, 10, 4, 4), mesh, coordinates=(1, 2))
+    (4, 3, 4, 4)
+    >>> layout.parts(1, mesh, (1, 2), 10)  # the channels of that rank
+    range(7, 10)
+
     Attributes:
         splits: tensor dimension to how it is divided.
         partial: axes over which the ranks' tensors must be added to give the tensor. Its gradient is whole.

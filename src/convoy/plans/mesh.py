@@ -15,6 +15,16 @@ class Mesh:
     """Names and sizes of the axes, outermost first; ranks are numbered in row-major order.
 
     Inside the library an axis is given by its position, which the names map to.
+
+    >>> mesh = convoy.Mesh(("node", "gpu"), (2, 4))
+    >>> mesh.num_devices, mesh.coordinates(5)
+    (8, (1, 1))
+    >>> mesh.groups((1,))  # ranks that differ on the axis gpu only
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    Attributes:
+        names: of the axes.
+        sizes: number of devices along each.
     """
 
     names: tuple[str, ...]
@@ -31,7 +41,7 @@ class Mesh:
         return range(len(self.sizes))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands, one number for each axis."""
+        """Coordinates of a rank, one for each axis."""
         place = []
         for size in reversed(self.sizes):
             rank, remainder = divmod(rank, size)
@@ -39,7 +49,7 @@ class Mesh:
         return tuple(reversed(place))
 
     def rank(self, coordinates: Sequence[int]) -> int:
-        """The rank at a place."""
+        """The rank at these coordinates."""
         return self.index(coordinates, tuple(self.axes))
 
     def size(self, axes: Axes) -> int:
@@ -54,7 +64,7 @@ class Mesh:
         return position
 
     def group(self, coordinates: Sequence[int], axes: Axes) -> list[Coordinates]:
-        """Places of all ranks that differ from this one on `axes` only, in the order of `index`."""
+        """Coordinates of all ranks that differ from this one on `axes` only, in the order of `index`."""
         choices = [range(size) if axis in axes else (coordinates[axis],) for axis, size in enumerate(self.sizes)]
         return list(itertools.product(*choices))
 

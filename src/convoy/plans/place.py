@@ -1,19 +1,101 @@
-"""Puts a network's calls on the mesh as a plan says: the layout of every tensor, and what is sent between calls."""
+"""A network's calls on the mesh: what an operation decides for a call, and what comes of it for the network."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from convoy.graph.graph import Call, Graph
-from convoy.plans.layout import WHOLE, Layout
-from convoy.plans.mesh import Mesh
-from convoy.plans.rules import RULES, Batch, Placed, Situation
-from convoy.plans.rules.layouts import without_partial
-from convoy.plans.rules.whole import rule as whole
-from convoy.plans.transfer import Step, transfer
+from convoy.plans.layout import WHOLE, Layout, Split, indices
+from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.transfer import Step
 
 COMPUTE = ("conv", "linear")
 """Kinds of calls that a plan divides; all others follow."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the samples of one forward pass are divided: `parts` are consecutive, over the plan's sample axes."""
+
+    mesh: Mesh
+    axes: Axes
+    parts: tuple[range, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the pass on all ranks."""
+        return sum(map(len, self.parts))
+
+    def split(self, axes: Axes) -> Split | None:
+        """The samples over some of the sample axes: a rank then has those of all ranks along the others."""
+        axes = tuple(sorted(axes))
+        if axes not in self._splits:
+            self._splits[axes] = self._split(axes)
+        return self._splits[axes]
+
+    @cached_property
+    def _splits(self) -> dict[Axes, Split | None]:
+        return {}
+
+    def _split(self, axes: Axes) -> Split | None:
+        if not axes:
+            return None
+        if axes == self.axes:
+            return Split(axes, self.parts)
+        others = tuple(axis for axis in self.axes if axis not in axes)
+        origin = (0,) * len(self.mesh.sizes)
+        parts = []
+        for place in self.mesh.group(origin, axes):
+            ranks = (self.mesh.index(other, self.axes) for other in self.mesh.group(place, others))
+            parts.append(indices(sample for rank in ranks for sample in self.parts[rank]))
+        return Split(axes, tuple(parts))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A call in its place in the plan.
+
+    Attributes:
+        strategy: what the plan says of the call's layer, for each mesh axis.
+        given: the layouts in which the calls before it give its inputs. Parameters, buffers and constants are not
+            in it: they come in whatever layout the operation asks for.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    batch: Batch
+    call: Call
+    strategy: tuple[str, ...]
+    given: Mapping[str, Layout]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a value."""
+        return self.graph.shape(name)
+
+    def axes(self, *strategies: str) -> Axes:
+        """The mesh axes on which the layer has one of these strategies."""
+        return tuple(axis for axis, strategy in enumerate(self.strategy) if strategy in strategies)
+
+    @cached_property
+    def where(self) -> str:
+        """How an error names the layer."""
+        return f"layer {self.call.layer or self.call.name!r}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What an operation decides for a call.
+
+    Attributes:
+        inputs: the layout that the call asks for, for each of its inputs.
+        outputs: the layout in which it gives each of its outputs.
+        note: why the call runs whole on every rank although the plan says otherwise; empty where it does not.
+    """
+
+    inputs: dict[str, Layout]
+    outputs: dict[str, Layout]
+    note: str = field(default="")
 
 
 class Strategies(Protocol):
@@ -44,7 +126,20 @@ class PlacedCall:
 
 @dataclass(frozen=True)
 class Placement:
-    """A network on a mesh.
+    """A network on a mesh: the layout of every tensor, and the communication between calls.
+
+    >>> from torch import nn
+    >>> graph = capture(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10)), [(4, 3, 2, 2)])
+    >>> plan = Plan.parse({"mesh": {"gpu": 2}, "layers": {"1": {"gpu": "filter"}, "3": {"gpu": "channel"}}})
+    >>> placement = place(graph, plan, Batch(plan.mesh, (), (range(4),)), [graph.output.name])
+    >>> for call in placement.calls:  # a filter layer before a channel layer: one sum, at the end
+    ...     print(call.call.layer, call.strategy, placement.layouts[call.call.outputs[0]].describe(plan.mesh))
+    0 ('replicate',) whole
+    1 ('filter',) dim 1 over gpu
+    2 ('replicate',) dim 1 over gpu
+    3 ('channel',) partial over gpu
+    >>> [step.kind for step in placement.outputs[graph.output.name]]
+    ['reduce']
 
     Attributes:
         layouts: where every value is kept; a parameter's `copied` axes are those over which its gradient is added.
@@ -60,6 +155,21 @@ class Placement:
     output_layouts: dict[str, Layout]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.buffers + self.activations
+
+
 def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[int, ...]:
     """The axes on which some layer is divided by samples: each rank is given the samples of its place on them.
 
@@ -69,61 +179,6 @@ def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[in
     """
     strategies = [plan.strategy(layer, op) for layer, op in layers if op in COMPUTE]
     return tuple(axis for axis in plan.mesh.axes if any(strategy[axis] == "sample" for strategy in strategies))
-
-
-def place(
-    graph: Graph,
-    plan: Strategies,
-    batch: Batch,
-    outputs: Iterable[str],
-    kept: Callable[[str], Layout | None] = lambda name: None,
-    as_given: bool = False,
-    whole_batch: bool = False,
-) -> Placement:
-    """Apply the rules to one call after the other.
-
-    Args:
-        graph: the network at its whole batch.
-        plan: strategies of the layers.
-        batch: how the samples are divided.
-        outputs: names of the values that the network returns.
-        kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
-        as_given: leave the outputs where the last calls give them, rather than with the ranks' own samples.
-        whole_batch: every rank gives, and gets, all samples, as where the calls are part of what all ranks do alike.
-
-    Raises:
-        ConvoyError: a layer cannot be divided as the plan says.
-    """
-    mesh = plan.mesh
-    samples = batch.split(batch.axes)
-    of_batch = Layout.of({0: samples}) if samples else WHOLE
-    layouts: dict[str, Layout] = {}
-    for name in graph.inputs:
-        shape = graph.shape(name)
-        layouts[name] = of_batch if shape and shape[0] == batch.num_samples and not whole_batch else WHOLE
-    calls = []
-    for call in graph.calls:
-        strategy = plan.strategy(call.layer, call.op)
-        given = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
-        placed = RULES.get(call.op, whole)(Situation(graph, mesh, batch, call, strategy, given))
-        steps = {}
-        for name, wanted in placed.inputs.items():
-            if name not in layouts:
-                before = kept(name)
-                layouts[name] = wanted if before is None else before
-            if layouts[name] != wanted:
-                steps[name] = transfer(layouts[name], wanted, mesh, graph.shape(name))
-        layouts |= placed.outputs
-        calls.append(PlacedCall(call, strategy, placed, steps))
-    names = list(outputs)
-    for name in names:
-        layouts.setdefault(name, kept(name) or WHOLE)
-    if as_given:
-        targets = {name: without_partial(layouts[name]) for name in names}
-    else:
-        targets = {name: WHOLE if whole_batch else own_samples(graph.shape(name), batch) for name in names}
-    last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
-    return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
 
 
 def own_samples(shape: tuple[int, ...], batch: Batch) -> Layout:

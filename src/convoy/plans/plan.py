@@ -154,7 +154,15 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 class Plan:
     """Which dimension of each layer's work is divided over each mesh axis.
 
-    `Plan(Mesh(("node", "gpu"), (2, 2)), (("features.*", {"node": "sample", "gpu": "filter"}),))`, or `Plan.parse`.
+    >>> plan = convoy.Plan.parse("sample=2,filter=2")
+    >>> plan.mesh.sizes, plan.strategy("features.0", "conv")
+    ((2, 2), ('sample', 'filter'))
+    >>> mesh = convoy.Mesh(("node", "gpu"), (2, 2))
+    >>> plan = convoy.Plan(mesh, (("features.*", {"node": "sample", "gpu": "filter"}),))
+    >>> str(plan)
+    'node=2 × gpu=2: features.* node:sample,gpu:filter'
+    >>> convoy.Plan.parse(plan.to_yaml()) == plan
+    True
 
     Attributes:
         mesh: the devices.
@@ -176,15 +184,15 @@ class Plan:
 
     @staticmethod
     def parse(plan: "str | Path | Mapping[str, Any] | Plan", num_devices: int | None = None) -> "Plan":
-        """A plan from any of its forms.
+        """A plan from text, YAML, a mapping, or a plan.
 
         Args:
             plan: a line such as `sample=2,filter=2`, `owt=4` or `serial`; the path of a YAML file; YAML text of more
                 than one line; a mapping with the keys `mesh` and `layers`; or a plan.
-            num_devices: how many there are, for `auto`.
+            num_devices: number of devices, for `auto`.
 
         Raises:
-            ConvoyError: it is no plan.
+            ConvoyError: it is not a plan.
         """
         if isinstance(plan, Plan):
             return plan
@@ -225,7 +233,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Into how many parts it divides the samples of a network that has layers for all patterns.
+        """The number of shares into which it divides the samples of a network that has layers for all patterns.
 
         An axis divides samples where some layer does so on it (`sample`, `owt`).
         """
@@ -242,7 +250,7 @@ class Plan:
         return dump_yaml(self.to_dict())
 
     def __str__(self) -> str:
-        """The plan in one line: the text that `parse` reads where it has one, otherwise for people only."""
+        """The plan in one line: the text that `parse` reads, if there is one, otherwise for people only."""
         text = to_text(self.mesh, self.layers)
         if text is not None:
             return text

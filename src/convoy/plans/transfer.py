@@ -39,11 +39,23 @@ class Step:
 def transfer(source: Layout, target: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Step, ...]:
     """The steps from one layout of a tensor to another, none where they are the same.
 
+    A layer divided by `channel` gives a partial sum. If the next layer is divided by `sample`, one step adds the terms
+    and leaves each rank its samples; if the next layer needs the tensor whole, one step adds:
+
+    >>> mesh = Mesh(("gpu",), (2,))
+    >>> partial, samples = Layout.of(partial=[0]), Layout.of({0: Split((0,), (range(4), range(4, 8)))})
+    >>> [step.kind for step in transfer(partial, samples, mesh, shape=(8, 10))]
+    ['reduce_scatter']
+    >>> [step.kind for step in transfer(partial, Layout(), mesh, shape=(8, 10))]
+    ['reduce']
+    >>> [step.kind for step in transfer(samples, Layout(), mesh, shape=(8, 10))]
+    ['gather']
+
     Args:
-        source: as some layer gives it; only a parameter's may be `copied`.
-        target: as some layer asks for it.
+        source: layout that a layer gives; only a parameter's may be `copied`.
+        target: layout that a layer needs.
         mesh: the devices.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
     """
     return tuple(_Walk(source, mesh, shape).to(target))
 

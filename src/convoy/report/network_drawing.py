@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from convoy.graph.graph import Call, Graph
+from convoy.ops import OPERATIONS
 from convoy.planner.layers import Layer, local_shape
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
@@ -14,21 +15,6 @@ from convoy.planner.words import extra, seconds, shape
 from convoy.plans.explain import size
 from convoy.report.timeline_drawing import STRATEGIES
 
-_FOLLOWS = frozenset(
-    {
-        "batch_norm",
-        "dropout",
-        "elementwise",
-        "group_norm",
-        "identity",
-        "layer_norm",
-        "lrn",
-        "permute",
-        "reshape",
-        "rms_norm",
-        "softmax",
-    }
-)
 MOST_LANES = 8
 """Edges that would need more are left out."""
 
@@ -91,7 +77,7 @@ def _boxes(graph: Graph) -> list[LayerBox]:
     boxes: list[LayerBox] = []
     for call in graph.calls:
         sources = [name for name in call.inputs if name in made]
-        if len(sources) == 1 and call.op in _FOLLOWS and len(consumers[sources[0]]) == 1:
+        if len(sources) == 1 and OPERATIONS[call.op].follows and len(consumers[sources[0]]) == 1:
             box = boxes[made[sources[0]]]
             if sources[0] in box.calls[-1].outputs:
                 box.calls.append(call)

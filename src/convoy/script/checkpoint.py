@@ -34,10 +34,10 @@ def save(
 ) -> None:
     """Save the state of a training loop, whole and by the names of the plain network. All ranks call it.
 
-        convoy.save("last", net, optimizer, scheduler=scheduler, ema=ema, epoch=epoch)
-        ...
-        rest = convoy.load("last", net, optimizer, scheduler=scheduler, ema=ema)  # under any plan, on any devices
-        first_epoch = rest["epoch"] + 1
+    >>> convoy.save("last", net, optimizer, scheduler=scheduler, epoch=3)
+    >>> rest = convoy.load("last", net, optimizer, scheduler=scheduler)  # under any plan, on any number of devices
+    >>> rest["epoch"]
+    3
 
     The checkpoint is a folder: tensors as safetensors, of which every rank that sees the folder writes its share, all
     else as JSON, and the SHA-256 of every file. It is written under another name, synced and renamed: whole or not
@@ -48,14 +48,14 @@ def save(
     shuffling) are its own: draw them by epoch and sample, or save a generator's state: `draws=generator.get_state()`.
 
     Args:
-        path: of the folder; one that is a checkpoint of `convoy.save` already is replaced.
+        path: the folder to write; an earlier checkpoint of `convoy.save` there is replaced.
         net: what `convoy.parallelize` returned.
-        optimizer: of its parameters, or of some of them.
-        scheduler: of the learning rate; whatever has `state_dict` and `load_state_dict`.
-        anything: more to save, by names of one's own: numbers, strings, None, lists, tuples and dictionaries (those of
-            rank 0 count), tensors, also in such, and objects with `state_dict` and `load_state_dict` (the same on all
-            ranks); other networks, and copies of this one (`copy.deepcopy(net)`, `AveragedModel(net)`), which are saved
-            whole; and their optimizers.
+        optimizer: optimizer of its parameters, or of some of them.
+        scheduler: learning-rate schedule, or any object with `state_dict` and `load_state_dict`.
+        anything: more to save, under names of your own: numbers, strings, None, lists, tuples and dictionaries (those
+            of rank 0 count), tensors, also in such, and objects with `state_dict` and `load_state_dict` (the same on
+            all ranks); other networks, and copies of this one (`copy.deepcopy(net)`, `AveragedModel(net)`), which are
+            saved whole; and their optimizers.
 
     Raises:
         ConvoyError: something cannot be saved, or not to that path; what was there before is as it was.
@@ -81,16 +81,20 @@ def load(
 
     Rank 0 reads, and tells the others. Everything is checked before anything is changed.
 
+    >>> convoy.save("last", net, optimizer, epoch=3, best=0.98)
+    >>> convoy.load("last", net, optimizer)
+    {'epoch': 3, 'best': 0.98}
+
     Args:
-        path: of the checkpoint.
+        path: folder of the checkpoint.
         net: what `convoy.parallelize` returned, of the same network.
-        optimizer: of the same kind with the same groups, where its state is wanted.
-        scheduler: likewise.
-        anything: the objects to which their state is to be given back, by the names under which they were saved.
+        optimizer: optimizer of the same kind with the same groups, if its state is wanted.
+        scheduler: schedule whose state is wanted.
+        anything: further objects whose state is wanted, by the names under which they were saved.
 
     Returns:
-        All else that was saved, by its name: numbers and the like as they were, tensors on the CPU, the whole state of
-        objects that were not given.
+        A dictionary of everything else in the checkpoint. Numbers and the like are as they were, tensors are on the
+        CPU, and objects that were not given come as their whole state.
 
     Raises:
         ConvoyError: there is no whole checkpoint of `save`, or it is of another network, optimizer or object.

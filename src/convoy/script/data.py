@@ -22,11 +22,14 @@ from convoy.plans.layout import balanced, consecutive, proportional
 class BatchSampler(Sampler[list[int]]):
     """Gives each rank its own samples of every global batch, for a `DataLoader`. All ranks make it.
 
-        sampler = convoy.BatchSampler(net, len(dataset), 256, shuffle=True)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for images, labels in loader: ...
+    >>> list(convoy.BatchSampler(net, num_samples=8, global_batch=4))  # on rank 0 of two that divide the samples
+    [[0, 1], [4, 5]]
+    >>> sampler = convoy.BatchSampler(net, len(dataset), 4, shuffle=True)
+    >>> loader = DataLoader(dataset, batch_sampler=sampler)
+    >>> for epoch in range(2):
+    ...     sampler.set_epoch(epoch)
+    ...     for inputs, targets in loader:
+    ...         F.cross_entropy(net(inputs), targets).backward()
 
     Ranks that work on the same samples together (`filter`, `height`, …) get the same ones. The global batches are a
     function of the seed and the epoch alone, so that the same training goes on under another plan or on another number
@@ -34,16 +37,16 @@ class BatchSampler(Sampler[list[int]]):
 
     Args:
         net: what `convoy.parallelize` returned, or a copy of it.
-        num_samples: of the data set.
+        num_samples: size of the data set.
         global_batch: samples of all ranks together in one batch.
-        shuffle: in another order in every epoch; else in that of the data set.
-        seed: of the order.
-        drop_last: leave out the incomplete batch at the end of an epoch, which is the default where samples are
-            shuffled. Else every sample comes exactly once: an epoch is divided into as many batches, of nearly even
-            size, of which no rank's part is empty. (A batch may then have more than `global_batch` samples where that
-            is less than twice the number of places on the sample axes.)
-        shares: how the samples of a batch are divided over the places on the sample axes, such as `(3, 1)` where the
-            first device is three times as fast; evenly by default.
+        shuffle: whether every epoch has another order; by default the data set's order.
+        seed: seed of the order.
+        drop_last: drop the incomplete batch at the end of an epoch, which is the default where samples are
+            shuffled. Otherwise every sample comes exactly once: an epoch is divided into as many batches, of nearly
+            even size, of which no rank's share is empty. (A batch may then have more than `global_batch` samples if
+            that is less than twice the number of sample ranks.)
+        shares: relative shares of the sample ranks, such as `(3, 1)` if the first device is three times as fast; even
+            by default.
 
     Raises:
         ConvoyError: some rank would have no sample, ranks give different arguments, or one makes no sense.
@@ -82,11 +85,11 @@ class BatchSampler(Sampler[list[int]]):
         self._epoch, self._start = 0, 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Say which epoch comes next, as for torch's `DistributedSampler`.
+        """Set the epoch that comes next, as for torch's `DistributedSampler`.
 
         Args:
-            epoch: from 0.
-            start: its first batch, from 0: how many of its batches were trained on before a stop.
+            epoch: its number, from 0.
+            start: number of its batches to skip, which were trained on before a stop.
         """
         if epoch < 0 or not 0 <= start <= len(self):
             raise ConvoyError(
@@ -155,8 +158,10 @@ def evaluate(
 ) -> float | dict[str, float]:
     """The mean of measurements over all samples of all ranks, each counted once. All ranks call it.
 
-        loader = DataLoader(test, batch_sampler=convoy.BatchSampler(net, len(test), 500))
-        accuracy = convoy.evaluate(net, loader, lambda outputs, labels: outputs.argmax(1) == labels)
+    >>> loader = DataLoader(dataset, batch_sampler=convoy.BatchSampler(net, len(dataset), 4))
+    >>> accuracy = convoy.evaluate(net, loader, lambda outputs, labels: outputs.argmax(1) == labels)
+    >>> 0 <= accuracy <= 1
+    True
 
     The network runs in evaluation mode and without gradients; every layer's own mode comes back afterwards.
 

@@ -23,18 +23,26 @@ def global_mean(net: nn.Module, values: Tensor, count: Tensor | float | None = N
     are divided; several such means may be added, multiplied by numbers, or put into one function that all ranks compute
     alike. Without gradients (integers and booleans have none) it is the way to print a metric. All ranks call it.
 
-        loss = convoy.global_mean(net, F.cross_entropy(outputs, labels, reduction="none"))
-        loss = convoy.global_mean(net, F.cross_entropy(outputs, labels, ignore_index=-1, reduction="sum"), labels != -1)
-        accuracy = convoy.global_mean(net, outputs.argmax(1) == labels)
+    >>> convoy.global_mean(net, torch.tensor([1.0, 2.0]), torch.tensor([True, False]))  # two ranks: 6 / 2
+    tensor(3.)
+    >>> outputs, targets = net(images[mine]), labels[mine]
+    >>> loss = convoy.global_mean(net, F.cross_entropy(outputs, targets, reduction="none"))
+    >>> loss.backward()
+    >>> accuracy = convoy.global_mean(net, outputs.argmax(1) == targets)
+
+    With `ignore_index`, a rank may have fewer labels that count than another:
+
+    >>> losses = F.cross_entropy(net(images[mine]), targets, ignore_index=0, reduction="sum")
+    >>> loss = convoy.global_mean(net, losses, targets != 0)
 
     Args:
         net: what `convoy.parallelize` returned.
-        values: of this rank's samples; any shape, which may differ between ranks. They are summed.
-        count: this rank's part of what the sum is divided by: a number, or a tensor that is summed too, such as a mask
+        values: terms of this rank's samples, of any shape, which may differ between ranks. They are summed.
+        count: this rank's term of the denominator: a number, or a tensor that is summed too, such as a mask
             or the weights of the samples. It may have a gradient. By default the number of elements of `values`.
 
     Returns:
-        A scalar, the same on every rank: float64 where `values` are, float32 where they are of half precision, and of
+        A scalar, the same on every rank; float64 where `values` are, float32 where they are of half precision, and of
         torch's default type where they are integers or booleans. NaN where the count is 0 on all ranks together, as in
         torch.
 
@@ -62,17 +70,18 @@ def penalty(
     Its gradient is the one that one device has, each weight counted once under every plan, also where `function` looks
     at whole tensors. Add it to a rank's mean loss or to `global_mean`. All ranks call it.
 
-        loss = criterion(net(images), labels) + convoy.penalty(
-            net, lambda weights: 1e-4 * sum(w.abs().sum() for w in weights.values()), names="*.weight"
-        )
+    >>> def lasso(weights):
+    ...     return 1e-4 * sum(weight.abs().sum() for weight in weights.values())
+    >>> loss = F.cross_entropy(net(images[mine]), labels[mine]) + convoy.penalty(net, lasso, names="*.weight")
+    >>> loss.backward()
 
     Args:
         net: what `convoy.parallelize` returned.
-        function: takes {name: weight}, the plain network's names and whole tensors, and returns a scalar. Only these
-            tensors may be used in it, not `net.parameters()`.
+        function: function of {name: weight}, the plain network's names and whole tensors, that returns a scalar. It
+            must use these tensors only, not `net.parameters()`.
         names: patterns of the parameters that `function` is given: `*` stands for any text. Parameters that the plan
-            divides are gathered for it, so that each rank holds them whole until the backward pass. Frozen ones are
-            left out.
+            divides are gathered, so that each rank holds them whole until the backward pass. Frozen parameters are
+            not given.
 
     Returns:
         The scalar, the same on every rank.

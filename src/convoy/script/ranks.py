@@ -16,17 +16,31 @@ from convoy.errors import ConvoyError
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0; before `parallelize` too, and 0 on one device."""
+    """This process's number among all ranks, from 0; before `parallelize` too, and 0 on one device.
+
+    >>> weights = convoy.state_dict(net)  # on every rank
+    >>> if convoy.rank() == 0:
+    ...     torch.save(weights, "weights.pt")
+    """
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
 
 
 def num_ranks() -> int:
-    """How many ranks there are; before `parallelize` too, and 1 on one device."""
+    """How many ranks there are; before `parallelize` too, and 1 on one device.
+
+    >>> plan = f"sample={convoy.num_ranks()}" if convoy.num_ranks() > 1 else "serial"
+    >>> plan
+    'sample=2'
+    """
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def print(*values: object, **options: Any) -> None:
-    """Python's `print` on rank 0, nothing on the others. What is printed must not need the other ranks."""
+    """Python's `print` on rank 0, nothing on the others. What is printed must not need the other ranks.
+
+    >>> convoy.print("epoch", 1)
+    epoch 1
+    """
     if rank() == 0:
         builtins.print(*values, **options)
 

@@ -30,6 +30,9 @@ def state_dict(net: nn.Module) -> dict[str, Tensor]:
 
     They are the same on every plan and every rank, and load into the plain network as they are.
 
+    >>> plain.load_state_dict(convoy.state_dict(net))
+    <All keys matched successfully>
+
     Args:
         net: what `convoy.parallelize` returned.
     """
@@ -41,6 +44,8 @@ def state_dict(net: nn.Module) -> dict[str, Tensor]:
 
 def load_state_dict(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load what `state_dict`, or the plain network's own method of that name, has given. All ranks call it.
+
+    >>> convoy.load_state_dict(net, plain.state_dict())
 
     Args:
         net: what `convoy.parallelize` returned.
@@ -60,19 +65,19 @@ def load_state_dict(net: nn.Module, state: Mapping[str, Tensor]) -> None:
 def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state of an optimizer by the names of the plain network, the same on every plan and every rank.
 
-    All ranks call it. A checkpoint of one's own holds it beside `convoy.state_dict`:
+    All ranks call it. For checkpoints of your own; `convoy.save` does all of this:
 
-        torch.save({"net": convoy.state_dict(net), "optimizer": convoy.optimizer_state_dict(net, optimizer)}, path)
-
-    (on one rank the saving, on all ranks the two calls); `convoy.save` does all of that.
+    >>> state = {"net": convoy.state_dict(net), "optimizer": convoy.optimizer_state_dict(net, optimizer)}
+    >>> if convoy.rank() == 0:
+    ...     torch.save(state, "mine.pt")
 
     Args:
         net: what `convoy.parallelize` returned.
         optimizer: of its parameters, or of some of them.
 
     Returns:
-        `{"state": {name: {key: value}}, "param_groups": [{option: value, ..., "params": [name, ...]}, ...]}`. A value
-        that has one number for each of the parameter's is whole; others are as the optimizer keeps them.
+        As `torch.optim.Optimizer.state_dict`, with names in the place of numbers for the parameters. A value that has
+        one number for each of the parameter's is whole; others are as the optimizer keeps them.
 
     Raises:
         ConvoyError: a parameter is not the network's, or the optimizer keeps something of a divided parameter that
@@ -95,6 +100,9 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
     """Load what `optimizer_state_dict` has given, under whatever plan. All ranks call it.
 
     Options of the groups, learning rates among them, become those of the state, as in torch.
+
+    >>> state = convoy.optimizer_state_dict(net, optimizer)
+    >>> convoy.load_optimizer_state_dict(net, optimizer, state)
 
     Args:
         net: what `convoy.parallelize` returned.

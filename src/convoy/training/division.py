@@ -92,6 +92,17 @@ class Division:
 def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | None = None) -> Division:
     """Give each rank its microbatches: as even as can be, or in proportion to `shares`.
 
+    >>> division = divide((32,) * 8, 3, shares=(3, 3, 2))  # eight microbatches of 32 samples
+    >>> division.counts, division.positions(2)
+    ((3, 3, 2), range(192, 256))
+    >>> divide((32,) * 8, 3).counts
+    (3, 3, 2)
+
+    Args:
+        sizes: samples of every microbatch.
+        num_ranks: number of sample ranks.
+        shares: relative shares of the ranks; even by default.
+
     Raises:
         ConvoyError: there are fewer microbatches than ranks, or not as many shares as ranks.
     """

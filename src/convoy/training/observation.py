@@ -17,7 +17,7 @@ from typing import Any
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
-from convoy.graph.precision import under_autocast
+from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside, predicted
 from convoy.planner.cost.device import Device

@@ -132,17 +132,12 @@ class TrainedRun:
 def load_run(path: str | os.PathLike[str]) -> TrainedRun:
     """Load the network that a run has trained, and what it takes to use it. The data need not be there.
 
-    ```python
-    import torch
-    import convoy
-
-    run = convoy.load_run("runs/first")
-    images = torch.stack([run.transform("cat.jpg"), run.transform("dog.jpg")])  # or PIL images, or uint8 arrays
-    with torch.inference_mode():
-        probabilities = run.network(images).softmax(1)  # [pictures, classes]
-    for row in probabilities:
-        print(run.classes[row.argmax()], f"{row.max():.1%}")
-    ```
+    >>> run = convoy.load_run("runs/first")
+    >>> images = torch.stack([run.transform("cat.png"), run.transform("dog.png")])  # or PIL images, or uint8 arrays
+    >>> with torch.inference_mode():
+    ...     probabilities = run.network(images).softmax(1)  # [pictures, classes]
+    >>> [run.classes[best] for best in probabilities.argmax(1)]
+    ['cat', 'dog']
 
     Args:
         path: the run directory.

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from convoy.comm.position import here
 from convoy.data import Batch, DataSet, MixConfig, Normalize, mix
-from convoy.engine.random import fold
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
+from convoy.ops.random_bits import fold
 from convoy.training.division import Pass
 from convoy.training.finite import FiniteGuard, NonFiniteUpdate
 from convoy.training.loss import ClassificationLoss, heads, num_correct

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from convoy.graph.graph import Call, Value
+from convoy.ops.memory import predict_memory
 from convoy.plans.layout import Layout
-from convoy.plans.memory import predict_memory
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import all_reduce_elements

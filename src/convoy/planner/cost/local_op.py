@@ -17,7 +17,8 @@ import torch
 
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
-from convoy.plans.memory import Readers
+from convoy.ops import OPERATIONS
+from convoy.ops.memory import Readers
 from convoy.plans.traffic import needs_gradient
 
 
@@ -75,11 +76,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 Role = Literal["activation", "parameter", "buffer", "constant"]
 Option = None | bool | int | float | str | tuple["Option", ...]
 
-VIEWS = frozenset({"identity", "permute", "reshape"})
-"""Kinds of calls that only look at their input otherwise."""
-_MATRIX = frozenset({"conv", "linear", "matmul"})
-_PASSES = {"batch_norm": 1.0, "dropout": 2.0, "group_norm": 1.0, "layer_norm": 1.0, "lrn": 4.0, "softmax": 1.0}
-"""How often a kernel goes over its output again, beyond once: rough, for the roofline alone."""
+VIEWS = frozenset(name for name, operation in OPERATIONS.items() if operation.is_view)
+"""Operations that only look at their input otherwise."""
 
 
 class Both(NamedTuple):
@@ -187,11 +185,12 @@ class Piece:
     @property
     def flops(self) -> Both:
         """Floating-point operations of convolutions and matrix products, 2 for a multiply-add; 0 for all else."""
-        if self.op not in _MATRIX or self.is_empty:
+        count = OPERATIONS[self.op].multiplications if self.op in OPERATIONS else None
+        if count is None or self.is_empty:
             return Both(0, 0)
-        forward = 2 * self._multiplications()
-        operands = self.inputs if self.op == "matmul" else self.inputs[:2]
-        return Both(forward, forward * sum(operand.gradient for operand in operands))
+        shapes = [operand.shape for operand in self.inputs]
+        forward = 2 * count(shapes, self.outputs[0].shape, bool(self.option("transposed")))
+        return Both(forward, forward * sum(operand.gradient for operand in self.inputs[:2]))
 
     @property
     def bytes(self) -> Both:
@@ -201,13 +200,14 @@ class Piece:
             assert isinstance(forward, int) and isinstance(backward, int)
             return Both(forward, backward)
         added = 3 * sum(operand.bytes for operand in self.inputs if operand.adds)
-        if self.op in VIEWS or self.is_empty:
+        operation = OPERATIONS.get(self.op)
+        if self.is_empty or (operation is not None and operation.is_view):
             return Both(0, added)
         taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
         wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
-        if self.op in ("select", "split"):
+        if operation is not None and operation.is_slice:
             return Both(0, given + wanted + added)
-        again = int(_PASSES.get(self.op, 0.0) * given) + 2 * self._padded()
+        again = int((operation.passes if operation is not None else 0.0) * given) + 2 * self._padded()
         backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
         return Both(taken + given + again, backward + added if wanted else 0)
 
@@ -222,19 +222,10 @@ class Piece:
             kernel = f", {_joined(self.option('kernel'))} /{_joined(self.option('stride'))}"
         return f"{self.function or self.op} {before} → {after}{kernel}"
 
-    def _multiplications(self) -> int:
-        if self.op == "matmul":
-            return self.outputs[0].numel * self.inputs[0].shape[-1]
-        weight = self.inputs[1]
-        if self.op == "linear":
-            return prod(self.inputs[0].shape[:-1]) * weight.numel
-        larger = self.inputs[0] if self.option("transposed") else self.outputs[0]
-        return larger.shape[0] * prod(larger.shape[2:]) * weight.numel
-
     def _padded(self) -> int:
         """Bytes of the copy that padding takes which the kernel does not do itself."""
         padding = self.option("padding")
-        if self.op not in ("conv", "max_pool", "avg_pool") or not isinstance(padding, tuple):
+        if not isinstance(padding, tuple):
             return 0
         copied = any(isinstance(each, tuple) and any(each[1:]) for each in padding)
         return self.inputs[0].bytes if copied else 0

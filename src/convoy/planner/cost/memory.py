@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from convoy.ops.memory import predict_memory
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Exchange, exchange
-from convoy.plans.memory import predict_memory
 from convoy.plans.place import Placement
 
 
@@ -14,7 +14,7 @@ class RankMemory:
     """Bytes on one rank. What a kernel holds while it runs, and the framework itself, come on top.
 
     Attributes:
-        parameters, gradients, buffers, activations: as `convoy.plans.memory` counts them.
+        parameters, gradients, buffers, activations: as `convoy.ops.memory` counts them.
         optimizer: the optimizer's state.
         messages: copies of small gradients, in which they are sent.
     """

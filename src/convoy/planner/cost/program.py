@@ -13,12 +13,13 @@ in an update, for the running statistics of batch norm.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from convoy.graph.graph import Graph
+from convoy.ops import OPERATIONS
+from convoy.ops.placing import sharing_axes
 from convoy.planner.cost.link import Kind
-from convoy.planner.cost.local import BatchNorm, local_piece, piece, sharing_axes
+from convoy.planner.cost.local import BatchNorm, local_piece, piece
 from convoy.planner.cost.local_op import Operand, Option, Piece, about, dtype_name
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -90,7 +91,8 @@ class Inside:
 def inside(placed: PlacedCall, graph: Graph, mesh: Mesh, own: Piece, batch_norm: BatchNorm = "sync") -> Inside:
     """The messages inside a call, on a rank whose piece of it is `own`: those of the engine's kernels."""
     call = placed.call
-    if call.op not in ("softmax", "batch_norm", "group_norm", "layer_norm"):
+    operation = OPERATIONS[call.op]
+    if operation.statistics is None:
         return Inside()
     source = call.attributes["input"]
     layout = placed.placed.inputs[source]
@@ -103,17 +105,10 @@ def inside(placed: PlacedCall, graph: Graph, mesh: Mesh, own: Piece, batch_norm:
         return Inside()
     shape = own.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
-    if call.op == "softmax":
-        size = prod(shape) // max(1, shape[call.attributes["dim"]]) * itemsize
-        return Inside(axes, (("exchange", others * size), ("all_reduce", size)), (("all_reduce", size),))
-    if call.op == "batch_norm":
-        numbers = shape[1]
-    elif call.op == "group_norm":
-        numbers = shape[0] * call.attributes["num_groups"]
-    else:
-        numbers = prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
-    size = 2 * numbers * itemsize
-    return Inside(axes, (("exchange", others * size),), (("all_reduce", size),))
+    size = operation.statistics(call, shape) * itemsize
+    summed: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
+    forward: tuple[tuple[Kind, int], ...] = (("exchange", others * size),)
+    return Inside(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
 def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: int, passes: int) -> list[Message]:

@@ -18,7 +18,7 @@ from convoy.graph.graph import Graph
 from convoy.planner.search.elimination import Elimination, Numbers, Scope, Table, aligned, open_tables, order_of
 from convoy.planner.search.placing import Choice
 from convoy.plans.mesh import Axes
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch
 
 
 @dataclass

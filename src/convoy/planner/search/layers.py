@@ -12,11 +12,12 @@ from functools import cache
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
+from convoy.ops import OPERATIONS
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, strategies
 from convoy.plans.fixes import Fix, fix_of, parse_fixes
 from convoy.plans.mesh import Mesh
+from convoy.plans.place import Batch, Situation
 from convoy.plans.plan import Plan
-from convoy.plans.rules import RULES, Batch, Situation
 from convoy.plans.strategies import axis_names_of
 
 Patterns = tuple[tuple[str, Strategy], ...]
@@ -145,7 +146,7 @@ def allowed(
             found.setdefault(tuple(answers) if narrow and alike else strategy, strategy)
     if not found and refused is not None:
         call, strategy = refused  # its rule names this layer, not one that is like it
-        RULES[call.op](Situation(prices.graph, prices.mesh, batch, call, strategy, {}))
+        OPERATIONS[call.op].place(Situation(prices.graph, prices.mesh, batch, call, strategy, {}))
     return list(found.values())
 
 

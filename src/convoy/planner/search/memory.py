@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from convoy.errors import TooLargeError
+from convoy.ops.memory import kept_by
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.explain import size
-from convoy.plans.memory import kept_by
 from convoy.plans.place import Placement
 
 _ROUNDS = 24

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call
+from convoy.ops.layouts import even
 from convoy.planner.search.elimination import Scope, TooWideError, aligned
 from convoy.planner.search.prices import NOWHERE, Answer, Prices, Strategy
 from convoy.plans.layout import Split
 from convoy.plans.mesh import Axes
-from convoy.plans.rules import Batch
-from convoy.plans.rules.layouts import even
+from convoy.plans.place import Batch
 
 Ids = NDArray[np.int64]
 """Numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them."""

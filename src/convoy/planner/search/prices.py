@@ -14,12 +14,11 @@ from typing import Any, Protocol
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.ops import OPERATIONS
+from convoy.ops.memory import kept_by
 from convoy.plans.layout import Layout, Split
-from convoy.plans.memory import kept_by
 from convoy.plans.mesh import Axes, Mesh
-from convoy.plans.place import COMPUTE, PlacedCall, Placement
-from convoy.plans.rules import RULES, Batch, Situation
-from convoy.plans.rules.whole import rule as whole
+from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
 from convoy.plans.traffic import needs_gradient
 from convoy.plans.transfer import Step, transfer
 
@@ -307,7 +306,7 @@ class Prices:
             self.graph, self.mesh, batch, call, strategy or ("replicate",) * len(self.mesh.sizes), layouts
         )
         try:
-            placed = RULES.get(call.op, whole)(situation)
+            placed = OPERATIONS[call.op].place(situation)
         except ConvoyError as error:
             return error
         wants = tuple(self.number(placed.inputs[name]) if name in placed.inputs else NOWHERE for name in call.inputs)

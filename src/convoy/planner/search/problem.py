@@ -20,8 +20,7 @@ from convoy.planner.search.elimination import Scope, Table, TooWideError, aligne
 from convoy.planner.search.placing import GRID, Choice, Ids, Known, Narrow, Shared, check_grid, relabelled
 from convoy.planner.search.prices import NOWHERE, Strategy, is_choosing
 from convoy.plans.layout import WHOLE, Layout
-from convoy.plans.place import own_samples
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch, own_samples
 
 
 @dataclass(frozen=True)

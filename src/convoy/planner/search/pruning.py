@@ -23,8 +23,7 @@ from convoy.planner.search.fewest import Floor
 from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, used_axes
 from convoy.planner.search.problem import Sent, assigned, build
-from convoy.plans.place import COMPUTE
-from convoy.plans.rules import Batch
+from convoy.plans.place import COMPUTE, Batch
 
 
 def least_of_layers(

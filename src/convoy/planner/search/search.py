@@ -12,6 +12,7 @@ from functools import partial
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
+from convoy.ops import place
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import Fitting, fitting, nothing_fits
 from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
@@ -21,9 +22,8 @@ from convoy.planner.search.ways import Candidate, Found, Parts, SearchResult, Wa
 from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement, place, sample_axes
+from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import Strategy
 from convoy.planner.search.problem import Problem, assigned, build
 from convoy.planner.search.pruning import Pruning, UninterestingError
-from convoy.plans.rules import Batch
+from convoy.plans.place import Batch
 
 LIMIT = 20_000_000
 """The most entries of a table: 64 MB."""

@@ -19,8 +19,8 @@ from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of
 from convoy.planner.search.pruning import INTERESTING, UninterestingError
 from convoy.planner.search.solve import Solution, Solver, next_best
 from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
-from convoy.plans.rules import Batch
 
 _BRANCHES = 400
 

@@ -1,0 +1,326 @@
+"""Batch norm of a rank's part of an activation."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.layouts import resolved
+from convoy.ops.operation import Operation, keeps_input
+from convoy.ops.shared_statistics import Holders, affine, normalize_together
+from convoy.ops.statistics import Running, Term, add_term
+from convoy.plans.layout import Layout
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import Placed, Situation
+
+
+def _batch_norm(seen: Seen) -> Recognized:
+    found = seen.bound(
+        input=None,
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        training=False,
+        momentum=0.1,
+        eps=1e-5,
+    )
+    counter = seen.updates[-1] if seen.updates and found["training"] and found["running_mean"] else None
+    if counter and hasattr(seen.module, "momentum"):  # the argument is 1 / count where the layer has None
+        found["momentum"] = seen.module.momentum
+    return Recognized("batch_norm", {**found, "num_batches_tracked": counter})
+
+
+def place(situation: Situation) -> Placed:
+    """Scale, shift and running statistics are divided as the channels are, without communication.
+
+    Over the axes that divide samples, rows or columns every rank has all of them and its share of their gradient; the
+    statistics are added up over those axes inside the call.
+    """
+    call = situation.call
+    attributes = call.attributes
+    source = attributes["input"]
+    layout = resolved(situation, source)
+    channels = layout.split(1)
+    own = {} if channels is None else {0: channels}
+    others = layout.split_axes - set(channels.axes if channels else ())
+    inputs = {name: Layout.of() for name in call.inputs}
+    for key in ("running_mean", "running_var"):
+        if attributes[key] is not None:
+            inputs[attributes[key]] = Layout.of(own)
+    for key in ("weight", "bias"):
+        if attributes[key] is not None:
+            inputs[attributes[key]] = Layout.of(own, copied=others)
+    inputs[source] = layout
+    return Placed(inputs, {call.outputs[0]: layout})
+
+
+def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
+    """Normalize a microbatch by its own mean and variance.
+
+    Args:
+        x: [samples, channels, ...].
+        weight, bias: [channels] or None.
+        eps: added to the variance.
+
+    Returns:
+        The normalized microbatch, and what it adds to the running statistics.
+    """
+    dtype = x.dtype if weight is None else weight.dtype
+    mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    var = torch.zeros_like(mean)
+    y = F.batch_norm(x, mean, var, weight, bias, training=True, momentum=1.0, eps=eps)
+    return y, (mean, var)
+
+
+ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The running statistics; None where the layer keeps none."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    count: Tensor | None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a call is given; None where it is not."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    var: Tensor | None
+    count: Tensor | None
+
+
+def _build(site: Site) -> Kernel:
+    """By running statistics in evaluation, otherwise as the context's mode says."""
+    attributes, names = site.call.attributes, site.call.inputs
+    layer = _Layer(site)
+
+    def sorted_out(tensors: Sequence[Tensor]) -> Tensors:
+        found: dict[str | None, Tensor] = dict(zip(names, tensors, strict=True))
+        given: list[Any] = [found.get(attributes[name]) for name in ARGUMENTS]
+        return Tensors(*given)
+
+    def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
+        return lambda *tensors: [run(sorted_out(tensors))]
+
+    if not attributes["training"]:
+        return whole(layer.by_running_statistics)
+    if not site.graph.training or site.context.batch_norm == "sync":
+        return Alone(whole(layer.by_whole_pass))
+    by_microbatch = site.context.batch_norm == "microbatch"
+    compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
+    record = layer.record_microbatches if by_microbatch else layer.record_own_samples
+    places = {name: place for place, name in enumerate(names)}
+    kept = [attributes[name] for name in ARGUMENTS[3:]]
+    buffers = [places[name] for name in kept if name is not None]
+
+    def note(tensors: Sequence[Tensor], terms: list[Tensor]) -> None:
+        found = iter(tensors)
+        record(Buffers(*[None if name is None else next(found) for name in kept]), terms)
+
+    kernel = Recorded(lambda *tensors: compute(sorted_out(tensors)), note, tuple(buffers))
+    return kernel if layer.own is None else Alone(kernel)
+
+
+def _nothing(t: Tensors) -> Tensor:
+    """The result without elements; scale and shift get a gradient of zero."""
+    return affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2)))
+
+
+class _Layer:
+    """What a layer does in each mode."""
+
+    def __init__(self, site: Site) -> None:
+        attributes = site.call.attributes
+        self.site = site
+        self.source: str = attributes["input"]
+        self.eps: float = attributes["eps"]
+        self.momentum: float | None = attributes["momentum"]
+        self.name: str = attributes["running_mean"] or site.call.name
+        self.shape = site.graph.shape(self.source)
+        layout = site.layouts[self.source]
+        samples = layout.split(0)
+        self.sample_axes: Axes = samples.axes if samples else ()
+        self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
+        self.passing = self._holders(tuple(sorted({*self.sample_axes, *self.other_axes})))
+        self.own = self._holders(self.other_axes, samples=False)
+        self._divisions: dict[tuple[int, ...], _Division] = {}
+
+    def by_running_statistics(self, t: Tensors) -> Tensor:
+        if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
+            return _nothing(t)
+        return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
+
+    def by_whole_pass(self, t: Tensors) -> Tensor:
+        """Over the samples, rows and columns of all ranks."""
+        weight = self._count(t.count, 1)
+        if t.x.shape[1] == 0:
+            return _nothing(t)
+        if self.passing is None:
+            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
+        y, term = normalize_together(t.x, t.weight, t.bias, self.eps, self.passing)
+        if t.mean is not None and t.var is not None:
+            add_term([t.mean, t.var], term, [weight] * 2)
+        return y
+
+    def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
+        """Over the samples of this rank; approximate: the result depends on how many ranks there are."""
+        if t.x.shape[1] == 0 or len(t.x) == 0:
+            return _nothing(t), []
+        y, term = self._normalize(t, t.x)
+        return y, [*term]
+
+    def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
+        """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
+        weight = self._count(buffers.count, 1)
+        running = self._running(buffers)
+        if running is None:
+            return
+        if running.mean.numel():
+            self.site.context.statistics.record_local(running)
+        if terms:
+            mean, var = terms
+            add_term([running.mean, running.var], (mean, var), [weight] * 2)
+
+    def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
+        """Over each microbatch, all of which a rank has."""
+        sizes = self._division().sizes if t.x.shape[1] else ()
+        if not sizes:
+            return _nothing(t), []
+        pieces = [self._normalize(t, x) for x in ([t.x] if len(sizes) == 1 else t.x.split(sizes))]
+        terms = [number for _, term in pieces for number in term]
+        return pieces[0][0] if len(sizes) == 1 else torch.cat([y for y, _ in pieces]), terms
+
+    def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
+        """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
+        context = self.site.context
+        self._count(buffers.count, len(context.sizes))
+        running = self._running(buffers)
+        if running is None or running.mean.numel() == 0:
+            return
+        division, own = self._division(), iter(zip(terms[::2], terms[1::2], strict=True))
+        found = [next(own) if owner == division.rank else None for owner in division.owners]
+        context.statistics.record(running, context.starts, division.owners, found)
+
+    def _running(self, buffers: Buffers) -> Running | None:
+        if buffers.mean is None or buffers.var is None:
+            return None
+        return Running(self.name, buffers.mean, buffers.var, buffers.count, self.momentum, self.sample_axes)
+
+    def _normalize(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:
+        if self.own is None:
+            return normalize_by_itself(x, t.weight, t.bias, self.eps)
+        rows = len(x)
+        holders = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
+        return normalize_together(x, t.weight, t.bias, self.eps, holders)
+
+    def _count(self, count: Tensor | None, terms: int) -> float:
+        """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""
+        if count is not None:
+            count.add_(terms)
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if count is None else 1.0 / float(count)
+
+    def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
+        """The ranks along some axes, and how many numbers of each channel they have."""
+        group = self.site.groups.of(axes)
+        if group is None:
+            return None
+        samples = samples and set(axes) >= set(self.sample_axes)
+        dims = [dim for dim in range(len(self.shape)) if dim > 1 or (dim == 0 and samples)]
+        layout, mesh = self.site.layouts[self.source], self.site.mesh
+        counts = (
+            math.prod(len(layout.parts(dim, mesh, place, self.shape[dim])) for dim in dims)
+            for place in mesh.group(self.site.coordinates, axes)
+        )
+        return Holders(group, tuple(counts))
+
+    def _division(self) -> "_Division":
+        sizes = self.site.context.sizes
+        if torch.compiler.is_compiling():  # which is made anew when something that it has read changes
+            return self._divide(sizes)
+        if sizes not in self._divisions:
+            self._divisions[sizes] = self._divide(sizes)
+        return self._divisions[sizes]
+
+    def _divide(self, sizes: tuple[int, ...]) -> "_Division":
+        where = f"layer {self.site.call.layer or self.site.call.name!r}"
+        if sum(sizes) != self.shape[0]:
+            raise ConvoyError(
+                f"{where}: a batch norm of {self.shape[1]} channels sees {self.shape[0]} samples of a batch of "
+                f"{sum(sizes)}: the network folds something into the batch, so set batch_norm=sync"
+            )
+        mesh, coordinates = self.site.mesh, self.site.coordinates
+        places = mesh.group(coordinates, self.sample_axes)
+        parts = [self.site.layouts[self.source].parts(0, mesh, place, self.shape[0]) for place in places]
+        holder = {sample: rank for rank, part in enumerate(parts) for sample in part}
+        ends = list(itertools.accumulate(sizes))
+        owners = []
+        for size, end in zip(sizes, ends, strict=True):
+            ranks = {holder[sample] for sample in range(end - size, end)}
+            if len(ranks) > 1:
+                raise ConvoyError(
+                    f"{where}: the plan divides a microbatch of {size} samples over several ranks, so that its batch "
+                    "norm has no statistics of its own: use fewer sample ranks, or set batch_norm=sync"
+                )
+            owners.append(ranks.pop() if ranks else -1)
+        rank = mesh.index(coordinates, self.sample_axes)
+        own = tuple(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        return _Division(rank, tuple(owners), own)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who has the microbatches of a pass.
+
+    Attributes:
+        rank: this one, along the axes that divide the samples.
+        owners: the rank that has each microbatch.
+        sizes: samples in each of this rank's microbatches.
+    """
+
+    rank: int
+    owners: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+    return {"training": bool(call.attributes["training"] and graph.training)}
+
+
+def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
+    return {0, *range(2, len(graph.shape(call.attributes["input"])))} if call.attributes["training"] else set()
+
+
+OPERATIONS = (
+    Operation(
+        "batch_norm",
+        place,
+        {"batch_norm": _batch_norm},
+        _build,
+        keeps=keeps_input,
+        gives_own=True,
+        follows=True,
+        passes=1.0,
+        local_options=_options,
+        shared_dims=_shared_dims,
+        statistics=lambda call, shape: 2 * shape[1],
+    ),
+)

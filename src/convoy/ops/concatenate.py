@@ -1,0 +1,76 @@
+"""Concatenation: along channels the index lists are joined and nothing is sent."""
+
+from functools import lru_cache
+
+from convoy.graph.graph import Ref
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.layouts import agreed, even, used
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Layout, Split, indices
+from convoy.plans.place import Placed, Situation
+
+
+def _cat(seen: Seen) -> Recognized | None:
+    found = seen.bound(tensors=(), dim=0)
+    dim = seen.kwargs.get("axis", found["dim"]) % len(seen.output)
+    operands = tuple(ref.name for ref in found["tensors"] if isinstance(ref, Ref))
+    if any(len(seen.shape(name)) != len(seen.output) for name in operands):
+        return None  # torch lets empty one-dimensional tensors pass
+    return Recognized("cat", {"operands": operands, "dim": dim})
+
+
+def place(situation: Situation) -> Placed:
+    """Operands of equal shape but for the dimension along which they are joined."""
+    call, mesh = situation.call, situation.mesh
+    names, output = call.attributes["operands"], call.outputs[0]
+    out_shape = situation.shape(output)
+    dim = call.attributes["dim"] % len(out_shape)
+    shapes = {name: _except(situation.shape(name), dim, out_shape) for name in names}
+    target = agreed(situation, out_shape, shapes, skip=dim)
+    axes = _axes_along(situation, names, dim, used(target))
+    if not axes:
+        layout = Layout.of(target)
+        return Placed(dict.fromkeys(names, layout), {output: layout})
+    inputs: dict[str, Layout] = {}
+    splits, sizes = [], tuple(situation.shape(name)[dim] for name in names)
+    for name, size in zip(names, sizes, strict=True):
+        before = situation.given[name].split(dim) if name in situation.given else None
+        splits.append(before if before is not None and before.axes == axes else even(mesh, axes, size))
+        inputs[name] = Layout.of({**target, dim: splits[-1]})
+    return Placed(inputs, {output: Layout.of({**target, dim: _joined(tuple(splits), sizes)})})
+
+
+@lru_cache(maxsize=1 << 12)
+def _joined(splits: tuple[Split, ...], sizes: tuple[int, ...]) -> Split:
+    """The split of the result: every rank has its parts of all operands, one after the other."""
+    parts: list[list[int]] = [[] for _ in splits[0].parts]
+    offset = 0
+    for split, size in zip(splits, sizes, strict=True):
+        for own, part in zip(parts, split.parts, strict=True):
+            own.extend(offset + index for index in part)
+        offset += size
+    return Split(splits[0].axes, tuple(indices(part) for part in parts))
+
+
+def _axes_along(situation: Situation, names: tuple[str, ...], dim: int, taken: set[int]) -> tuple[int, ...]:
+    """The axes over which the largest operand that is divided along `dim` is divided."""
+    for name in sorted(names, key=lambda name: -situation.shape(name)[dim]):
+        split = situation.given[name].split(dim) if name in situation.given else None
+        if split is not None and not set(split.axes) & taken:
+            return split.axes
+    return ()
+
+
+def _except(shape: tuple[int, ...], dim: int, out_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:dim], out_shape[dim], *shape[dim + 1 :])
+
+
+OPERATIONS = (
+    Operation(
+        "cat",
+        place,
+        dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+        gives_own=True,
+        options=("dim",),
+    ),
+)

@@ -1,0 +1,340 @@
+"""Convolutions, plain, grouped and transposed: split by samples, filters, input channels, rows or columns.
+
+The strategies are those of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019) and
+"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen, each
+from convoy.ops.kernel import AddBiasOnce, Kernel, Site
+from convoy.ops.layouts import bias_option, even, follow, put
+from convoy.ops.operation import Operation, Shape, keeps_operands
+from convoy.plans.check import axis_names, check_channel, check_filter, check_rows
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
+
+
+def _conv(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
+    spatial = len(seen.shape(found["weight"])) - 2
+    if len(seen.shape(found["input"])) != spatial + 2:
+        return None
+    kernel, dilation = seen.shape(found["weight"])[2:], each(found["dilation"], spatial)
+    if found["padding"] == "valid":
+        padding = ((0, 0),) * spatial
+    elif found["padding"] == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        padding = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        padding = tuple((p, p) for p in each(found["padding"], spatial))
+    return Recognized(
+        "conv",
+        {
+            **found,
+            "stride": each(found["stride"], spatial),
+            "padding": padding,
+            "dilation": dilation,
+            "transposed": False,
+            "output_padding": (0,) * spatial,
+        },
+    )
+
+
+def _conv_transpose(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)
+    spatial = len(seen.shape(found["weight"])) - 2
+    if len(seen.shape(found["input"])) != spatial + 2:
+        return None
+    return Recognized(
+        "conv",
+        {
+            **found,
+            "stride": each(found["stride"], spatial),
+            "padding": tuple((p, p) for p in each(found["padding"], spatial)),
+            "dilation": each(found["dilation"], spatial),
+            "transposed": True,
+            "output_padding": each(found["output_padding"], spatial),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """How the channels of a convolution are divided: of its input, its output, and the dimensions of its weight."""
+
+    input: Split | None
+    output: Split | None
+    weight: dict[int, Split]
+    copied: Axes
+    partial: Axes
+
+
+def place(situation: Situation) -> Placed:
+    """Input [samples, channels, (depth,) height, width] or [samples, channels, length]."""
+    call = situation.call
+    source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
+    output = call.outputs[0]
+    channels = _grouped(situation) if call.attributes["groups"] > 1 else _plain(situation)
+    in_splits: dict[int, Split] = {}
+    out_splits: dict[int, Split] = {}
+    samples = situation.axes("sample")
+    for splits in (in_splits, out_splits):
+        put(splits, 0, situation.batch.split(samples))
+    put(in_splits, 1, channels.input)
+    put(out_splits, 1, channels.output)
+    rows = _rows(situation, in_splits, out_splits)
+    shared = {*samples, *rows}
+    inputs = {
+        source: Layout.of(in_splits, copied=channels.copied),
+        weight: Layout.of(channels.weight, copied=shared),
+    }
+    if bias is not None:
+        inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
+    return Placed(inputs, {output: Layout.of(out_splits, partial=channels.partial)})
+
+
+def _plain(situation: Situation) -> _Channels:
+    call, mesh = situation.call, situation.mesh
+    source, transposed = call.attributes["input"], call.attributes["transposed"]
+    num_in, num_out = situation.shape(source)[1], situation.shape(call.outputs[0])[1]
+    filters, channels = situation.axes("filter"), situation.axes("channel")
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    weight: dict[int, Split] = {}
+    taken = given = None
+    if filters:
+        check_filter(situation.where, axis_names(mesh, filters), mesh.size(filters), num_out)
+        given = weight[out_dim] = even(mesh, filters, num_out)
+    if channels:
+        check_channel(situation.where, axis_names(mesh, channels), mesh.size(channels), num_in)
+        taken = weight[in_dim] = follow(situation, source, 1, channels, num_in)
+    return _Channels(taken, given, weight, copied=filters, partial=channels)
+
+
+def _grouped(situation: Situation) -> _Channels:
+    """Whole groups stay on their rank, so that nothing is sent: the two columns of Krizhevsky et al. (2012)."""
+    call, mesh = situation.call, situation.mesh
+    source, groups = call.attributes["input"], call.attributes["groups"]
+    num_in, num_out = situation.shape(source)[1], situation.shape(call.outputs[0])[1]
+    axes = situation.axes("filter", "channel")
+    if not axes:
+        return _Channels(None, None, {}, (), ())
+    check_filter(situation.where, axis_names(mesh, axes), mesh.size(axes), num_out, groups)
+    in_size, out_size = num_in // groups, num_out // groups
+    owned = _owned_groups(follow(situation, source, 1, axes, num_in), in_size)
+    if owned is None:
+        owned = list(even(mesh, axes, groups).parts)
+    taken = Split(axes, tuple(_members(part, in_size) for part in owned))
+    given = Split(axes, tuple(_members(part, out_size) for part in owned))
+    return _Channels(taken, given, {0: taken if call.attributes["transposed"] else given}, (), ())
+
+
+def _owned_groups(split: Split, size: int) -> list[Indices] | None:
+    """The groups in every part, in order, or None where a part cuts a group."""
+    owned: list[Indices] = []
+    for part in split.parts:
+        channels = tuple(part)
+        groups = indices(channel // size for channel in channels[::size])
+        if tuple(_members(groups, size)) != channels:
+            return None
+        owned.append(groups)
+    return owned
+
+
+def _members(groups: Indices, size: int) -> Indices:
+    return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
+
+
+def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[int, Split]) -> Axes:
+    """Divide the rows and columns of the output, and ask for the input's with their halo."""
+    call = situation.call
+    found: Axes = ()
+    for dim, axes, name in spatial_dims(situation, len(situation.shape(call.outputs[0]))):
+        size = situation.shape(call.outputs[0])[dim]
+        check_rows(situation.where, axis_names(situation.mesh, axes), situation.mesh.size(axes), size, name)
+        out_splits[dim] = output_split(size, situation.mesh, axes)
+        in_splits[dim] = halo_split(window_of(situation.graph, call, dim), out_splits[dim])
+        found += axes
+    return found
+
+
+def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
+    """The window that slides over a dimension of a convolution's input."""
+    attributes, at = call.attributes, dim - 2
+    size = graph.shape(attributes["input"])[dim]
+    kernel = graph.shape(attributes["weight"])[dim]
+    stride, dilation = attributes["stride"][at], attributes["dilation"][at]
+    before, after = attributes["padding"][at]
+    if attributes["transposed"]:
+        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][at])
+    return Window(size, kernel, stride, dilation, before, after)
+
+
+def paddings_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[tuple[int, int, int]]:
+    """What a rank pads, for each spatial dimension of a convolution that is not transposed: so much at both ends,
+    which the convolution does itself, then what more at either end, which takes a copy of the input."""
+    found = []
+    for at, (before, after) in enumerate(call.attributes["padding"]):
+        if output.split(2 + at) is not None:
+            rows = output.parts(2 + at, mesh, place, graph.shape(call.outputs[0])[2 + at])
+            assert isinstance(rows, range)
+            need = window_of(graph, call, 2 + at).needed(rows)
+            before, after = need.before, need.after
+        both = min(before, after)
+        found.append((both, before - both, after - both))
+    return found
+
+
+def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
+    """Dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides.
+
+    One row of one row, as behind a global pooling, is not divided: such a layer is a linear one.
+    """
+    if num_dims == 3:
+        wanted = [(2, situation.axes("height", "width"), "width")]
+    else:
+        wanted = [(num_dims - 2, situation.axes("height"), "height"), (num_dims - 1, situation.axes("width"), "width")]
+    before, after = situation.shape(situation.call.attributes["input"]), situation.shape(situation.call.outputs[0])
+    return [(dim, axes, name) for dim, axes, name in wanted if axes and max(before[dim], after[dim]) > 1]
+
+
+CONVOLUTIONS: dict[tuple[int, bool], Callable[..., Tensor]] = {
+    (1, False): F.conv1d,
+    (2, False): F.conv2d,
+    (3, False): F.conv3d,
+    (1, True): F.conv_transpose1d,
+    (2, True): F.conv_transpose2d,
+    (3, True): F.conv_transpose3d,
+}
+
+
+def _build(site: Site) -> Kernel:
+    """Padding only at the picture's true border, whole groups, and the bias of a partial sum by one rank."""
+    call, output = site.call, site.call.outputs[0]
+    names = {name: place for place, name in enumerate(call.inputs)}
+    source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]
+    bias = names.get(call.attributes["bias"])
+    partial = site.layouts[output].partial
+    first = site.is_first(partial)
+    convolve = _convolution(site)
+
+    def kernel(*tensors: Tensor) -> list[Tensor]:
+        if not partial:
+            return [convolve(tensors[source], tensors[weight], None if bias is None else tensors[bias])]
+        y = convolve(tensors[source], tensors[weight], None)
+        return [y if bias is None else AddBiasOnce.apply(y, tensors[bias], 1, first)]
+
+    return kernel
+
+
+def _convolution(site: Site) -> Callable[..., Tensor]:
+    """A function of (input, weight, bias or None)."""
+    attributes = site.call.attributes
+    transposed, num_dims = attributes["transposed"], len(attributes["stride"])
+    function = CONVOLUTIONS[num_dims, transposed]
+    options: dict[str, Any] = {"stride": attributes["stride"], "dilation": attributes["dilation"]}
+    options["groups"] = _local_groups(site)
+    if transposed:
+        return _transposed(site, function, options)
+    paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], site.mesh, site.coordinates)
+    options["padding"] = tuple(both for both, _, _ in paddings)
+    flat = _flat([(before, after) for _, before, after in paddings])
+    if not any(flat):
+        return lambda x, weight, bias: function(x, weight, bias, **options)
+    return lambda x, weight, bias: function(F.pad(x, flat), weight, bias, **options)
+
+
+def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    attributes, output = site.call.attributes, site.call.outputs[0]
+    needs = [_need(site, 2 + at) for at in range(len(attributes["stride"]))]
+    if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
+        options["padding"] = tuple(before for before, _ in attributes["padding"])
+        options["output_padding"] = attributes["output_padding"]
+        return lambda x, weight, bias: function(x, weight, bias, **options)
+    flat = _flat([(need.before, need.after) for need in needs])
+    empty = any(not need.rows for need in needs)
+    shape = site.local_shape(output)
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if empty:
+            y = x.new_zeros(shape) + (x.sum() + weight.sum()) * 0
+        else:
+            y = F.pad(function(x, weight, None, **options), flat)
+        return y if bias is None else y + bias.view(-1, *[1] * len(needs)).to(y.dtype)
+
+    return convolve
+
+
+def _need(site: Site, dim: int) -> Need:
+    output = site.call.outputs[0]
+    rows = site.parts(output, dim)
+    assert isinstance(rows, range)
+    return window_of(site.graph, site.call, dim).needed(rows)
+
+
+def _local_groups(site: Site) -> int:
+    attributes = site.call.attributes
+    num_in = site.graph.shape(attributes["input"])[1]
+    group = num_in // attributes["groups"]
+    return max(1, len(site.parts(attributes["input"], 1)) // group) if attributes["groups"] > 1 else 1
+
+
+def _flat(padding: list[tuple[int, int]]) -> tuple[int, ...]:
+    """In the order of `torch.nn.functional.pad`: the last dimension first."""
+    return tuple(size for pair in reversed(padding) for size in pair)
+
+
+def _multiplications(operands: Sequence[Shape], output: Shape, transposed: bool) -> int:
+    larger = operands[0] if transposed else output  # every number of the larger side meets one group's filters
+    return larger[0] * prod(larger[2:]) * prod(operands[1])
+
+
+def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+    """The rank's own groups and padding: so much at both ends, then what more before and after."""
+    attributes, output = call.attributes, placed.outputs[call.outputs[0]]
+    group = graph.shape(attributes["input"])[1] // attributes["groups"]
+    mine = placed.inputs[attributes["input"]].parts(1, mesh, place, group * attributes["groups"])
+    found = bias_option(call, placed, place)
+    found["groups"] = max(1, len(mine) // group) if attributes["groups"] > 1 else 1
+    if not attributes["transposed"]:
+        found["padding"] = paddings_of(graph, call, output, mesh, place)
+    elif any(dim > 1 for dim, _ in output.splits):
+        needs = []
+        for dim in range(2, len(graph.shape(call.outputs[0]))):
+            rows = output.parts(dim, mesh, place, graph.shape(call.outputs[0])[dim])
+            assert isinstance(rows, range)
+            need = window_of(graph, call, dim).needed(rows)
+            needs.append((0, need.before, need.after))
+        found["padding"] = needs
+    else:
+        found["padding"] = [(before, 0, after - before) for before, after in attributes["padding"]]
+        found["output_padding"] = attributes["output_padding"]
+    return found
+
+
+OPERATIONS = (
+    Operation(
+        "conv",
+        place,
+        {
+            **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
+            **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
+        },
+        _build,
+        keeps=keeps_operands,
+        gives_own=True,
+        operands=("input", "weight", "bias"),
+        multiplications=_multiplications,
+        options=("stride", "dilation", "transposed"),
+        local_options=_options,
+        is_lowered=True,
+    ),
+)

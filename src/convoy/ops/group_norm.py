@@ -1,0 +1,167 @@
+"""Group norm and instance norm."""
+
+import math
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Alone, Kernel, Site
+from convoy.ops.layouts import resolved
+from convoy.ops.operation import Operation, keeps_input
+from convoy.ops.shared_statistics import Normalize, Sharing, affine
+from convoy.plans.layout import Indices, Layout
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Placed, Situation
+
+
+def _instance_norm(seen: Seen) -> Recognized | None:
+    found = seen.bound(
+        input=None,
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        use_input_stats=True,
+        momentum=0.1,
+        eps=1e-5,
+    )
+    names = {name: found[name] for name in ("input", "weight", "bias", "eps")}
+    statistics = {name: found[name] for name in ("running_mean", "running_var")}
+    if not found["use_input_stats"]:
+        fixed = {"training": False, "momentum": found["momentum"], "num_batches_tracked": None}
+        return Recognized("batch_norm", {**names, **statistics, **fixed})
+    if found["running_mean"] is not None or len(seen.shape(found["input"])) < 3:
+        return None
+    return Recognized("group_norm", {**names, "num_groups": seen.shape(found["input"])[1]})
+
+
+def _group_norm(seen: Seen) -> Recognized:
+    return Recognized("group_norm", seen.bound(input=None, num_groups=1, weight=None, bias=None, eps=1e-5))
+
+
+def place(situation: Situation) -> Placed:
+    """Input [samples, channels, ...]; scale and shift are divided as the channels are.
+
+    Nothing is sent where every group of channels lies whole on one rank. Where rows, columns or the channels of a group
+    are divided, the call adds up the statistics, two numbers for each sample and group: never dearer than bringing the
+    channels together.
+    """
+    call = situation.call
+    source = call.attributes["input"]
+    layout = resolved(situation, source)
+    channels = layout.split(1)
+    own = {} if channels is None else {0: channels}
+    others = layout.split_axes - set(channels.axes if channels else ())
+    inputs = {name: Layout.of(own, copied=others) for name in call.inputs}
+    inputs[source] = layout
+    return Placed(inputs, {call.outputs[0]: layout})
+
+
+def _build(site: Site) -> Kernel:
+    """The function itself where the rank has whole groups; otherwise statistics are shared with other ranks."""
+    call = site.call
+    attributes, names = call.attributes, call.inputs
+    source, eps = attributes["input"], attributes["eps"]
+    layout, size = site.layouts[source], site.graph.shape(source)[1] // attributes["num_groups"]
+    view = (-1, *[1] * (len(site.graph.shape(source)) - 2))
+    num_groups = len(site.parts(source, 1)) // size
+    split = layout.split(1)
+    aligned = split is None or all(whole_groups(part, size) for part in split.parts)
+    shared = {axis for dim, split in layout.splits for axis in split.axes if dim > 1 or (dim == 1 and not aligned)}
+    axes = tuple(sorted(shared))
+    group = site.groups.of(axes)
+
+    def alone(*tensors: Tensor) -> list[Tensor]:
+        found = dict(zip(names, tensors, strict=True))
+        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
+        assert x is not None
+        if x.numel() == 0:
+            return [affine(x.clone(), weight, bias, view)]
+        return [F.group_norm(x, num_groups, weight, bias, eps)]
+
+    if group is None:
+        return alone
+    membership, shares = _shares(site, source, axes, size)
+    sharing = Sharing(group, membership, shares, size * math.prod(site.graph.shape(source)[2:]))
+
+    def together(*tensors: Tensor) -> list[Tensor]:
+        found = dict(zip(names, tensors, strict=True))
+        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
+        assert x is not None
+        rows: Tensor = Normalize.apply(_rows(x), sharing, eps)
+        y = _from_rows(rows, x)
+        return [affine(y, weight, bias, view)]
+
+    return Alone(together)
+
+
+def whole_groups(part: Indices, size: int) -> bool:
+    """Whether channels are whole groups of consecutive channels, one after the other."""
+    starts = part[::size]
+    runs = (part[place : place + size] for place in range(0, len(part), size))
+    return all(
+        start % size == 0 and tuple(run) == tuple(range(start, start + size))
+        for start, run in zip(starts, runs, strict=True)
+    )
+
+
+def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
+    """The group of each own channel, among those that this rank and its partners have; each partner's shares."""
+    shape, layout = site.graph.shape(source), site.layouts[source]
+    parts = [
+        [layout.parts(dim, site.mesh, place, shape[dim]) for dim in range(1, len(shape))]
+        for place in site.mesh.group(site.coordinates, axes)
+    ]
+    numbers = sorted({channel // size for channels, *_ in parts for channel in channels})
+    total = size * math.prod(shape[2:])
+    shares = []
+    for channels, *rest in parts:
+        counts = Counter(channel // size for channel in channels)
+        elements = math.prod(map(len, rest))
+        shares.append(tuple(counts[number] * elements / total for number in numbers))
+    membership = tuple(numbers.index(channel // size) for channel in site.parts(source, 1))
+    return membership, tuple(shares)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As [samples, channels, elements], without a copy."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).flatten(1, 2).transpose(1, 2)
+    return x.flatten(2) if x.dim() > 2 else x[..., None]
+
+
+def _from_rows(y: Tensor, x: Tensor) -> Tensor:
+    """Back in the shape and memory format of `x`."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        y = y.transpose(1, 2).unflatten(1, x.shape[2:])
+        return y.permute(0, 3, 1, 2)
+    return y.view(x.shape)
+
+
+def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
+    """Rows and columns, and the channels where those of a group lie on several ranks."""
+    shape, split = graph.shape(call.attributes["input"]), layout.split(1)
+    size = shape[1] // call.attributes["num_groups"]
+    cut = split is not None and any(len(part) % size or (len(part) and part[0] % size) for part in split.parts)
+    return {*range(2, len(shape)), *([1] if cut else [])}
+
+
+OPERATIONS = (
+    Operation(
+        "group_norm",
+        place,
+        {"group_norm": _group_norm, "instance_norm": _instance_norm},
+        _build,
+        keeps=keeps_input,
+        follows=True,
+        passes=1.0,
+        options=("num_groups",),
+        shared_dims=_shared_dims,
+        statistics=lambda call, shape: 2 * shape[0] * call.attributes["num_groups"],
+        whole_precision=frozenset({"cuda"}),
+    ),
+)

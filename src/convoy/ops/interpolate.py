@@ -1,0 +1,210 @@
+"""Resizing of pictures: rows stay divided; each rank asks for the input rows that its output rows are made of."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
+from convoy.ops.layouts import spatial
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Layout, Split, indices
+from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import output_split
+
+
+def _interpolate(seen: Seen) -> Recognized | None:
+    found = seen.bound(
+        input=None,
+        size=None,
+        scale_factor=None,
+        mode="nearest",
+        align_corners=None,
+        recompute_scale_factor=None,
+        antialias=False,
+    )
+    spatial = len(seen.output) - 2
+    if found["antialias"] or spatial < 1:
+        return None
+    scale: Any = found["scale_factor"]
+    if scale is not None:
+        scale = None if found["recompute_scale_factor"] else _scales(scale, spatial)
+    return Recognized(
+        "interpolate",
+        {
+            "input": seen.input,
+            "output_size": seen.output[2:],
+            "mode": found["mode"],
+            "align_corners": found["align_corners"],
+            "scale": scale,
+        },
+    )
+
+
+def _scales(scale: Any, spatial: int) -> tuple[float, ...]:
+    return tuple(map(float, scale)) if isinstance(scale, tuple | list) else (float(scale),) * spatial
+
+
+ALONG = {
+    "nearest": "nearest",
+    "nearest-exact": "nearest-exact",
+    "linear": "linear",
+    "bilinear": "linear",
+    "trilinear": "linear",
+    "bicubic": "bicubic",
+    "area": "area",
+}
+
+
+def place(situation: Situation) -> Placed:
+    """Samples and channels follow; rows that are divided stay divided."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    shape, out_shape = situation.shape(source), situation.shape(output)
+    dims = spatial(len(shape), len(call.attributes["output_size"]))
+    kept: dict[int, Split] = {}
+    left: dict[int, Split] = {}
+    notes = []
+    for dim, split in given.splits:
+        if dim not in dims:
+            kept[dim] = left[dim] = split
+        elif call.attributes["mode"] not in ALONG:
+            notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
+        elif out_shape[dim] < len(split.parts):
+            notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
+        elif repeats(call, shape[dim], out_shape[dim]) and all(isinstance(part, range) for part in split.parts):
+            factor = out_shape[dim] // shape[dim]
+            kept[dim] = split
+            parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
+            left[dim] = Split(split.axes, tuple(parts))
+        else:
+            left[dim] = output_split(out_shape[dim], situation.mesh, split.axes)
+            weights = weights_of(situation.graph, call, dim)
+            asked = (_rows(weights, part) for part in left[dim].parts if isinstance(part, range))
+            kept[dim] = Split(split.axes, tuple(asked))
+    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, "; ".join(notes))
+
+
+def repeats(call: Call, size: int, output_size: int) -> bool:
+    """Whether every row is repeated the same number of times."""
+    return call.attributes["mode"] in ("nearest", "nearest-exact") and size > 0 and output_size % size == 0
+
+
+def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
+    """float64 [input rows, output rows]: how much each row of the input counts in each row of the output.
+
+    All modes work on one dimension after the other; the weights are those by which torch resizes the unit matrix.
+    """
+    attributes = call.attributes
+    shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
+    scales = attributes["scale"]
+    scale = None if scales is None else float(scales[dim - len(shape) + len(scales)])
+    single = graph.values[attributes["input"]].dtype != torch.float64
+    along = ALONG[attributes["mode"]]
+    return _weights(along, attributes["align_corners"], shape[dim], out_shape[dim], scale, single)
+
+
+@lru_cache(maxsize=256)
+def _weights(
+    mode: str, align_corners: bool | None, size: int, output_size: int, scale: float | None, single: bool
+) -> Tensor:
+    unit = torch.eye(size, dtype=torch.float32 if single and "nearest" in mode else torch.float64)[None]
+    options: dict[str, Any] = {"mode": mode, "align_corners": align_corners}
+    if mode != "bicubic":
+        options |= {"size": output_size} if scale is None else {"scale_factor": scale}
+        return F.interpolate(unit, **options)[0].double()
+    options |= {"size": (output_size, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
+    return F.interpolate(unit[..., None], **options)[0, :, :, 0]
+
+
+def _rows(weights: Tensor, part: range) -> range:
+    """From the first to the last input row that counts in a part of the output."""
+    used = weights[:, part.start : part.stop].ne(0).any(1).nonzero().flatten().tolist()
+    rows = range(used[0], used[-1] + 1) if used else range(0)
+    assert indices(rows) == rows
+    return rows
+
+
+def _build(site: Site) -> Kernel:
+    """Divided dimensions by their matrix of weights, one after another; the others by torch's function."""
+    call = site.call
+    output = call.outputs[0]
+    shape = site.local_shape(output)
+    if not math.prod(shape):
+        return lambda x: [nothing(x, shape)]
+    dims = spatial(len(shape), len(call.attributes["output_size"]))
+    divided = [dim for dim in dims if site.layouts[output].split(dim) is not None]
+    if not divided:
+        return as_called(site)
+    if all(_repeats(site, dim) for dim in dims):
+        size = tuple(shape[dim] for dim in dims)
+        return lambda x: [F.interpolate(x, size, mode=call.attributes["mode"])]
+    resized = [_along(site, dim) for dim in divided]
+    options = None if len(divided) == len(dims) else _options(site, dims, divided)
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        for resize in resized:
+            x = resize(x)
+        return [x if options is None else F.interpolate(x, **options)]
+
+    return kernel
+
+
+def _repeats(site: Site, dim: int) -> bool:
+    """Whether the rank's output is each of its own rows, repeated."""
+    source, output = site.call.attributes["input"], site.call.outputs[0]
+    size, output_size = site.graph.shape(source)[dim], site.graph.shape(output)[dim]
+    if not repeats(site.call, size, output_size):
+        return False
+    factor = output_size // size
+    repeated = [row * factor + again for row in site.parts(source, dim) for again in range(factor)]
+    return repeated == list(site.parts(output, dim))
+
+
+def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
+    """Resizes the rank's rows of one dimension."""
+    rows, output = site.parts(site.call.attributes["input"], dim), site.parts(site.call.outputs[0], dim)
+    weights = weights_of(site.graph, site.call, dim)[torch.tensor(rows)][:, torch.tensor(output)]
+    if "nearest" in site.call.attributes["mode"]:
+        return picking(dim, weights.argmax(0))
+
+    def resize(x: Tensor) -> Tensor:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            y = x.movedim(dim, -1).to(dtype) @ weights.to(x.device, dtype)
+        return y.movedim(-1, dim).to(x.dtype)
+
+    return resize
+
+
+def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
+    """For the dimensions that are whole; the others already have their size, which torch then leaves as it is."""
+    attributes = site.call.attributes
+    options: dict[str, Any] = {"mode": attributes["mode"], "align_corners": attributes["align_corners"]}
+    scales = attributes["scale"]
+    if scales is None:
+        options["size"] = tuple(site.local_shape(site.call.outputs[0])[dim] for dim in dims)
+    else:
+        options["scale_factor"] = tuple(
+            1.0 if dim in divided else float(scale) for dim, scale in zip(dims, scales, strict=True)
+        )
+    return options
+
+
+OPERATIONS = (
+    Operation(
+        "interpolate",
+        place,
+        {"interpolate": _interpolate},
+        _build,
+        by_function=True,
+        options=("mode", "align_corners"),
+    ),
+)

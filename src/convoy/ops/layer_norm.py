@@ -1,0 +1,103 @@
+"""Layer norm."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Alone, Kernel, Site
+from convoy.ops.layouts import resolved
+from convoy.ops.operation import Operation, Shape, keeps_input
+from convoy.ops.shared_statistics import Normalize, Sharing, affine
+from convoy.plans.layout import Layout
+from convoy.plans.place import Placed, Situation
+
+
+def _layer_norm(seen: Seen) -> Recognized:
+    found = seen.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
+    return Recognized("layer_norm", {**found, "normalized_shape": tuple(found["normalized_shape"])})
+
+
+def place(situation: Situation) -> Placed:
+    """Scale and shift are divided as the normalized dimensions are.
+
+    Where one of these is divided, the call adds up the statistics over its axes, two numbers for each vector that is
+    normalized.
+    """
+    call = situation.call
+    source = call.attributes["input"]
+    layout = resolved(situation, source)
+    first = len(situation.shape(source)) - len(call.attributes["normalized_shape"])
+    own = {dim - first: split for dim, split in layout.splits if dim >= first}
+    others = {axis for dim, split in layout.splits if dim < first for axis in split.axes}
+    inputs = {name: Layout.of(own, copied=others) for name in call.inputs}
+    inputs[source] = layout
+    return Placed(inputs, {call.outputs[0]: layout})
+
+
+def _build(site: Site) -> Kernel:
+    """The function itself where the rank has whole vectors; otherwise statistics are shared with other ranks."""
+    call = site.call
+    attributes, names = call.attributes, call.inputs
+    source, eps = attributes["input"], attributes["eps"]
+    shape, layout = site.graph.shape(source), site.layouts[source]
+    dims = range(len(shape) - len(attributes["normalized_shape"]), len(shape))
+    local = [len(site.parts(source, dim)) for dim in dims]
+    axes = tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes))
+    group = site.groups.of(axes)
+
+    def alone(*tensors: Tensor) -> list[Tensor]:
+        found = dict(zip(names, tensors, strict=True))
+        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
+        assert x is not None
+        return [F.layer_norm(x, local, weight, bias, eps)]
+
+    if group is None:
+        return alone
+    total = math.prod(shape[dim] for dim in dims)
+    shares = tuple(
+        (math.prod(len(layout.parts(dim, site.mesh, place, shape[dim])) for dim in dims) / total,)
+        for place in site.mesh.group(site.coordinates, axes)
+    )
+    sharing = Sharing(group, (0,), shares, total)
+    view, elements, first = tuple(local), math.prod(local), dims[0]
+
+    def together(*tensors: Tensor) -> list[Tensor]:
+        found = dict(zip(names, tensors, strict=True))
+        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
+        assert x is not None
+        rows = x.reshape(math.prod(x.shape[:first]), 1, elements)
+        y = Normalize.apply(rows, sharing, eps).view(x.shape)
+        return [affine(y, weight, bias, view)]
+
+    return Alone(together)
+
+
+def num_vectors(call: Call, shape: Shape) -> int:
+    """How many vectors are normalized each by itself."""
+    return math.prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
+
+
+def shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
+    """The dimensions that are normalized."""
+    rank = len(graph.shape(call.attributes["input"]))
+    return set(range(rank - len(call.attributes["normalized_shape"]), rank))
+
+
+OPERATIONS = (
+    Operation(
+        "layer_norm",
+        place,
+        {"layer_norm": _layer_norm},
+        _build,
+        keeps=keeps_input,
+        follows=True,
+        passes=1.0,
+        options=("normalized_shape",),
+        shared_dims=shared_dims,
+        statistics=lambda call, shape: 2 * num_vectors(call, shape),
+        whole_precision=frozenset({"cuda"}),
+    ),
+)

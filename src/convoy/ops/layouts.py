@@ -1,0 +1,145 @@
+"""Constructions on layouts that several operations share."""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from convoy.graph.graph import Call
+from convoy.plans.layout import WHOLE, Layout, Split, even_split
+from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import Window, halo_split, output_split
+
+
+def without_partial(layout: Layout) -> Layout:
+    """The layout after its partial sums have been added up."""
+    return Layout(layout.splits, frozenset(), frozenset())
+
+
+def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
+    """A dimension cut into consecutive parts as even as can be, the first axis being the coarsest."""
+    axes = tuple(sorted(axes))
+    return even_split(axes, size, mesh.size(axes))
+
+
+def put(splits: dict[int, Split], dim: int, split: Split | None) -> None:
+    """Note a split, if there is one."""
+    if split is not None and split.axes:
+        splits[dim] = split
+
+
+def operand(
+    target: Mapping[int, Split], out_shape: tuple[int, ...], shape: tuple[int, ...], keep: Iterable[int] = ()
+) -> Layout:
+    """What an operand that broadcasts to `out_shape` must look like where the result is split as in `target`.
+
+    It is split alike where it has the dimension; where it is broadcast, every rank needs it for its part of the work,
+    so that its gradient is shared out over the axes.
+
+    Args:
+        target: splits of the result, by dimension of the result.
+        out_shape: shape of the result.
+        shape: the operand's own shape, aligned with the result's last dimensions.
+        keep: axes over which the operand stays partial.
+    """
+    offset = len(out_shape) - len(shape)
+    splits: dict[int, Split] = {}
+    copied: set[int] = set()
+    for dim, split in target.items():
+        own = dim - offset
+        if own >= 0 and shape[own] == out_shape[dim]:
+            splits[own] = split
+        else:
+            copied |= set(split.axes)
+    return Layout.of(splits, partial=keep, copied=copied)
+
+
+def is_balanced(split: Split, size: int) -> bool:
+    """Whether no part is much larger than its even share, so that following it keeps every rank busy."""
+    return max(map(len, split.parts)) <= -(-size // len(split.parts)) * 1.5
+
+
+def used(splits: Mapping[int, Split]) -> set[int]:
+    """Axes that some dimension is divided over."""
+    return {axis for split in splits.values() for axis in split.axes}
+
+
+def resolved(situation: Situation, name: str) -> Layout:
+    """The layout in which a value is given, with partial sums added up."""
+    return without_partial(situation.given.get(name, WHOLE))
+
+
+def slide(
+    situation: Situation, given: Layout, windows: Mapping[int, Window | None]
+) -> tuple[dict[int, Split], dict[int, Split], str]:
+    """Follow the layout of the input: rows that are divided stay divided over the same axes.
+
+    Args:
+        situation: the call.
+        given: layout of its input.
+        windows: for each spatial dimension its window; None where the call has no regular one.
+
+    Returns:
+        The splits to ask the input for, those of the output, and a note on what has to be whole.
+    """
+    taken = {dim: split for dim, split in given.splits if dim not in windows}
+    left = dict(taken)
+    notes = []
+    for dim, window in windows.items():
+        split = given.split(dim)
+        if split is None:
+            continue
+        if window is None:
+            notes.append(f"dim {dim} is whole: its windows differ in size")
+        elif window.output_size < len(split.parts):
+            few = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+            notes.append(f"dim {dim} is whole: {few}")
+        else:
+            left[dim] = output_split(window.output_size, situation.mesh, split.axes)
+            taken[dim] = halo_split(window, left[dim])
+    return taken, left, "; ".join(notes)
+
+
+def spatial(num_dims: int, num_spatial: int) -> range:
+    """The last dimensions of a tensor."""
+    return range(num_dims - num_spatial, num_dims)
+
+
+def agreed(
+    situation: Situation, out_shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]], skip: int | None = None
+) -> dict[int, Split]:
+    """The splits of the result that spare the largest operands a redistribution.
+
+    Args:
+        situation: the call.
+        out_shape: shape of the result.
+        shapes: operands that broadcast to it.
+        skip: a dimension of the result that the caller divides by itself.
+    """
+    target: dict[int, Split] = {}
+    taken: set[int] = set()
+    given = [name for name in shapes if name in situation.given]
+    for name in sorted(given, key=lambda name: -prod(shapes[name])):
+        offset = len(out_shape) - len(shapes[name])
+        for dim, split in situation.given[name].splits:
+            free = dim + offset not in target and not set(split.axes) & taken
+            if free and shapes[name][dim] == out_shape[dim + offset] and dim + offset != skip:
+                target[dim + offset] = split
+                taken |= set(split.axes)
+    return target
+
+
+def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -> Split:
+    """The split that a dimension already has over exactly these axes, if it is a fair one; otherwise an even one."""
+    before = situation.given[source].split(dim) if source in situation.given else None
+    if before is not None and before.axes == axes and is_balanced(before, size):
+        return before
+    return even(situation.mesh, axes, size)
+
+
+def bias_option(call: Call, placed: Placed, place: Coordinates) -> dict[str, Any]:
+    """Whether the rank adds the bias, where the output is a partial sum; for the costs of a call with a bias."""
+    partial = placed.outputs[call.outputs[0]].partial
+    if not partial or call.attributes["bias"] is None:
+        return {}
+    return {"bias": all(place[axis] == 0 for axis in partial)}

@@ -1,0 +1,130 @@
+"""Linear layers, which are 1×1 convolutions (column- and row-parallel), and products of matrices."""
+
+from math import prod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops import opaque
+from convoy.ops.kernel import AddBiasOnce, Kernel, Site
+from convoy.ops.layouts import bias_option, even, follow
+from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
+from convoy.plans.check import axis_names, check_channel, check_filter
+from convoy.plans.layout import Layout, Split
+from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.place import Placed, Situation
+
+
+def _linear(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, weight=None, bias=None)
+    if len(seen.shape(found["weight"])) != 2 or len(seen.shape(found["input"])) < 2:
+        return None
+    return Recognized("linear", found)
+
+
+def _matmul(seen: Seen) -> Recognized | None:
+    if len(seen.operands) != 2:
+        return None
+    a, b = seen.operands
+    return Recognized("matmul", {"a": a, "b": b})
+
+
+def place(situation: Situation) -> Placed:
+    """Input [samples, ..., features]; rows and columns stay where they are, since each is worked on by itself."""
+    call, mesh = situation.call, situation.mesh
+    source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
+    shape, out_shape = situation.shape(source), situation.shape(call.outputs[0])
+    last = len(shape) - 1
+    splits = _kept(situation, source, last)
+    shared = {axis for split in splits.values() for axis in split.axes}
+    filters, channels = situation.axes("filter"), situation.axes("channel")
+    taken, given, of_weight = dict(splits), dict(splits), {}
+    if filters:
+        check_filter(situation.where, axis_names(mesh, filters), mesh.size(filters), out_shape[-1])
+        given[last] = of_weight[0] = even(mesh, filters, out_shape[-1])
+    if channels:
+        check_channel(situation.where, axis_names(mesh, channels), mesh.size(channels), shape[-1])
+        taken[last] = of_weight[1] = follow(situation, source, last, channels, shape[-1])
+    inputs = {source: Layout.of(taken, copied=filters), weight: Layout.of(of_weight, copied=shared)}
+    if bias is not None:
+        inputs[bias] = Layout.of({0: of_weight[0]} if filters else {}, copied=shared)
+    return Placed(inputs, {call.outputs[0]: Layout.of(given, partial=channels)})
+
+
+def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
+    """Splits of samples, rows and columns under which the layer works."""
+    keep = situation.axes("sample", "height", "width")
+    before = situation.given.get(source, Layout())
+    splits = {dim: split for dim, split in before.splits if dim != last and set(split.axes) <= set(keep)}
+    samples = situation.axes("sample")
+    if last > 0 and situation.shape(source)[0] == situation.batch.num_samples and samples:
+        splits = {dim: split for dim, split in splits.items() if not set(split.axes) & set(samples)}
+        split = situation.batch.split(samples)
+        assert split is not None
+        splits[0] = split
+    return splits
+
+
+def _build(site: Site) -> Kernel:
+    """Column-parallel parts give their own features; row-parallel ones a partial sum with the bias in one of them."""
+    call = site.call
+    names = {name: place for place, name in enumerate(call.inputs)}
+    source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]
+    bias = names.get(call.attributes["bias"])
+    partial = site.layouts[call.outputs[0]].partial
+    first = site.is_first(partial)
+    last = len(site.graph.shape(call.outputs[0])) - 1
+
+    def whole(*tensors: Tensor) -> list[Tensor]:
+        return [F.linear(tensors[source], tensors[weight], None if bias is None else tensors[bias])]
+
+    def partly(*tensors: Tensor) -> list[Tensor]:
+        y = F.linear(tensors[source], tensors[weight])
+        return [y if bias is None else AddBiasOnce.apply(y, tensors[bias], last, first)]
+
+    return partly if partial else whole
+
+
+def _place_matmul(situation: Situation) -> Placed:
+    """Products of a batch of matrices stay split by samples; everything else is whole."""
+    call = situation.call
+    a, b = call.attributes["a"], call.attributes["b"]
+    samples = situation.given[a].split(0) if a in situation.given else None
+    batched = len(situation.shape(a)) >= 3 and len(situation.shape(a)) == len(situation.shape(b))
+    same = situation.shape(a)[0] == situation.shape(b)[0] == situation.shape(call.outputs[0])[0]
+    if samples is None or not batched or not same:
+        return opaque.place(situation)
+    layout = Layout.of({0: samples})
+    return Placed({a: layout, b: layout}, {call.outputs[0]: layout})
+
+
+def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+    return bias_option(call, placed, place)
+
+
+OPERATIONS = (
+    Operation(
+        "linear",
+        place,
+        {"linear": _linear},
+        _build,
+        keeps=keeps_operands,
+        gives_own=True,
+        operands=("input", "weight", "bias"),
+        multiplications=lambda operands, output, transposed: prod(operands[0][:-1]) * prod(operands[1]),
+        local_options=_options,
+        is_lowered=True,
+    ),
+    Operation(
+        "matmul",
+        _place_matmul,
+        dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+        keeps=keeps_inputs,
+        operands=("a", "b"),
+        multiplications=lambda operands, output, transposed: prod(output) * operands[0][-1],
+        is_lowered=True,
+    ),
+)

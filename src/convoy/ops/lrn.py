@@ -1,0 +1,75 @@
+"""Local response normalization: each channel needs its neighbors (Krizhevsky et al., 2012, section 3.3)."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Kernel, Site
+from convoy.ops.layouts import resolved
+from convoy.ops.operation import Operation, keeps_input
+from convoy.plans.layout import Indices, Layout, Split
+from convoy.plans.place import Placed, Situation
+
+
+def _lrn(seen: Seen) -> Recognized:
+    return Recognized("lrn", seen.bound(input=None, size=1, alpha=1e-4, beta=0.75, k=1.0))
+
+
+def place(situation: Situation) -> Placed:
+    """Where ranks hold consecutive channels, each asks for a few more on both sides; otherwise for all channels."""
+    call = situation.call
+    source = call.attributes["input"]
+    layout = resolved(situation, source)
+    channels = layout.split(1)
+    if channels is None:
+        return Placed({source: layout}, {call.outputs[0]: layout})
+    rest = {dim: split for dim, split in layout.splits if dim != 1}
+    if not all(isinstance(part, range) for part in channels.parts):
+        whole = Layout.of(rest)
+        return Placed({source: whole}, {call.outputs[0]: whole})
+    size, total = call.attributes["size"], situation.shape(source)[1]
+    wider = Layout.of({**rest, 1: Split(channels.axes, halo(channels.parts, size, total))})
+    return Placed({source: wider}, {call.outputs[0]: layout})
+
+
+def halo(parts: Sequence[Indices], size: int, total: int) -> tuple[range, ...]:
+    """The channels that a window of `size` around each of a rank's channels covers."""
+    found = []
+    for part in parts:
+        first, last = (max(0, part[0] - size // 2), min(total, part[-1] + 1 + (size - 1) // 2)) if part else (0, 0)
+        found.append(range(first, last))
+    return tuple(found)
+
+
+def _build(site: Site) -> Kernel:
+    """Normalizes the channels that the rank was given, neighbours included, and gives its own."""
+    call = site.call
+    source = call.attributes["input"]
+    size, alpha, beta, k = (call.attributes[name] for name in ("size", "alpha", "beta", "k"))
+    given, own = site.parts(source, 1), site.parts(call.outputs[0], 1)
+    start = own[0] - given[0] if own else 0
+    cut = len(own) < len(given)
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        y = F.local_response_norm(x, size, alpha, beta, k) if x.numel() else x.clone()
+        return [y.narrow(1, start, len(own)) if cut else y]
+
+    return kernel
+
+
+OPERATIONS = (
+    Operation(
+        "lrn",
+        place,
+        {"local_response_norm": _lrn},
+        _build,
+        keeps=keeps_input,
+        keeps_inside=3,
+        follows=True,
+        passes=4.0,
+        options=("size",),
+        whole_precision=frozenset({"cpu", "cuda"}),
+    ),
+)

@@ -1,0 +1,136 @@
+"""Calls that no other operation recognizes: they get their inputs whole and run on every rank. Slower, never wrong."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Recognizer, Seen
+from convoy.ops.kernel import Kernel, Site, as_called
+from convoy.ops.layouts import operand
+from convoy.ops.operation import Operation, keeps_inputs
+from convoy.plans.layout import WHOLE, Layout, Split
+from convoy.plans.place import Placed, Situation
+
+
+def _opaque(dims: tuple[int, ...]) -> Recognized | None:
+    """A call with `independent` dimensions, of all its inputs and outputs alike, along which the same function with the
+    same arguments gives each piece of the outputs for the same piece of the inputs.
+    """
+    return Recognized("opaque", {"independent": dims}) if dims else None
+
+
+def _attention(seen: Seen) -> Recognized | None:
+    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]; keys, values or a
+    mask may be shared by several of them."""
+    found = seen.bound(query=None, key=None, value=None, attn_mask=None)
+    names = [found[name] for name in ("key", "value", "attn_mask") if isinstance(found[name], str)]
+    own, given = seen.shape(found["query"]), [seen.shape(name) for name in names]
+    if seen.kwargs.get("enable_gqa") or len(own) != max(map(len, given)) or seen.output[:-2] != own[:-2]:
+        return None
+    shared = tuple(name for name, shape in zip(names, given, strict=True) if shape[:-2] != own[:-2])
+    dims = tuple(range(len(own) - 2))
+    return Recognized("opaque", {"independent": dims, "shared": shared}) if dims and shared else _opaque(dims)
+
+
+def _along(name: str, place: int, last: bool = False) -> Recognizer:
+    """A function that mixes numbers along the dimensions in its argument `name` only, and keeps all dimensions."""
+
+    def recognizer(seen: Seen) -> Recognized | None:
+        rank = len(seen.shape(seen.input))
+        dims = seen.kwargs.get(name, seen.args[place] if len(seen.args) > place else (-1 if last else None))
+        dims = (dims,) if isinstance(dims, int) else dims
+        ranks = {len(output.shape) for output in seen.outputs}
+        if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims) or ranks != {rank}:
+            return None
+        mixed = {dim % rank for dim in dims}
+        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(seen.operands) == 1 else None
+
+    return recognizer
+
+
+def _samples(seen: Seen) -> Recognized | None:
+    return _opaque((0,)) if len(seen.shape(seen.input)) == 4 or seen.name == "fold" else None
+
+
+def _unfold(seen: Seen) -> Recognized | None:
+    """`F.unfold` of images, or windows along one dimension."""
+    if "kernel_size" in seen.kwargs or len(seen.outputs[0].shape) != len(seen.shape(seen.input)) + 1:
+        return _samples(seen)
+    mixed = seen.bound(input=None, dimension=0)["dimension"] % len(seen.shape(seen.input))
+    return _opaque(tuple(dim for dim in range(len(seen.shape(seen.input))) if dim != mixed))
+
+
+def place(situation: Situation) -> Placed:
+    """Everything whole, but for dimensions along which the call computes each piece by itself; with a note for the
+    plan's explanation unless it is where it was given.
+    """
+    call = situation.call
+    splits = _independent(situation)
+    layout = Layout.of(splits)
+    inputs = dict.fromkeys(call.inputs, layout)
+    for name in call.attributes.get("shared", ()):
+        inputs[name] = operand(splits, situation.shape(call.outputs[0]), situation.shape(name))
+    gathered = any(
+        situation.given[name].splits != inputs[name].splits for name in call.inputs if name in situation.given
+    )
+    function = getattr(call.function, "__name__", str(call.function))
+    what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
+    note = f"no rule for {function}: runs {what}" if gathered else ""
+    return Placed(inputs, dict.fromkeys(call.outputs, layout), note)
+
+
+def _independent(situation: Situation) -> dict[int, Split]:
+    """How the largest input is divided along the dimensions that all inputs and outputs have alike; but for inputs
+    that several pieces share."""
+    call = situation.call
+    own = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
+    given = [name for name in own if name in situation.given]
+    shapes = [situation.shape(name) for name in (*own, *call.outputs)]
+    if not given:
+        return {}
+    splits = situation.given[max(given, key=lambda name: math.prod(situation.shape(name)))].splits
+    alike = [dim for dim in call.attributes.get("independent", ()) if len({shape[dim] for shape in shapes}) == 1]
+    return {dim: split for dim, split in splits if dim in alike}
+
+
+def _with_edges(kernel: Kernel) -> Kernel:
+    """Of nothing, some functions have no gradient for all of their inputs, for which other ranks wait."""
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        edges = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]
+        return [sum(edges, y) if y.is_floating_point() else y for y in kernel(*tensors)]
+
+    return run
+
+
+def _build(site: Site) -> Kernel:
+    kernel = as_called(site)
+    return kernel if any(math.prod(site.local_shape(name)) for name in site.call.outputs) else _with_edges(kernel)
+
+
+OPERATIONS = (
+    Operation(
+        "opaque",
+        place,
+        {
+            **dict.fromkeys(
+                ("var", "std", "amin", "cumsum", "logsumexp", "argmax", "argmin", "prod"), _along("dim", 1)
+            ),
+            "flip": _along("dims", 1),
+            "fold": _samples,
+            "norm": _along("dim", 2),
+            "normalize": _along("dim", 2),
+            "repeat_interleave": _along("dim", 2),
+            "roll": _along("dims", 2),
+            "scaled_dot_product_attention": _attention,
+            "sort": _along("dim", 1, last=True),
+            "topk": _along("dim", 2, last=True),
+            "unfold": _unfold,
+        },
+        _build,
+        keeps=keeps_inputs,
+        by_function=True,
+        by_arguments=True,
+    ),
+)

@@ -1,0 +1,90 @@
+"""Padding: constant padding of a divided dimension grows the parts at its ends."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Kernel, Site, as_called, taking
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.place import Placed, Situation
+
+
+def _pad(seen: Seen) -> Recognized:
+    found = seen.bound(input=None, pad=(), mode="constant", value=None)
+    rank, given = len(seen.output), tuple(found["pad"])
+    pairs = [(given[i], given[i + 1]) for i in range(0, len(given), 2)]
+    pads = ((0, 0),) * (rank - len(pairs)) + tuple(reversed(pairs))
+    value = 0.0 if found["value"] is None else found["value"]
+    return Recognized("pad", {"input": seen.input, "pads": pads, "mode": found["mode"], "value": value})
+
+
+def place(situation: Situation) -> Placed:
+    """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    constant = call.attributes["mode"] == "constant"
+    kept: dict[int, Split] = {}
+    left: dict[int, Split] = {}
+    shape = situation.shape(source)
+    for dim, split in given.splits:
+        before, after = call.attributes["pads"][dim]
+        if (before, after) == (0, 0):
+            kept[dim] = left[dim] = split
+        elif constant:
+            kept[dim] = split
+            parts = (padded(part, shape[dim], before, after) for part in split.parts)
+            left[dim] = Split(split.axes, tuple(parts))
+    gathered = len(kept) < len(given.splits)
+    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if gathered else ""
+    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, note)
+
+
+def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:
+    """Padding at the two ends of a part: rows that are added go to the parts that hold the first and the last index."""
+    return max(before, 0) if 0 in part else 0, max(after, 0) if size - 1 in part else 0
+
+
+def remaining(part: Indices, size: int, before: int, after: int) -> Indices:
+    """Positions in a part of those of its indices that negative padding leaves."""
+    return indices(place for place, index in enumerate(part) if -before <= index < size + after)
+
+
+def padded(part: Indices, size: int, before: int, after: int) -> Indices:
+    """The indices in the padded tensor that go with a part of the tensor."""
+    first, last = ends(part, size, before, after)
+    middle = [before + part[place] for place in remaining(part, size, before, after)]
+    return indices([*range(first), *middle, *range(before + size, before + size + last)])
+
+
+def _build(site: Site) -> Kernel:
+    """The ranks that hold the ends of a divided dimension pad it there."""
+    call = site.call
+    source, pads = call.attributes["input"], call.attributes["pads"]
+    shape = site.graph.shape(source)
+    if not any(any(pads[dim]) for dim, _ in site.layouts[source].splits):
+        return as_called(site)
+    parts = [site.parts(source, dim) for dim in range(len(shape))]
+    crops = [taking(dim, remaining(part, shape[dim], *pads[dim]), len(part)) for dim, part in enumerate(parts)]
+    added = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
+    flat = tuple(size for pair in reversed(added) for size in pair)
+    value = call.attributes["value"] or 0.0
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        for crop in crops:
+            x = crop(x)
+        return [F.pad(x, flat, value=value) if any(flat) else x]
+
+    return kernel
+
+
+OPERATIONS = (
+    Operation(
+        "pad",
+        place,
+        {"pad": _pad},
+        _build,
+        options=("mode",),
+    ),
+)

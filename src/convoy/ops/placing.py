@@ -1,0 +1,81 @@
+"""Capturing a network and placing it on a mesh: both by what the operations say, one call after the other."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from convoy.graph.capture import capture as capture_by
+from convoy.graph.graph import Call, Graph
+from convoy.ops.layouts import without_partial
+from convoy.ops.registry import OPERATIONS, recognize
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, Strategies, own_samples
+from convoy.plans.transfer import transfer
+
+capture = partial(capture_by, recognize)
+"""`convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`."""
+
+
+def place(
+    graph: Graph,
+    plan: Strategies,
+    batch: Batch,
+    outputs: Iterable[str],
+    kept: Callable[[str], Layout | None] = lambda name: None,
+    as_given: bool = False,
+    whole_batch: bool = False,
+) -> Placement:
+    """Put a network on the mesh as a plan says: the layout of every tensor, and what is sent between calls.
+
+    Args:
+        graph: the network at its whole batch.
+        plan: strategies of the layers.
+        batch: how the samples are divided.
+        outputs: names of the values that the network returns.
+        kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
+        as_given: leave the outputs where the last calls give them, rather than with the ranks' own samples.
+        whole_batch: every rank gives, and gets, all samples, as where the calls are part of what all ranks do alike.
+
+    Raises:
+        ConvoyError: a layer cannot be divided as the plan says.
+    """
+    mesh = plan.mesh
+    samples = batch.split(batch.axes)
+    of_batch = Layout.of({0: samples}) if samples else WHOLE
+    layouts: dict[str, Layout] = {}
+    for name in graph.inputs:
+        shape = graph.shape(name)
+        layouts[name] = of_batch if shape and shape[0] == batch.num_samples and not whole_batch else WHOLE
+    calls = []
+    for call in graph.calls:
+        strategy = plan.strategy(call.layer, call.op)
+        given = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
+        placed = OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, strategy, given))
+        steps = {}
+        for name, wanted in placed.inputs.items():
+            if name not in layouts:
+                before = kept(name)
+                layouts[name] = wanted if before is None else before
+            if layouts[name] != wanted:
+                steps[name] = transfer(layouts[name], wanted, mesh, graph.shape(name))
+        layouts |= placed.outputs
+        calls.append(PlacedCall(call, strategy, placed, steps))
+    names = list(outputs)
+    for name in names:
+        layouts.setdefault(name, kept(name) or WHOLE)
+    if as_given:
+        targets = {name: without_partial(layouts[name]) for name in names}
+    else:
+        targets = {name: WHOLE if whole_batch else own_samples(graph.shape(name), batch) for name in names}
+    last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
+    return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
+
+
+def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
+    """The axes over which ranks exchange statistics inside a call, because they hold parts of what it normalizes."""
+    dims = OPERATIONS[call.op].shared_dims
+    if dims is None:
+        return ()
+    layout = placed.inputs[call.attributes["input"]]
+    shared = dims(call, graph, layout)
+    return tuple(sorted(axis for dim, split in layout.splits if dim in shared for axis in split.axes))

@@ -1,0 +1,333 @@
+"""Pooling: follows the layout of its input; rows and columns stay divided, with a halo where windows overlap."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convoy.graph.graph import Call, Graph, Value
+from convoy.graph.seen import Recognized, Seen, each
+from convoy.ops.kernel import Kernel, Site, as_called, nothing
+from convoy.ops.layouts import slide, spatial
+from convoy.ops.operation import Kept, Operation, keeps_input
+from convoy.plans.layout import Layout
+from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import Need, Window
+
+
+def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
+    kernel = each(found["kernel_size"], spatial)
+    stride = found["stride"]
+    return {
+        "input": found["input"],
+        "kernel": kernel,
+        "stride": kernel if stride is None or stride == () or stride == [] else each(stride, spatial),
+        "padding": each(found["padding"], spatial),
+        "ceil_mode": bool(found["ceil_mode"]),
+    }
+
+
+def _max_pool(seen: Seen, spatial: int) -> Recognized | None:
+    found = seen.bound(
+        input=None, kernel_size=1, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+    )
+    if len(seen.outputs) > 1 or len(seen.shape(found["input"])) != spatial + 2:
+        return None
+    rest = {"dilation": each(found["dilation"], spatial), "count_include_pad": True, "divisor_override": None}
+    return Recognized("max_pool", {**_window(seen, found, spatial), **rest})
+
+
+def _avg_pool(seen: Seen, spatial: int) -> Recognized | None:
+    found = seen.bound(
+        input=None,
+        kernel_size=1,
+        stride=None,
+        padding=0,
+        ceil_mode=False,
+        count_include_pad=True,
+        divisor_override=None,
+    )
+    if len(seen.shape(found["input"])) != spatial + 2:
+        return None
+    rest = {name: found[name] for name in ("count_include_pad", "divisor_override")}
+    return Recognized("avg_pool", {**_window(seen, found, spatial), "dilation": (1,) * spatial, **rest})
+
+
+def _recognize_adaptive(seen: Seen, spatial: int, op: str) -> Recognized | None:
+    if len(seen.outputs) > 1 or len(seen.shape(seen.input)) != spatial + 2:
+        return None
+    return Recognized(op, {"input": seen.input, "output_size": seen.output[2:]})
+
+
+def _pool(situation: Situation, linear: bool) -> Placed:
+    """Input [..., rows] or [..., rows, columns] or [..., depth, rows, columns].
+
+    Where the operation is linear, as an average, a partial sum may stay one. Adaptive windows of different sizes need
+    their rows whole, but an average over all rows is a partial sum over the ranks that divide them.
+    """
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    windows = windows_of(situation.graph, call)
+    summed = {}
+    if call.op == "adaptive_avg_pool":
+        out_shape = situation.shape(output)
+        summed = {dim: split for dim, split in given.splits if dim in windows and out_shape[dim] == 1}
+    rest = Layout.of({dim: split for dim, split in given.splits if dim not in summed})
+    taken, left, note = slide(situation, rest, windows)
+    partial = given.partial if linear else frozenset[int]()
+    sums = {axis for split in summed.values() for axis in split.axes}
+    inputs = Layout.of({**taken, **summed}, partial)
+    return Placed({source: inputs}, {output: Layout.of(left, partial | sums)}, note)
+
+
+def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
+    """The window that slides over each spatial dimension; None where adaptive windows differ in size."""
+    attributes = call.attributes
+    shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
+    if "output_size" in attributes:
+        dims = spatial(len(shape), len(attributes["output_size"]))
+        return {dim: _adaptive(shape[dim], out_shape[dim]) for dim in dims}
+    dims = spatial(len(shape), len(attributes["kernel"]))
+    found: dict[int, Window | None] = {}
+    for at, dim in enumerate(dims):
+        padding, dilation = attributes["padding"][at], (attributes.get("dilation") or [1] * len(dims))[at]
+        kernel, stride = attributes["kernel"][at], attributes["stride"][at]
+        ceil_mode = bool(attributes["ceil_mode"])
+        found[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, ceil_mode)
+    return found
+
+
+def _adaptive(size: int, output_size: int) -> Window | None:
+    """Output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉."""
+    if output_size == 0 or size % output_size:
+        return None
+    return Window(size, size // output_size, size // output_size)
+
+
+MAX: Mapping[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+AVG: Mapping[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+ADAPTIVE: Mapping[int, Callable[..., Tensor]] = {
+    1: F.adaptive_avg_pool1d,
+    2: F.adaptive_avg_pool2d,
+    3: F.adaptive_avg_pool3d,
+}
+
+
+def _build_max(site: Site) -> Kernel:
+    """The largest value of every window; outside the tensor there is none."""
+    windows, attributes = _windows(site), site.call.attributes
+    if not _divided(site, windows):
+        return _guarded(site, as_called(site))
+    pad, crop, padding = _fitted(site, windows)
+    function, kernel, stride = MAX[len(windows)], attributes["kernel"], attributes["stride"]
+    dilation = tuple(window.dilation for window in windows.values())
+
+    def pool(x: Tensor) -> list[Tensor]:
+        x = F.pad(x, pad, value=-math.inf) if any(pad) else x
+        return [crop(function(x, kernel, stride, padding, dilation))]
+
+    return _guarded(site, pool)
+
+
+def _build_avg(site: Site) -> Kernel:
+    """The mean of every window, over as many elements as the whole call counts."""
+    windows, attributes = _windows(site), site.call.attributes
+    if not _divided(site, windows):
+        return _guarded(site, as_called(site))
+    pad, crop, padding = _fitted(site, windows)
+    function, kernel, stride = AVG[len(windows)], attributes["kernel"], attributes["stride"]
+    correct = _correction(site, windows)
+
+    def pool(x: Tensor) -> list[Tensor]:
+        x = F.pad(x, pad) if any(pad) else x
+        return [correct(crop(function(x, kernel, stride, padding, count_include_pad=True)))]
+
+    return _guarded(site, pool)
+
+
+def _build_adaptive(site: Site) -> Kernel:
+    """On a rank's rows the windows are those of adaptive pooling again, to the rank's number of output rows.
+
+    Where all rows are averaged, the rank's mean counts for the share of the rows that it has.
+    """
+    source, output = site.call.attributes["input"], site.call.outputs[0]
+    shape, num_dims = site.local_shape(output), len(site.call.attributes["output_size"])
+    size = shape[-num_dims:]
+    layout = site.layouts[source]
+    if not any(dim >= len(shape) - num_dims for dim, _ in layout.splits):
+        return _guarded(site, as_called(site))
+    if site.call.op == "adaptive_max_pool":
+        return _guarded(site, _adaptive_max(site, size))
+    whole = site.graph.shape(source)
+    summed = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
+    rows = [len(site.parts(source, dim)) for dim in summed]
+    share = math.prod(rows) / math.prod(whole[dim] for dim in summed)
+    function = ADAPTIVE[num_dims]
+
+    def pool(x: Tensor) -> list[Tensor]:
+        if share == 0:
+            return [x.new_zeros(shape) + x.sum()]
+        y = function(x, size)
+        return [y if share == 1 else y * share]
+
+    return _guarded(site, pool)
+
+
+def _adaptive_max(site: Site, size: Sequence[int]) -> Kernel:
+    functions: dict[int, Callable[..., Any]] = {
+        1: F.adaptive_max_pool1d,
+        2: F.adaptive_max_pool2d,
+        3: F.adaptive_max_pool3d,
+    }
+    function = functions[len(size)]
+    return lambda x: [function(x, size)]
+
+
+def _guarded(site: Site, kernel: Kernel) -> Kernel:
+    """torch refuses to pool tensors without channels or rows."""
+    shape = site.local_shape(site.call.outputs[0])
+    if math.prod(shape):
+        return kernel
+    return lambda x: [nothing(x, shape)]
+
+
+def _windows(site: Site) -> dict[int, Window]:
+    return {dim: window for dim, window in windows_of(site.graph, site.call).items() if window is not None}
+
+
+def _divided(site: Site, windows: Mapping[int, Window]) -> bool:
+    return any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits)
+
+
+def _output_rows(site: Site, dim: int) -> range:
+    rows = site.parts(site.call.outputs[0], dim)
+    assert isinstance(rows, range)
+    return rows
+
+
+def _fitted(
+    site: Site, windows: Mapping[int, Window]
+) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[int, ...]]:
+    """What to pad before, how to crop after, and what padding to leave to torch, which pads both ends alike.
+
+    Where more padding at the end only adds windows at the end, torch pads, for that spares a copy of the input.
+    """
+    pad: list[int] = []
+    padding, crops = [], []
+    for dim, window in windows.items():
+        output = _output_rows(site, dim)
+        need = window.needed(output)
+        alike = _alike(window, need)
+        padding.append(need.before if alike else 0)
+        pad = [0, 0, *pad] if alike else [need.before, need.after, *pad]
+        local = Window(len(need.rows), window.kernel, window.stride, window.dilation, need.before, need.before)
+        if alike and local.output_size > len(output):
+            crops.append((dim, len(output)))
+
+    def crop(y: Tensor) -> Tensor:
+        for dim, length in crops:
+            y = y.narrow(dim, 0, length)
+        return y
+
+    return tuple(pad), crop, tuple(padding)
+
+
+def _alike(window: Window, need: Need) -> bool:
+    return need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
+
+
+def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor], Tensor]:
+    """From means over full windows to means over as many elements as the whole call counts."""
+    attributes = site.call.attributes
+    volume, override = math.prod(attributes["kernel"]), attributes.get("divisor_override")
+    if override:
+        return lambda y: y * (volume / override)
+    num_dims = len(site.graph.shape(site.call.outputs[0]))
+    factors = []
+    for dim, window in windows.items():
+        counts = window.counts(_output_rows(site, dim), attributes["count_include_pad"])
+        if any(count != window.kernel for count in counts):
+            shape = [-1 if other == dim else 1 for other in range(num_dims)]
+            ratios = [window.kernel / count for count in counts]
+            factors.append(torch.tensor(ratios, dtype=torch.float64).reshape(shape))
+    if not factors:
+        return lambda y: y
+    ready: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def correct(y: Tensor) -> Tensor:
+        dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+        kind = (dtype, y.device)
+        if kind not in ready:
+            ready[kind] = [factor.to(*kind[::-1]) for factor in factors]
+        z = y
+        for factor in ready[kind]:
+            z = z * factor
+        return z.to(y.dtype)
+
+    return correct
+
+
+def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+    """The rank's own padding: so much at both ends, then what more before and after."""
+    output, windows = placed.outputs[call.outputs[0]], windows_of(graph, call)
+    if not any(dim in windows for dim, _ in output.splits):
+        return {"padding": [(both, 0, 0) for both in call.attributes["padding"]]}
+    paddings = []
+    for dim, window in windows.items():
+        rows = output.parts(dim, mesh, place, graph.shape(call.outputs[0])[dim])
+        need = window.needed(rows) if window is not None and isinstance(rows, range) else None
+        paddings.append((0, need.before, need.after) if need else (0, 0, 0))
+    return {"padding": paddings}
+
+
+def _keeps_places(call: Call, values: Mapping[str, Value]) -> Kept:
+    """The input, and for each maximum where it was found."""
+    return ((call.attributes["input"], 0), (call.outputs[0], 8))
+
+
+_OPTIONS = ("kernel", "stride", "dilation", "ceil_mode")
+
+OPERATIONS = (
+    Operation(
+        "max_pool",
+        partial(_pool, linear=False),
+        {f"max_pool{n}d": partial(_max_pool, spatial=n) for n in (1, 2, 3)},
+        _build_max,
+        keeps=_keeps_places,
+        options=_OPTIONS,
+        local_options=_options,
+    ),
+    Operation(
+        "avg_pool",
+        partial(_pool, linear=True),
+        {f"avg_pool{n}d": partial(_avg_pool, spatial=n) for n in (1, 2, 3)},
+        _build_avg,
+        keeps=keeps_input,
+        options=_OPTIONS,
+        local_options=_options,
+    ),
+    Operation(
+        "adaptive_max_pool",
+        partial(_pool, linear=False),
+        {f"adaptive_max_pool{n}d": partial(_recognize_adaptive, spatial=n, op="adaptive_max_pool") for n in (1, 2, 3)},
+        _build_adaptive,
+        keeps=_keeps_places,
+    ),
+    Operation(
+        "adaptive_avg_pool",
+        partial(_pool, linear=True),
+        {f"adaptive_avg_pool{n}d": partial(_recognize_adaptive, spatial=n, op="adaptive_avg_pool") for n in (1, 2, 3)},
+        _build_adaptive,
+        keeps=keeps_input,
+    ),
+)

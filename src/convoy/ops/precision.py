@@ -1,0 +1,52 @@
+"""The types that values of a captured graph have under `torch.autocast`.
+
+Autocast has convolutions and matrix products compute in a lower precision; what follows them takes what it is given,
+but for what autocast keeps in float32 (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from convoy.graph.graph import Call, Graph, Value
+from convoy.ops.registry import OPERATIONS
+
+_WHOLE_FUNCTIONS = {
+    "cpu": frozenset[str](),
+    "cuda": frozenset(
+        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus sum prod "  # noqa: SIM905
+        "cumsum".split()
+    ),
+}
+
+
+def under_autocast(graph: Graph, precision: torch.dtype | None, device: str) -> Graph:
+    """The graph with the types that its values have while autocast is on; others than float32 stay as they are.
+
+    Args:
+        graph: captured without autocast.
+        precision: in which autocast computes; None where it is off.
+        device: the type of the device, as `cuda`.
+    """
+    if precision is None:
+        return graph
+    values = dict(graph.values)
+    for call in graph.calls:
+        for name in call.outputs:
+            if values[name].dtype == torch.float32:
+                values[name] = replace(values[name], dtype=_computes(call, values, precision, device))
+    return replace(graph, values=values)
+
+
+def _computes(call: Call, values: dict[str, Value], precision: torch.dtype, device: str) -> torch.dtype:
+    operation = OPERATIONS[call.op]
+    if operation.is_lowered:
+        return precision
+    function = getattr(call.function, "__name__", "").strip("_")
+    if device in operation.whole_precision or function in (*_WHOLE_FUNCTIONS.get(device, ()), "to", "float"):
+        return torch.float32
+    given = [values[name].dtype for name in call.inputs if values[name].origin in ("call", "input", "constant")]
+    if call.op == "batch_norm":  # its weights are float32 whatever it computes
+        given = given[:1]
+    floating = [dtype for dtype in given if dtype.is_floating_point]
+    return torch.float32 if not floating or torch.float32 in floating else precision

@@ -1,0 +1,151 @@
+"""Calls that draw random numbers: one for each sample, as in stochastic depth, and dropout."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from convoy.errors import ConvoyError
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Alone, Kernel, Site
+from convoy.ops.layouts import resolved
+from convoy.ops.operation import Operation
+from convoy.ops.random_bits import layer_key, random_bits, threshold
+from convoy.plans.layout import Indices, Layout
+from convoy.plans.place import Placed, Situation
+
+
+def _place_random(situation: Situation) -> Placed:
+    """Output [samples, ...], divided as the samples of the layer are."""
+    samples = situation.batch.split(situation.axes("sample"))
+    layout = Layout.of({0: samples} if samples else {})
+    return Placed({}, {situation.call.outputs[0]: layout})
+
+
+def _build_random(site: Site) -> Kernel:
+    """Draws numbers that are functions of (seed, step, layer, sample)."""
+    call, context = site.call, site.context
+    context.need_keys()
+    value = site.graph.values[call.outputs[0]]
+    samples, key = site.parts(value.name, 0), layer_key(call.name)
+    local, count = site.local_shape(value.name), math.prod(value.shape[1:])
+    draw, p = call.attributes["draw"], call.attributes["p"]
+
+    def kernel() -> list[Tensor]:
+        bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
+        return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
+
+    return Alone(kernel)
+
+
+def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """One with probability `p`, else zero."""
+    return torch.ones_like(bits, dtype=dtype) if p == 1.0 else (bits < threshold(p)).to(dtype)
+
+
+def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in [0, 1), as many steps apart as every float type up to float32 can tell."""
+    steps = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
+    return (bits >> (32 - steps)).bitwise_and_((1 << steps) - 1).to(dtype) * 2.0**-steps
+
+
+def _dropout(seen: Seen, channels: bool) -> Recognized | None:
+    found = seen.bound(input=None, p=0.5, training=True, train=True)
+    if seen.name in ("dropout", "feature_dropout") and "train" in seen.kwargs:
+        found["training"] = found["train"]
+    if not found["training"] or found["p"] == 0:
+        return Recognized("identity", {"input": seen.input})
+    if channels and len(seen.shape(seen.input)) < 3:
+        return None
+    return Recognized("dropout", {"input": seen.input, "p": float(found["p"]), "channels": channels})
+
+
+def _inactive(seen: Seen) -> Recognized | None:
+    """Alpha dropout, for which there is no rule while it draws."""
+    inactive = not seen.bound(input=None, p=0.5, training=False)["training"]
+    return Recognized("identity", {"input": seen.input}) if inactive else None
+
+
+def _place_dropout(situation: Situation) -> Placed:
+    """Input [samples, ...]."""
+    call = situation.call
+    source = call.attributes["input"]
+    seen, samples = situation.shape(source)[0], situation.batch.num_samples
+    if seen != samples:
+        raise ConvoyError(
+            f"{situation.where} drops elements of {seen} samples of a batch of {samples}: the network folds something "
+            "into the batch, so its masks cannot follow the samples; remove that dropout"
+        )
+    layout = resolved(situation, source)
+    return Placed({source: layout}, {call.outputs[0]: layout})
+
+
+def _build_dropout(site: Site) -> Kernel:
+    """Draws the mask of just the elements that the rank holds; it is the whole mask's part."""
+    call, context = site.call, site.context
+    context.need_keys()
+    source, p = call.attributes["input"], call.attributes["p"]
+    shape = site.graph.shape(source)
+    dims = range(1, 2) if call.attributes["channels"] else range(1, len(shape))
+    samples, key = site.parts(source, 0), layer_key(call.name)
+    elements = positions([site.parts(source, dim) for dim in dims], [shape[dim] for dim in dims])
+    local = site.local_shape(source)
+    view = [local[dim] if dim == 0 or dim in dims else 1 for dim in range(len(shape))]
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        nonlocal elements
+        elements = elements.to(x.device)
+        keys = context.keys_of(samples, shape[0])
+        return [drop(x, random_bits(keys, key, elements).view(view), p)]
+
+    return Alone(kernel)
+
+
+def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:
+    """Zero the elements whose random bits say so, and scale the others up.
+
+    Args:
+        x: [samples, ...].
+        bits: int32, uniform, of a shape that broadcasts to `x`.
+        p: probability of being dropped.
+    """
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return x * ((bits >= threshold(p)).to(x.dtype) * scale)
+
+
+def positions(parts: list[Indices], sizes: list[int]) -> Tensor:
+    """Where the elements at `parts` of each dimension are in a tensor of `sizes`: int32 [elements]."""
+    found = torch.zeros(1, dtype=torch.int32)
+    for part, size in zip(parts, sizes, strict=True):
+        inner = torch.tensor(part, dtype=torch.int32)
+        found = (found[:, None] * size + inner).flatten()
+    return found
+
+
+OPERATIONS = (
+    Operation(
+        "random",  # the recorder recognizes what draws by itself
+        _place_random,
+        {},
+        _build_random,
+        is_random=True,
+        by_function=True,
+        options=("draw",),
+    ),
+    Operation(
+        "dropout",
+        _place_dropout,
+        {
+            "dropout": partial(_dropout, channels=False),
+            **{n: partial(_dropout, channels=True) for n in ("dropout1d", "dropout2d", "dropout3d", "feature_dropout")},
+            **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _inactive),
+        },
+        _build_dropout,
+        keeps_inside=1,
+        is_random=True,
+        follows=True,
+        passes=2.0,
+        options=("channels",),
+    ),
+)

@@ -1,0 +1,90 @@
+"""Sums, means and maxima over dimensions."""
+
+import math
+
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Kernel, Site, as_called
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Layout
+from convoy.plans.place import Placed, Situation
+
+
+def _reduce(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, dim=None, keepdim=False, dtype=None)
+    dims = seen.kwargs.get("axis", found["dim"])
+    rank = len(seen.shape(seen.input))
+    if found["dtype"] is not None or rank == 0 or "keepdims" in seen.kwargs:
+        return None
+    if seen.values[seen.input].dtype != seen.outputs[0].dtype:
+        return None
+    if dims is None or dims in ((), []):
+        dims = tuple(range(rank))
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    return Recognized(
+        "reduce",
+        {
+            "input": seen.input,
+            "function": seen.name,
+            "dims": tuple(sorted(dim % rank for dim in dims)),
+            "keepdim": bool(found["keepdim"]),
+        },
+    )
+
+
+def place(situation: Situation) -> Placed:
+    """Sums and means over a divided dimension are partial sums; a maximum needs it whole."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    linear = call.attributes["function"] in ("mean", "sum")
+    dims = reduced_dims(call.attributes["dims"], len(situation.shape(source)))
+    kept = {dim: split for dim, split in given.splits if linear or dim not in dims}
+    partial = set(given.partial) if linear else set()
+    asked = Layout.of(kept, partial)
+    left = {}
+    for dim, split in kept.items():
+        if dim in dims:
+            partial |= set(split.axes)
+        else:
+            left[dim if call.attributes["keepdim"] else dim - sum(other < dim for other in dims)] = split
+    gathered = len(kept) < len(given.splits)
+    note = f"{call.attributes['function']} over a divided dimension: it is whole" if gathered else ""
+    return Placed({source: asked}, {output: Layout.of(left, partial)}, note)
+
+
+def reduced_dims(dims: tuple[int, ...] | None, num_dims: int) -> frozenset[int]:
+    """The dimensions that disappear; none named means all."""
+    return frozenset(dim % num_dims for dim in dims) if dims else frozenset(range(num_dims))
+
+
+def _build(site: Site) -> Kernel:
+    """A mean over a divided dimension is the sum of the rank's part, divided by the number of all elements."""
+    call = site.call
+    source, function = call.attributes["input"], call.attributes["function"]
+    shape = site.graph.shape(source)
+    dims = sorted(reduced_dims(call.attributes["dims"], len(shape)))
+    if not any(dim in dims for dim, _ in site.layouts[source].splits):
+        return as_called(site)
+    assert function in ("mean", "sum"), function
+    keepdim, dtype = call.attributes["keepdim"], call.kwargs.get("dtype")
+    count = math.prod(shape[dim] for dim in dims)
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        total = x.sum(dims, keepdim=keepdim, dtype=dtype)
+        return [total if function == "sum" else (total / count).to(dtype or x.dtype)]
+
+    return kernel
+
+
+OPERATIONS = (
+    Operation(
+        "reduce",
+        place,
+        dict.fromkeys(("mean", "sum", "amax"), _reduce),
+        _build,
+        by_function=True,
+        options=("dims", "keepdim"),
+    ),
+)

@@ -1,0 +1,124 @@
+"""Basic indexing: a slice of a divided dimension leaves each rank with those of its indices that are in the slice."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Seen
+from convoy.ops.kernel import Kernel, Site, taking
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.place import Placed, Situation
+
+Range = tuple[int, int, int] | int
+
+
+def _select(seen: Seen, ranges: dict[int, Range]) -> Recognized:
+    sizes = seen.shape(seen.input)
+    whole = tuple(ranges.get(dim, (0, size, 1)) for dim, size in enumerate(sizes))
+    return Recognized("select", {"input": seen.input, "ranges": whole})
+
+
+def _getitem(seen: Seen) -> Recognized | None:
+    index = seen.args[1] if isinstance(seen.args[1], tuple) else (seen.args[1],)
+    if not all(item is Ellipsis or _plain(item) for item in index):
+        return None
+    sizes = seen.shape(seen.input)
+    if Ellipsis in index:
+        place = index.index(Ellipsis)
+        index = (*index[:place], *[slice(None)] * (len(sizes) - len(index) + 1), *index[place + 1 :])
+    return _select(seen, {dim: _range(item, size) for dim, (item, size) in enumerate(zip(index, sizes, strict=False))})
+
+
+def _plain(item: Any) -> bool:
+    if isinstance(item, slice):
+        return all(end is None or type(end) is int for end in (item.start, item.stop, item.step))
+    return type(item) is int
+
+
+def _range(item: int | slice, size: int) -> Range:
+    if isinstance(item, int):
+        return item % size
+    start, stop, step = item.indices(size)
+    return start, max(start, stop), step
+
+
+def _narrow(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, dim=0, start=0, length=0)
+    dim = found["dim"] % len(seen.shape(seen.input))
+    if not isinstance(found["start"], int):
+        return None
+    start = found["start"] % max(1, seen.shape(seen.input)[dim])
+    return _select(seen, {dim: (start, start + found["length"], 1)})
+
+
+def _one(seen: Seen) -> Recognized | None:
+    found = seen.bound(input=None, dim=0, index=0)
+    sizes = seen.shape(seen.input)
+    dim = found["dim"] % len(sizes)
+    return _select(seen, {dim: found["index"] % sizes[dim]})
+
+
+def place(situation: Situation) -> Placed:
+    """Nothing is sent; a dimension from which one index is taken is asked for whole."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    given = situation.given.get(source, Layout())
+    shape, ranges = situation.shape(source), call.attributes["ranges"]
+    kept: dict[int, Split] = {}
+    left: dict[int, Split] = {}
+    out_dim = 0
+    for dim, size in enumerate(shape):
+        chosen = ranges[dim] if dim < len(ranges) else (0, size, 1)
+        if isinstance(chosen, int):
+            continue
+        split = given.split(dim)
+        if split is not None:
+            kept[dim] = split
+            left[out_dim] = Split(split.axes, tuple(within(part, range(*chosen)) for part in split.parts))
+        out_dim += 1
+    gathered = len(kept) < len(given.splits)
+    note = "one index of a divided dimension: it is whole" if gathered else ""
+    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, note)
+
+
+def within(part: Indices, chosen: range) -> Indices:
+    """Positions in a slice of those indices of a part that are in it."""
+    return indices(chosen.index(index) for index in part if index in chosen)
+
+
+def places(part: Indices, chosen: range) -> Indices:
+    """Positions in a part of those of its indices that are in a slice."""
+    return indices(place for place, index in enumerate(part) if index in chosen)
+
+
+def _build(site: Site) -> Kernel:
+    """Of each dimension the rank's own indices that are in the slice."""
+    call = site.call
+    source, ranges = call.attributes["input"], call.attributes["ranges"]
+    steps = [_step(dim, one, site.parts(source, dim)) for dim, one in enumerate(ranges)]
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        for step in reversed(steps):
+            x = step(x)
+        return [x]
+
+    return kernel
+
+
+def _step(dim: int, chosen: int | tuple[int, int, int], part: Indices) -> Callable[[Tensor], Tensor]:
+    if isinstance(chosen, int):
+        return lambda x: x.select(dim, chosen)
+    return taking(dim, places(part, range(*chosen)), len(part))
+
+
+OPERATIONS = (
+    Operation(
+        "select",
+        place,
+        {"getitem": _getitem, "narrow": _narrow, "select": _one},
+        _build,
+        is_slice=True,
+    ),
+)

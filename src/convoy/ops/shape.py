@@ -1,0 +1,214 @@
+"""Calls that only rename dimensions: reshape, permute, and no change at all. Index lists follow, nothing is sent."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from convoy.graph.seen import Recognized, Seen, flat
+from convoy.ops.kernel import Kernel, Site
+from convoy.ops.operation import Operation
+from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.place import Placed, Situation
+
+
+def _reshape(seen: Seen) -> Recognized | None:
+    same_type = seen.values[seen.input].dtype == seen.outputs[0].dtype
+    return Recognized("reshape", {"input": seen.input}) if same_type else None
+
+
+def _permuted(seen: Seen, order: list[int]) -> Recognized:
+    return Recognized("permute", {"input": seen.input, "order": tuple(order)})
+
+
+def _permute(seen: Seen) -> Recognized:
+    rank = len(seen.output)
+    order = flat(seen.args[1:]) if len(seen.args) > 1 else tuple(seen.kwargs["dims"])
+    return _permuted(seen, [dim % rank for dim in order])
+
+
+def _transpose(seen: Seen) -> Recognized:
+    rank = len(seen.output)
+    names = ("axis0", "axis1") if "axis0" in seen.kwargs or "axis1" in seen.kwargs else ("dim0", "dim1")
+    found = seen.bound(input=None, **dict.fromkeys(names, 0))
+    a, b = (found[name] % rank for name in names)
+    order = list(range(rank))
+    order[a], order[b] = b, a
+    return _permuted(seen, order)
+
+
+def _move(seen: Seen) -> Recognized:
+    rank = len(seen.output)
+    found = seen.bound(input=None, source=0, destination=0)
+    ends = [(value,) if isinstance(value, int) else tuple(value) for value in (found["source"], found["destination"])]
+    sources, targets = ([dim % rank for dim in dims] for dims in ends)
+    rest = iter(dim for dim in range(rank) if dim not in sources)
+    placed = dict(zip(targets, sources, strict=True))
+    return _permuted(seen, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
+
+
+def _t(seen: Seen) -> Recognized:
+    return _permuted(seen, list(range(len(seen.output)))[::-1])
+
+
+def _property(seen: Seen) -> Recognized | None:
+    """`.T` and `.mT`, told apart by their descriptors."""
+    descriptor = getattr(seen.function, "__self__", None)
+    name = getattr(descriptor, "__name__", "")
+    rank = len(seen.output)
+    if name == "T":
+        return _t(seen)
+    if name == "mT":
+        return _permuted(seen, [*range(rank - 2), rank - 1, rank - 2])
+    return None
+
+
+def _place_identity(situation: Situation) -> Placed:
+    """The tensor as it is, also where it is a partial sum."""
+    call = situation.call
+    source = call.attributes.get("input", call.inputs[0])
+    layout = situation.given.get(source, Layout())
+    return Placed({source: layout}, dict.fromkeys(call.outputs, layout))
+
+
+def _place_permute(situation: Situation) -> Placed:
+    """Splits go with their dimensions."""
+    call = situation.call
+    source = call.attributes["input"]
+    layout = situation.given.get(source, Layout())
+    order = tuple(call.attributes["order"])
+    after = Layout.of({order.index(dim): split for dim, split in layout.splits}, layout.partial)
+    return Placed({source: layout}, {call.outputs[0]: after})
+
+
+def _place_reshape(situation: Situation) -> Placed:
+    """Dimensions that are merged give one list of indices; one that is divided keeps its split where that cuts between
+    the new dimensions, and is asked for whole where it does not.
+    """
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    layout = situation.given.get(source, Layout())
+    shape, out_shape = situation.shape(source), situation.shape(output)
+    kept: dict[int, Split] = {}
+    after: dict[int, Split] = {}
+    for dims, out_dims in matching_dims(shape, out_shape):
+        splits = {dim: split for dim, split in layout.splits if dim in dims}
+        merged = _merge(situation, shape, dims, splits) if splits else None
+        found = _divide(merged, [out_shape[dim] for dim in out_dims]) if merged else None
+        if found is not None:
+            kept |= splits
+            after[out_dims[found[0]]] = found[1]
+    return Placed({source: Layout.of(kept, layout.partial)}, {output: Layout.of(after, layout.partial)})
+
+
+def matching_dims(shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """The smallest runs of dimensions, before and after a reshape, that hold the same elements."""
+    if 0 in shape:
+        return
+    dims: list[int] = []
+    out_dims: list[int] = []
+    before, after = list(enumerate(shape)), list(enumerate(out_shape))
+    while before or after:
+        left, right = math.prod(shape[d] for d in dims), math.prod(out_shape[d] for d in out_dims)
+        if before and (left <= right or not after):
+            dims.append(before.pop(0)[0])
+        else:
+            out_dims.append(after.pop(0)[0])
+        if dims and out_dims and math.prod(shape[d] for d in dims) == math.prod(out_shape[d] for d in out_dims):
+            yield dims, out_dims
+            dims, out_dims = [], []
+
+
+def _merge(situation: Situation, shape: tuple[int, ...], dims: list[int], splits: dict[int, Split]) -> Split | None:
+    """One split of the merged dimensions, over all axes of theirs."""
+    mesh = situation.mesh
+    axes = tuple(sorted(axis for split in splits.values() for axis in split.axes))
+    if len(axes) != len(set(axes)):
+        return None
+    parts = []
+    for place in mesh.group((0,) * len(mesh.sizes), axes):
+        own = [
+            splits[dim].parts[mesh.index(place, splits[dim].axes)] if dim in splits else range(shape[dim])
+            for dim in dims
+        ]
+        parts.append(_flattened(own, [shape[dim] for dim in dims]))
+    return Split(axes, tuple(parts))
+
+
+def _flattened(parts: list[Indices], sizes: list[int]) -> Indices:
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    if all(len(part) == size for part, size in zip(parts[1:], sizes[1:], strict=True)) and isinstance(parts[0], range):
+        return range(parts[0].start * strides[0], parts[0].stop * strides[0]) if len(parts[0]) else range(0)
+    return indices(
+        sum(index * stride for index, stride in zip(place, strides, strict=True)) for place in itertools.product(*parts)
+    )
+
+
+def _divide(split: Split, sizes: list[int]) -> tuple[int, Split] | None:
+    """The one dimension of those that a merged dimension is divided into along which the parts are cut, if any."""
+    for dim, size in enumerate(sizes):
+        before, inner = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
+        parts = tuple(_along(part, before, size, inner) for part in split.parts)
+        if all(part is not None for part in parts):
+            return dim, Split(split.axes, tuple(part for part in parts if part is not None))
+    return None
+
+
+def _along(part: Indices, before: int, size: int, inner: int) -> Indices | None:
+    """The indices of a dimension, if the part is all of the others for some of its indices; otherwise None."""
+    if len(part) % (before * inner) if before * inner else True:
+        return None
+    count = len(part) // (before * inner)
+    if isinstance(part, range) and before == 1:
+        aligned = part.start % inner == 0
+        return range(part.start // inner, part.start // inner + count) if aligned else None
+    chosen = [index // inner % size for index in part[: count * inner : inner]]
+    flat = (
+        (outer * size + index) * inner + rest for outer in range(before) for index in chosen for rest in range(inner)
+    )
+    return indices(chosen) if all(a == b for a, b in zip(part, flat, strict=True)) else None
+
+
+def _build_reshape(site: Site) -> Kernel:
+    """To the rank's own shape of the result."""
+    shape = site.local_shape(site.call.outputs[0])
+    return lambda x: [x.reshape(shape)]
+
+
+def _build_permute(site: Site) -> Kernel:
+    """In the call's order."""
+    order = tuple(site.call.attributes["order"])
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        return [x.permute(order)]
+
+    return kernel
+
+
+OPERATIONS = (
+    Operation("identity", _place_identity, is_view=True, follows=True),
+    Operation(
+        "reshape",
+        _place_reshape,
+        dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"), _reshape),
+        _build_reshape,
+        is_view=True,
+        follows=True,
+    ),
+    Operation(
+        "permute",
+        _place_permute,
+        {
+            **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+            **dict.fromkeys(("movedim", "moveaxis"), _move),
+            "get": _property,
+            "permute": _permute,
+            "t": _t,
+        },
+        _build_permute,
+        is_view=True,
+        follows=True,
+        options=("order",),
+    ),
+)

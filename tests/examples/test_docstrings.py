@@ -1,0 +1,126 @@
+"""The examples in docstrings run: those of public names on two ranks, those of central types in this process."""
+
+import copy
+import doctest
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import convoy
+from convoy.cli import main
+from convoy.ops import OPERATIONS, capture, place
+from convoy.plans.place import Batch
+from ranks import run_ranks
+
+NAMES = sorted(name for name in dir(convoy) if not name.startswith("_"))
+CENTRAL = [
+    "graph.graph:Graph",
+    "ops.operation:Operation",
+    "plans.layout:Layout",
+    "plans.place:Placement",
+    "plans.transfer:transfer",
+    "training.division:divide",
+]
+
+
+class _Lenient(doctest.OutputChecker):
+    """For ranks that print other things than the docstring says of rank 0."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return True
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+        nn.Linear(32, 10),
+    )
+
+
+def examples_of(name: str, folder: Path) -> list[str]:
+    """Run the examples of a docstring on this rank; what failed."""
+    os.chdir(folder)
+    model = plain()
+    images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
+    net = convoy.parallelize(copy.deepcopy(model), "sample=2", example=images[:4])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    names: dict[str, Any] = {
+        "DataLoader": DataLoader,
+        "F": F,
+        "convoy": convoy,
+        "dataset": TensorDataset(images, labels),
+        "images": images,
+        "labels": labels,
+        "mine": convoy.local_samples(net, len(images)),
+        "model": model,
+        "net": net,
+        "optimizer": optimizer,
+        "plain": copy.deepcopy(model),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "torch": torch,
+    }
+    text = inspect.getdoc(getattr(convoy, name)) or ""
+    test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    failed: list[str] = []
+    runner = doctest.DocTestRunner(checker=None if convoy.rank() == 0 else _Lenient(), verbose=False)
+    runner.run(test, out=failed.append)
+    return failed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that tells dark cats from bright dogs, and a picture of each."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("docstrings")
+    for number in range(24):
+        for name, shade in ("cat", 10), ("dog", 200):
+            path = folder / "data" / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (28, 28), (shade + number,) * 3).save(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        options = ["--batch", "8", "--epochs", "4", "--device", "cpu", "--lr", "0.02", "--out", "runs/first"]
+        assert main(["train", "lenet", "--data", "data", *options, "--set", "threads=1"]) == 0
+    for name in ("cat", "dog"):
+        (folder / "data" / name / "0.png").rename(folder / f"{name}.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example(name: str, folder: Path) -> None:
+    assert ">>> " in (inspect.getdoc(getattr(convoy, name)) or "")
+    failed = run_ranks(examples_of, 2, name, folder, timeout=120)
+    assert failed == [[], []]
+
+
+@pytest.mark.parametrize("name", CENTRAL)
+def test_example_of_a_central_type(name: str) -> None:
+    module = importlib.import_module(f"convoy.{name.partition(':')[0]}")
+    known = {"Batch": Batch, "OPERATIONS": OPERATIONS, "Plan": convoy.Plan, "capture": capture, "place": place}
+    found = doctest.DocTestFinder(recurse=False).find(
+        getattr(module, name.partition(":")[2]), module=module, globs=known | vars(module)
+    )
+    failed: list[str] = []
+    for test in found:
+        doctest.DocTestRunner(verbose=False).run(test, out=failed.append)
+    assert found[0].examples and failed == []
+
+
+def test_an_example_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(convoy, "rank", lambda: 0)
+    monkeypatch.setattr(convoy.Mesh, "__doc__", ">>> 1 + 1\n3\n")
+    monkeypatch.setattr(convoy, "parallelize", lambda model, plan, example: model)
+    monkeypatch.setattr(convoy, "local_samples", lambda net, number: slice(0, number))
+    monkeypatch.chdir(tmp_path)
+    assert "Expected" in "".join(examples_of("Mesh", tmp_path))

@@ -1,0 +1,181 @@
+"""Batch norm over a mesh against the plain layer, in float64 on real processes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.engine import MicrobatchNorm, StepContext
+from convoy.ops import shared_statistics
+from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
+from one_call import OneCall, run_call, worst
+from ranks import RankFailed
+
+SHAPE = (7, 6, 5, 4)
+
+
+def samples(*sizes: int, axes: tuple[int, ...] = (0,)) -> dict[int, Split]:
+    return {0: Split(axes, consecutive(sizes))}
+
+
+CHANNELS = {1: Split((0,), (indices((0, 3, 5)), indices((1, 2, 4))))}
+LAYOUTS: dict[str, tuple[tuple[int, ...], Layout]] = {
+    "uneven samples": ((2,), Layout.of(samples(5, 2))),
+    "a rank without samples": ((3,), Layout.of(samples(4, 0, 3))),
+    "channel lists": ((2,), Layout.of(CHANNELS)),
+    "a rank without channels": ((2,), Layout.of({1: Split((0,), (range(0), range(6)))})),
+    "rows": ((3,), Layout.of({2: Split((0,), consecutive((1, 3, 1)))})),
+    "samples and channels": ((2, 2), Layout.of({**CHANNELS, **samples(3, 4, axes=(1,))})),
+    "samples and columns": ((2, 2), Layout.of({**samples(5, 2), 3: Split((1,), consecutive((1, 3)))})),
+    "samples and nothing": ((2, 2), Layout.of(samples(5, 2))),
+    "samples over both axes": ((2, 2), Layout.of(samples(2, 0, 1, 4, axes=(0, 1)))),
+    "whole": ((2,), WHOLE),
+}
+
+
+def make(
+    given: Layout,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...] = SHAPE,
+    affine: bool = True,
+    track: bool = True,
+    **kw: Any,
+) -> OneCall:
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=torch.float64) * 3 + 50
+    channels = shape[1]
+    tensors: dict[str, Tensor] = {"x": x}
+    attributes: dict[str, Any] = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
+    if affine:
+        tensors |= {"weight": torch.rand(channels).double(), "bias": torch.randn(channels).double()}
+    if track:
+        tensors |= {"running_mean": torch.randn(channels).double(), "running_var": torch.rand(channels).double()}
+        tensors |= {"num_batches_tracked": torch.tensor(3)}
+    attributes |= {name: name for name in tensors if name != "x"}
+    attributes |= {"input": "x", "training": kw.pop("training_call", True), "momentum": kw.pop("momentum", 0.1)}
+    attributes |= {"eps": 1e-5}
+    buffers = tuple(name for name in ("running_mean", "running_var", "num_batches_tracked") if name in tensors)
+    gradient = torch.randn(shape, dtype=torch.float64)
+    return OneCall("batch_norm", F.batch_norm, tensors, attributes, sizes, given, gradient, buffers=buffers, **kw)
+
+
+def layer(case: OneCall) -> nn.Module:
+    """The plain module with the case's numbers."""
+    kind = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d}[case.gradient.dim()]
+    affine, track = "weight" in case.tensors, "running_mean" in case.tensors
+    module = kind(case.gradient.shape[1], 1e-5, case.attributes["momentum"], affine, track, dtype=torch.float64)
+    module.load_state_dict({name: t for name, t in case.tensors.items() if name != "x"})
+    return module.train(case.attributes["training"])
+
+
+def serial(case: OneCall, module: nn.Module | None = None) -> dict[str, Tensor]:
+    module = module or layer(case)
+    x = case.tensors["x"].clone().requires_grad_()
+    for _ in range(case.passes):
+        y = module(x)
+        y.backward(case.gradient)
+    found = {"y": y.detach(), "x.grad": x.grad, **dict(module.named_buffers())}
+    return found | {f"{name}.grad": p.grad for name, p in module.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_statistics_of_the_whole_pass(name: str) -> None:
+    sizes, given = LAYOUTS[name]
+    case = make(given, sizes)
+    where, error = worst(run_call(case), serial(case))
+    assert error < 1e-11, where
+
+
+@pytest.mark.parametrize("name", ["uneven samples", "channel lists", "samples and columns"])
+def test_evaluation_uses_the_running_statistics(name: str) -> None:
+    sizes, given = LAYOUTS[name]
+    case = make(given, sizes, training_call=False, training=False)
+    where, error = worst(run_call(case), serial(case))
+    assert error < 1e-12, where
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"track": False}, {"momentum": None}, {"track": False, "training": False}]
+)
+def test_variants(options: dict[str, Any]) -> None:
+    case = make(Layout.of(samples(5, 2)), (2,), **options, passes=2)
+    where, error = worst(run_call(case), serial(case))
+    assert error < 1e-11, where
+
+
+def test_vectors() -> None:
+    case = make(Layout.of(samples(5, 2)), (2,), shape=(7, 6))
+    where, error = worst(run_call(case), serial(case))
+    assert error < 1e-11, where
+
+
+def test_local_statistics_are_noticed_and_their_buffers_averaged() -> None:
+    case = make(Layout.of(samples(4, 3)), (2,), mode="local")
+    got, want = run_call(case), serial(case)
+    assert worst(got, want)[1] > 1e-3  # the control: statistics of each rank's own samples are something else
+    x, mean = case.tensors["x"], case.tensors["running_mean"]
+    halves = [0.9 * mean + 0.1 * part.mean((0, 2, 3)) for part in x.split([4, 3])]
+    assert torch.allclose(got["running_mean"], (halves[0] + halves[1]) / 2, atol=0, rtol=1e-13)
+
+
+def test_a_backward_pass_without_its_sums_is_noticed() -> None:
+    case = make(Layout.of(samples(4, 3)), (2,), sabotage=(shared_statistics.__name__, "all_reduce"))
+    where, error = worst(run_call(case), serial(case))
+    assert where == "x.grad"
+    assert error > 1e-3
+
+
+def by_microbatch(case: OneCall) -> dict[str, Tensor]:
+    context = StepContext()
+    context.enter(7, 0, case.microbatches, torch.device("cpu"))
+    return serial(case, MicrobatchNorm(layer(case), context).train())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given"),
+    [
+        ((2,), Layout.of(samples(3, 4))),
+        ((2,), Layout.of(samples(5, 2))),
+        ((2,), Layout.of(samples(7, 0))),
+        ((3,), Layout.of(samples(3, 2, 2))),
+        ((2, 2), Layout.of({**samples(5, 2), 1: Split((1,), CHANNELS[1].parts)})),
+        ((2,), WHOLE),
+    ],
+)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_microbatches_have_the_same_bits_on_any_number_of_ranks(
+    sizes: tuple[int, ...], given: Layout, momentum: float | None
+) -> None:
+    case = make(given, sizes, microbatches=(3, 2, 2), mode="microbatch", passes=2, momentum=momentum)
+    for name in case.tensors:
+        case.tensors[name] = case.tensors[name].float() if name != "num_batches_tracked" else case.tensors[name]
+    case.gradient = case.gradient.float()
+    torch.set_num_threads(1)
+    reference = make(given, sizes, microbatches=(3, 2, 2), mode="microbatch", passes=2, momentum=momentum)
+    reference.tensors, reference.gradient = case.tensors, case.gradient
+    got, want = run_call(case), by_microbatch_float(reference)
+    for name in ("y", "x.grad", "running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(got[name], want[name]), name
+
+
+def by_microbatch_float(case: OneCall) -> dict[str, Tensor]:
+    module = layer(case).float()
+    module.load_state_dict({name: t for name, t in case.tensors.items() if name != "x"})
+    context = StepContext()
+    context.enter(7, 0, case.microbatches, torch.device("cpu"))
+    return serial(case, MicrobatchNorm(module, context).train())  # type: ignore[arg-type]
+
+
+def test_microbatches_with_divided_rows() -> None:
+    given = Layout.of({**samples(5, 2), 2: Split((1,), consecutive((2, 3)))})
+    case = make(given, (2, 2), microbatches=(3, 2, 2), mode="microbatch", passes=2)
+    where, error = worst(run_call(case), by_microbatch(case))
+    assert error < 1e-11, where
+
+
+def test_a_divided_microbatch_is_refused() -> None:
+    case = make(Layout.of(samples(4, 3)), (2,), microbatches=(3, 2, 2), mode="microbatch")
+    with pytest.raises(RankFailed, match=r"layer 'layer': the plan divides a microbatch of 2 samples"):
+        run_call(case)

@@ -1,0 +1,94 @@
+"""Running statistics: one term after the other in the order of the microbatches, whoever has them."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from convoy.comm.groups import Groups
+from convoy.ops.statistics import Running, RunningStatistics, add_term
+from convoy.plans.mesh import Mesh
+from ranks import run_ranks
+
+CHANNELS = (5, 7)
+STARTS = (0, 4, 8, 11, 14)
+
+
+def term(layer: int, start: int, repeat: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * layer + 10 * start + repeat)
+    return torch.randn(CHANNELS[layer], generator=generator), torch.rand(CHANNELS[layer], generator=generator)
+
+
+def fresh(layer: int, momentum: float | None, axes: tuple[int, ...]) -> Running:
+    channels = CHANNELS[layer]
+    return Running(f"bn{layer}", torch.zeros(channels), torch.ones(channels), torch.tensor(5), momentum, axes)
+
+
+def expected(momentum: float | None, starts: tuple[int, ...] = STARTS) -> list[Tensor]:
+    found = []
+    for layer in range(2):
+        running = fresh(layer, momentum, ())
+        for number, start in enumerate(starts):
+            weight = 1 / (number + 1) if momentum is None else momentum
+            add_term([running.mean, running.var], term(layer, start), [weight] * 2)
+        found += [running.mean, running.var]
+    return found
+
+
+def on_ranks(sizes: tuple[int, ...], owners: tuple[int, ...], momentum: float | None, cut: int) -> list[Tensor]:
+    """Layer 0 has its samples divided over axis 0; layer 1 has all of them on every rank."""
+    mesh = Mesh(("a", "b")[: len(sizes)], sizes)
+    groups, statistics = Groups(mesh), RunningStatistics()
+    layers = [fresh(0, momentum, (0,)), fresh(1, momentum, ())]
+    for some in (range(cut, 5), range(cut)):  # two passes, the later microbatches first
+        for layer, running in enumerate(layers):
+            starts = [STARTS[i] for i in some]
+            holders = [owners[i] if layer == 0 else 0 for i in some]
+            own = groups.coordinates[0] if layer == 0 else 0
+            terms = [term(layer, s) if h == own else None for s, h in zip(starts, holders, strict=True)]
+            statistics.record(running, starts, holders, terms)
+    statistics.fold(groups)
+    statistics.fold(groups)  # nothing is left
+    return [buffer for running in layers for buffer in (running.mean, running.var)]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("sizes", "owners"),
+    [((1,), (0,) * 5), ((2,), (0, 0, 0, 0, 1)), ((2,), (1,) * 5), ((3,), (0, 0, 2, 2, 2)), ((2, 2), (0, 0, 1, 1, 1))],
+)
+def test_the_same_bits_on_any_number_of_ranks(
+    sizes: tuple[int, ...], owners: tuple[int, ...], momentum: float | None
+) -> None:
+    world = torch.Size(sizes).numel()
+    for rank in run_ranks(on_ranks, world, sizes, owners, momentum, 3):
+        assert all(torch.equal(got, want) for got, want in zip(rank, expected(momentum), strict=True))
+
+
+def test_another_order_gives_other_bits() -> None:
+    orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
+    assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))
+
+
+def test_calls_that_share_their_buffers_take_turns() -> None:
+    running, statistics = fresh(0, 0.5, ()), RunningStatistics()
+    for repeat in range(2):
+        statistics.record(running, STARTS, (0,) * 5, [term(0, start, repeat) for start in STARTS])
+    statistics.fold()
+    want = fresh(0, 0.5, ())
+    for start, repeat in itertools.product(STARTS, range(2)):
+        add_term([want.mean, want.var], term(0, start, repeat), [0.5, 0.5])
+    assert torch.equal(running.mean, want.mean)
+
+
+def test_a_term_has_the_same_bits_wherever_its_channel_lies() -> None:
+    mean, var = torch.randn(37), torch.rand(37)
+    whole = [torch.randn(37), torch.rand(37)]
+    parts = [[b[:3].clone(), b[3:].clone()] for b in whole]
+    add_term(whole, (mean, var), [0.1, 0.1])
+    for buffers, piece in ((0, slice(0, 3)), (1, slice(3, 37))):
+        part = [parts[0][buffers], parts[1][buffers]]
+        add_term(part, (mean[piece].clone(), var[piece].clone()), [0.1, 0.1])
+        assert torch.equal(part[0], whole[0][piece])
+        assert torch.equal(part[1], whole[1][piece])
