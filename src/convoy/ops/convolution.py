@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen, each
-from convoy.ops.kernel import AddBiasOnce, Kernel, Site
+from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow, put
 from convoy.ops.operation import Operation, Shape, keeps_operands
 from convoy.plans.check import axis_names, check_channel, check_filter, check_rows
@@ -23,12 +23,12 @@ from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
 
 
-def _conv(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
-    spatial = len(seen.shape(found["weight"])) - 2
-    if len(seen.shape(found["input"])) != spatial + 2:
+def _conv(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
+    spatial = len(call.shape(found["weight"])) - 2
+    if len(call.shape(found["input"])) != spatial + 2:
         return None
-    kernel, dilation = seen.shape(found["weight"])[2:], each(found["dilation"], spatial)
+    kernel, dilation = call.shape(found["weight"])[2:], each(found["dilation"], spatial)
     if found["padding"] == "valid":
         padding = ((0, 0),) * spatial
     elif found["padding"] == "same":
@@ -49,10 +49,10 @@ def _conv(seen: Seen) -> Recognized | None:
     )
 
 
-def _conv_transpose(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)
-    spatial = len(seen.shape(found["weight"])) - 2
-    if len(seen.shape(found["input"])) != spatial + 2:
+def _conv_transpose(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)
+    spatial = len(call.shape(found["weight"])) - 2
+    if len(call.shape(found["input"])) != spatial + 2:
         return None
     return Recognized(
         "conv",
@@ -217,22 +217,8 @@ CONVOLUTIONS: dict[tuple[int, bool], Callable[..., Tensor]] = {
 
 
 def _build(site: Site) -> Kernel:
-    """Padding only at the picture's true border, whole groups, and the bias of a partial sum by one rank."""
-    call, output = site.call, site.call.outputs[0]
-    names = {name: place for place, name in enumerate(call.inputs)}
-    source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]
-    bias = names.get(call.attributes["bias"])
-    partial = site.layouts[output].partial
-    first = site.is_first(partial)
-    convolve = _convolution(site)
-
-    def kernel(*tensors: Tensor) -> list[Tensor]:
-        if not partial:
-            return [convolve(tensors[source], tensors[weight], None if bias is None else tensors[bias])]
-        y = convolve(tensors[source], tensors[weight], None)
-        return [y if bias is None else AddBiasOnce.apply(y, tensors[bias], 1, first)]
-
-    return kernel
+    """Padding only at the picture's true border, and whole groups."""
+    return with_bias(site, _convolution(site), 1)
 
 
 def _convolution(site: Site) -> Callable[..., Tensor]:

@@ -1,6 +1,6 @@
 """Constructions on layouts that several operations share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -62,6 +62,11 @@ def is_balanced(split: Split, size: int) -> bool:
 def used(splits: Mapping[int, Split]) -> set[int]:
     """Axes that some dimension is divided over."""
     return {axis for split in splits.values() for axis in split.axes}
+
+
+def axes_along(layout: Layout, dims: Container[int]) -> Axes:
+    """Axes over which some of these dimensions are divided."""
+    return tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes))
 
 
 def resolved(situation: Situation, name: str) -> Layout:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Value
-from convoy.graph.seen import Recognized, Seen, each
+from convoy.graph.torch_call import Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, as_called, nothing
 from convoy.ops.layouts import slide, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
@@ -20,7 +20,7 @@ from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Need, Window
 
 
-def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
+def _window(call: TorchCall, found: dict[str, Any], spatial: int) -> dict[str, Any]:
     kernel = each(found["kernel_size"], spatial)
     stride = found["stride"]
     return {
@@ -32,18 +32,18 @@ def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
     }
 
 
-def _max_pool(seen: Seen, spatial: int) -> Recognized | None:
-    found = seen.bound(
+def _max_pool(call: TorchCall, spatial: int) -> Recognized | None:
+    found = call.bound(
         input=None, kernel_size=1, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
     )
-    if len(seen.outputs) > 1 or len(seen.shape(found["input"])) != spatial + 2:
+    if len(call.outputs) > 1 or len(call.shape(found["input"])) != spatial + 2:
         return None
     rest = {"dilation": each(found["dilation"], spatial), "count_include_pad": True, "divisor_override": None}
-    return Recognized("max_pool", {**_window(seen, found, spatial), **rest})
+    return Recognized("max_pool", {**_window(call, found, spatial), **rest})
 
 
-def _avg_pool(seen: Seen, spatial: int) -> Recognized | None:
-    found = seen.bound(
+def _avg_pool(call: TorchCall, spatial: int) -> Recognized | None:
+    found = call.bound(
         input=None,
         kernel_size=1,
         stride=None,
@@ -52,16 +52,16 @@ def _avg_pool(seen: Seen, spatial: int) -> Recognized | None:
         count_include_pad=True,
         divisor_override=None,
     )
-    if len(seen.shape(found["input"])) != spatial + 2:
+    if len(call.shape(found["input"])) != spatial + 2:
         return None
     rest = {name: found[name] for name in ("count_include_pad", "divisor_override")}
-    return Recognized("avg_pool", {**_window(seen, found, spatial), "dilation": (1,) * spatial, **rest})
+    return Recognized("avg_pool", {**_window(call, found, spatial), "dilation": (1,) * spatial, **rest})
 
 
-def _recognize_adaptive(seen: Seen, spatial: int, op: str) -> Recognized | None:
-    if len(seen.outputs) > 1 or len(seen.shape(seen.input)) != spatial + 2:
+def _recognize_adaptive(call: TorchCall, spatial: int, op: str) -> Recognized | None:
+    if len(call.outputs) > 1 or len(call.shape(call.input)) != spatial + 2:
         return None
-    return Recognized(op, {"input": seen.input, "output_size": seen.output[2:]})
+    return Recognized(op, {"input": call.input, "output_size": call.output[2:]})
 
 
 def _pool(situation: Situation, linear: bool) -> Placed:

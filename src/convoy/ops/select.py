@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, taking
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices
@@ -14,21 +14,21 @@ from convoy.plans.place import Placed, Situation
 Range = tuple[int, int, int] | int
 
 
-def _select(seen: Seen, ranges: dict[int, Range]) -> Recognized:
-    sizes = seen.shape(seen.input)
+def _select(call: TorchCall, ranges: dict[int, Range]) -> Recognized:
+    sizes = call.shape(call.input)
     whole = tuple(ranges.get(dim, (0, size, 1)) for dim, size in enumerate(sizes))
-    return Recognized("select", {"input": seen.input, "ranges": whole})
+    return Recognized("select", {"input": call.input, "ranges": whole})
 
 
-def _getitem(seen: Seen) -> Recognized | None:
-    index = seen.args[1] if isinstance(seen.args[1], tuple) else (seen.args[1],)
+def _getitem(call: TorchCall) -> Recognized | None:
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if not all(item is Ellipsis or _plain(item) for item in index):
         return None
-    sizes = seen.shape(seen.input)
+    sizes = call.shape(call.input)
     if Ellipsis in index:
         place = index.index(Ellipsis)
         index = (*index[:place], *[slice(None)] * (len(sizes) - len(index) + 1), *index[place + 1 :])
-    return _select(seen, {dim: _range(item, size) for dim, (item, size) in enumerate(zip(index, sizes, strict=False))})
+    return _select(call, {dim: _range(item, size) for dim, (item, size) in enumerate(zip(index, sizes, strict=False))})
 
 
 def _plain(item: Any) -> bool:
@@ -44,20 +44,20 @@ def _range(item: int | slice, size: int) -> Range:
     return start, max(start, stop), step
 
 
-def _narrow(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, dim=0, start=0, length=0)
-    dim = found["dim"] % len(seen.shape(seen.input))
+def _narrow(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, dim=0, start=0, length=0)
+    dim = found["dim"] % len(call.shape(call.input))
     if not isinstance(found["start"], int):
         return None
-    start = found["start"] % max(1, seen.shape(seen.input)[dim])
-    return _select(seen, {dim: (start, start + found["length"], 1)})
+    start = found["start"] % max(1, call.shape(call.input)[dim])
+    return _select(call, {dim: (start, start + found["length"], 1)})
 
 
-def _one(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, dim=0, index=0)
-    sizes = seen.shape(seen.input)
+def _one(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, dim=0, index=0)
+    sizes = call.shape(call.input)
     dim = found["dim"] % len(sizes)
-    return _select(seen, {dim: found["index"] % sizes[dim]})
+    return _select(call, {dim: found["index"] % sizes[dim]})
 
 
 def place(situation: Situation) -> Placed:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, taking
 from convoy.ops.operation import Operation
 from convoy.ops.select import places, within
@@ -10,12 +10,12 @@ from convoy.plans.layout import Layout, Split, consecutive
 from convoy.plans.place import Placed, Situation
 
 
-def _split(seen: Seen) -> Recognized:
-    whole = seen.shape(seen.input)
-    found = seen.bound(input=None, pieces=None, dim=0)
+def _split(call: TorchCall) -> Recognized:
+    whole = call.shape(call.input)
+    found = call.bound(input=None, pieces=None, dim=0)
     dim = found["dim"] % len(whole)
     return Recognized(
-        "split", {"input": seen.input, "dim": dim, "sizes": tuple(out.shape[dim] for out in seen.outputs)}
+        "split", {"input": call.input, "dim": dim, "sizes": tuple(out.shape[dim] for out in call.outputs)}
     )
 
 
