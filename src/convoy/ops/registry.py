@@ -17,16 +17,15 @@ from convoy.ops import (
     random,
     reduce,
     rms_norm,
-    select,
     shape,
+    slices,
     softmax,
-    split,
 )
 from convoy.ops.operation import Operation
 
 _FILES = (
     *(batch_norm, concatenate, convolution, elementwise, group_norm, interpolate, layer_norm, linear, lrn, opaque),
-    *(pad, pool, random, reduce, rms_norm, select, shape, softmax, split),
+    *(pad, pool, random, reduce, rms_norm, shape, slices, softmax),
 )
 
 OPERATIONS: dict[str, Operation] = {operation.name: operation for file in _FILES for operation in file.OPERATIONS}
