@@ -45,7 +45,7 @@ def on_devices(
             if devices.num > 1:
                 cores.take_share(devices.gather, devices.rank, None)
                 devices.ranks = Ranks.here()
-                devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+                devices.follow(Plan.by_samples(devices.num).mesh, (0,))
             status = work(devices, device_of(device, own, devices.num))
             devices.barrier()
             Devices.leave()

@@ -4,8 +4,6 @@ The command line as it was given.
 
 A group of verbs, each imported when it is asked for, so that none waits for what another needs.
 
-Numbers of bytes in the words people use: `8GB`, `512MiB`.
-
 Tables for people, and the same rows as JSON for programs.
 
 Files that an option names: refused early where they could not be written, and written as a whole.
@@ -15,7 +13,6 @@ import csv
 import importlib
 import io
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -67,22 +64,6 @@ class LazyGroup(click.Group):
         """The list of verbs, without importing them."""
         with formatter.section("Verbs"):
             formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
-
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(b|kb|mb|gb|tb|kib|mib|gib)?", re.IGNORECASE)
-_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def bytes_of(text: str, option: str) -> float:
-    """A size such as `8GB` or `512MiB` in bytes; a number alone is bytes.
-
-    Raises:
-        ConvoyError: it is none, or nothing.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise ConvoyError(f"{option} {text} is no size: write e.g. 8GB or 512MiB")
-    return float(match[1]) * _UNITS[(match[2] or "b").lower()]
 
 
 def as_csv(row: Iterable[Any]) -> str:

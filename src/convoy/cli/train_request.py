@@ -72,8 +72,8 @@ class Request:
         check_names(recipe)
         number = self._number(recipe)
         section = fitted(recipe.parallel, number, "parallel.plan" in self.said, "parallel.shares" in self.said)
-        if plan_of(section, number)[0] is None and isinstance(section.shares, tuple):
-            check_shares(section.shares, number)
+        plan, _ = plan_of(section, number)
+        check_shares(section.shares if isinstance(section.shares, tuple) else None, number, plan)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
             RunDirectory(self.out).check_writable()

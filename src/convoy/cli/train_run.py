@@ -15,7 +15,6 @@ from convoy.errors import ConvoyError
 from convoy.launch import place as cores
 from convoy.planner import Ranks
 from convoy.planner.comparison import comparison_text, headline
-from convoy.planner.words import shortened
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Devices, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
@@ -24,6 +23,7 @@ from convoy.training.parallel_config import num_devices
 from convoy.training.summary import Witness
 from convoy.training.timespan import TimeSpan
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
+from convoy.units import shorten
 
 LONGEST_PLAN = 90
 """Characters of a plan in one line; `plan.yaml` has all of it."""
@@ -213,7 +213,7 @@ def start_lines(session: Session, out: Path) -> list[str]:
     if session.devices.num == 1:
         devices = f"on one device ({kind})"
     else:
-        devices = f"on {session.devices.num} devices ({kind}), plan {shortened(str(session.plan), LONGEST_PLAN)}"
+        devices = f"on {session.devices.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     return [
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",

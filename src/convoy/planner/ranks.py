@@ -54,7 +54,7 @@ class Ranks:
         return Ranks(place(group), size(group), on_host or _on_host(size(group)), group)
 
     def places(self, mesh: Mesh) -> list[int]:
-        """The place on a mesh that each of them takes while it rehearses: spread out, where the mesh has more."""
+        """The place on a mesh that each of them takes while it profiles: spread out, where the mesh has more."""
         return [rank * mesh.num_devices // self.num for rank in range(self.num)]
 
     def barrier(self) -> None:
