@@ -77,10 +77,7 @@ def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.devic
 
 @contextmanager
 def swapped(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    fakes: Mapping[str, Tensor],
-    constant: Callable[[Tensor], bool],
+    model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor], constant: Callable[[Tensor], bool]
 ) -> Iterator[None]:
     """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
 

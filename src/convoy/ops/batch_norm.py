@@ -25,14 +25,7 @@ from convoy.plans.place import Placed, Situation
 
 def _batch_norm(call: TorchCall) -> Recognized:
     found = call.bound(
-        input=None,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        training=False,
-        momentum=0.1,
-        eps=1e-5,
+        input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
     counter = call.updates[-1] if call.updates and found["training"] and found["running_mean"] else None
     if counter and hasattr(call.module, "momentum"):  # the argument is 1 / count where the layer has None

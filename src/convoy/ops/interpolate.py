@@ -200,11 +200,6 @@ def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
 
 OPERATIONS = (
     Operation(
-        "interpolate",
-        place,
-        {"interpolate": _interpolate},
-        _build,
-        by_function=True,
-        options=("mode", "align_corners"),
+        "interpolate", place, {"interpolate": _interpolate}, _build, by_function=True, options=("mode", "align_corners")
     ),
 )

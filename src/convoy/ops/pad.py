@@ -79,12 +79,4 @@ def _build(site: Site) -> Kernel:
     return kernel
 
 
-OPERATIONS = (
-    Operation(
-        "pad",
-        place,
-        {"pad": _pad},
-        _build,
-        options=("mode",),
-    ),
-)
+OPERATIONS = (Operation("pad", place, {"pad": _pad}, _build, options=("mode",)),)

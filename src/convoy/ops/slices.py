@@ -153,11 +153,7 @@ def _build_chunks(site: Site) -> Kernel:
 
 OPERATIONS = (
     Operation(
-        "select",
-        _place_range,
-        {"getitem": _getitem, "narrow": _narrow, "select": _one},
-        _build_range,
-        is_slice=True,
+        "select", _place_range, {"getitem": _getitem, "narrow": _narrow, "select": _one}, _build_range, is_slice=True
     ),
     Operation(
         "split",
