@@ -25,7 +25,7 @@ from typing import Any
 from measuring import machine, ranks
 from measuring.prediction import CHOSEN, SERIAL, Row, Subject, beside, measure, predict
 
-from convoy.bench.emulated import Cluster, Place, emulate
+from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
 
 SUBJECTS = (
@@ -69,7 +69,7 @@ def main() -> None:
         raise SystemExit(f"{error}") from None
 
 
-def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequence[Place]) -> None:
+def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequence[EmulatedDevice]) -> None:
     about = machine.describe()
     num = len(places) or 2
     if num not in PLANS:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from convoy.training import load_recipe, train
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from convoy.training.progress import Silence
 from convoy.training.watchdog import Watchdog
 
@@ -70,8 +70,8 @@ def train_here(
     keep: bool = True,
 ) -> Ended:
     """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
-    devices, device = Devices.join()
-    values = BASE | {"data.path": str(data), "parallel.devices": str(devices.num)} | settings
+    ranks, device = join_ranks()
+    values = BASE | {"data.path": str(data), "parallel.devices": str(ranks.num)} | settings
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
     words, notes = Words(), []
     with as_before():
@@ -80,7 +80,7 @@ def train_here(
             out,
             resume=resume,
             device=device,
-            devices=devices,
+            ranks=ranks,
             reporter=words,
             watchdog=watchdog,
             keep=keep,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from convoy.bench.emulated import Place
+from convoy.bench.emulated import EmulatedDevice
 from measuring.cases import Case, Plan
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row
@@ -27,7 +27,7 @@ class CaseRun:
 
     case: Case
     rounds: int
-    places: Sequence[Place]
+    places: Sequence[EmulatedDevice]
     peers: Sequence[str]
     compiled: bool
     seconds: float

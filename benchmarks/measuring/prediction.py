@@ -16,10 +16,11 @@ from torch.optim import SGD, Optimizer
 import convoy
 from convoy import models
 from convoy.comm.groups import join
+from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.optimizers import divide_update
 from convoy.errors import ConvoyError
-from convoy.planner import Ranks, make_plan, score, workload_of
+from convoy.planner import make_plan, score, workload_of
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from convoy.script.checkpoint import save as save
     from convoy.script.data import BatchSampler as BatchSampler
     from convoy.script.data import evaluate as evaluate
-    from convoy.script.data import num_ranks as num_ranks
-    from convoy.script.data import print as print
-    from convoy.script.data import rank as rank
     from convoy.script.loss import global_mean as global_mean
     from convoy.script.loss import penalty as penalty
+    from convoy.script.ranks import num_ranks as num_ranks
+    from convoy.script.ranks import print as print
+    from convoy.script.ranks import rank as rank
     from convoy.script.state import load_optimizer_state_dict as load_optimizer_state_dict
     from convoy.script.state import load_state_dict as load_state_dict
     from convoy.script.state import optimizer_state_dict as optimizer_state_dict
@@ -59,13 +59,13 @@ _MODULES = {
     "load_run": "training.restore",
     "load_state_dict": "script.state",
     "local_samples": "engine.parallelize",
-    "num_ranks": "script.data",
+    "num_ranks": "script.ranks",
     "optimizer_state_dict": "script.state",
     "parallelize": "engine.parallelize",
     "penalty": "script.loss",
     "plan": "planner.interface",
-    "print": "script.data",
-    "rank": "script.data",
+    "print": "script.ranks",
+    "rank": "script.ranks",
     "save": "script.checkpoint",
     "state_dict": "script.state",
 }

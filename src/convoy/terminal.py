@@ -4,8 +4,10 @@ Text of others that is to be shown: names of files and classes must not steer a 
 what was typed is not repeated at length.
 """
 
+import difflib
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import Any
 
 import rich.console
@@ -36,6 +38,15 @@ def brief(text: str, length: int = 80) -> str:
         return text
     end = length // 3
     return f"{text[: length - end - 1]}…{text[-end:]}"
+
+
+def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its spelling") -> str:
+    """The end of a sentence about an unknown `name`: ": did you mean a, b or c?", or `otherwise` if none is close."""
+    by_lower = {known.lower(): known for known in names}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    if not close:
+        return f": {otherwise}"
+    return f": did you mean {' or '.join(filter(None, [', '.join(close[:-1]), close[-1]]))}?"
 
 
 def shortened(message: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.emulated import Cluster, Place, emulate
+from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
 from started import ENVIRONMENT, command, curve, digest, finish, steps, wait_for
 from tiny import write_mnist
@@ -22,7 +22,7 @@ CONFIG = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,rea
 
 
 @pytest.fixture
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedDevice]]:
     try:
         with emulate(Cluster.alike(2, 1.0, "1gbit")) as places:
             yield places
@@ -30,7 +30,7 @@ def places() -> Iterator[list[Place]]:
         pytest.skip(str(error))
 
 
-def cut(place: Place, off: bool) -> None:
+def cut(place: EmulatedDevice, off: bool) -> None:
     """Take a host off the switch, or put it back."""
     switch = place.host.namespace.replace(f"host{place.rank}", "switch")
     state = "down" if off else "up"
@@ -38,7 +38,7 @@ def cut(place: Place, off: bool) -> None:
 
 
 @contextmanager
-def torchrun(place: Place, arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def torchrun(place: EmulatedDevice, arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "cut-off"]
     options += [
         "--rdzv-backend",
@@ -73,7 +73,7 @@ def torchrun(place: Place, arguments: list[str], log: Path) -> Iterator[subproce
                     process.wait()
 
 
-def test_the_run_outlives_a_short_cut_and_the_loss_of_a_host(places: list[Place], tmp_path: Path) -> None:
+def test_the_run_outlives_a_short_cut_and_the_loss_of_a_host(places: list[EmulatedDevice], tmp_path: Path) -> None:
     data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
     finish(command(data, tmp_path / "serial", epochs=UPDATES))
     settings = ("--set", "checkpoint.every=5ba", "--timeout", "6s")

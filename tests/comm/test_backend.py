@@ -10,7 +10,7 @@ import torch
 
 from convoy.comm import backend
 from convoy.comm.backend import GLOO, NCCL, Seen
-from convoy.comm.groups import fresh, open_store
+from  import fresh, open_store
 from ranks import run_ranks
 
 LIMIT = timedelta(seconds=30)

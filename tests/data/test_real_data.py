@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, Order, evaluation_batches, open_data, training_batches
-from convoy.data.memory import common_format
 from convoy.data.mnist import CIFAR10, CIFAR10_CLASSES, MNIST
 from convoy.data.parquet import open_parquet
+from convoy.data.sources import common_format
 from shared_data import shared
 
 

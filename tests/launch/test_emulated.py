@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated import Cluster, Device, Place, emulate
+from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.bench.emulated.quota import Hierarchy
 from convoy.errors import ConvoyError
 from processes import alive, children
@@ -38,7 +38,7 @@ def left_of(pid: int) -> list[str]:
     return [path.name for folder in folders for path in folder.glob(f"convoy-{pid}-*")]
 
 
-def on(place: Place, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+def on(place: EmulatedDevice, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Start a function on a device; what is returned waits for its result."""
     sent = pickle.dumps((place, function.__name__, args))
     code = (
@@ -200,7 +200,7 @@ def receive(address: str) -> None:
             connection.sendall(b"x")
 
 
-def between(source: Place, target: Place, num_bytes: int) -> float:
+def between(source: EmulatedDevice, target: EmulatedDevice, num_bytes: int) -> float:
     receiving = on(target, receive, target.host.address)
     sending = on(source, send, target.host.address, num_bytes)
     rate: float = sending()
@@ -210,7 +210,7 @@ def between(source: Place, target: Place, num_bytes: int) -> float:
 
 @pytest.mark.slow
 def test_a_link_lets_no_more_through_than_its_rate() -> None:
-    devices = (Device(0.5, "a"), Device(0.5, "a"), Device(0.5, "b"))
+    devices = (ClusterDevice(0.5, "a"), ClusterDevice(0.5, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, "100mbit")) as (first, beside, other):
         assert 10e6 < between(first, other, 2**21) < 120e6
         assert 10e6 < between(other, first, 2**21) < 120e6
@@ -219,7 +219,7 @@ def test_a_link_lets_no_more_through_than_its_rate() -> None:
 
 @pytest.mark.slow
 def test_links_may_be_unequal() -> None:
-    devices = (Device(1.0, "a"), Device(0.5, "b"))
+    devices = (ClusterDevice(1.0, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, rates={"a": "1gbit", "b": "50mbit"})) as (first, other):
         assert 5e6 < between(first, other, 2**20) < 70e6
         assert 5e6 < between(other, first, 2**20) < 70e6
@@ -237,7 +237,7 @@ def join() -> tuple[float, int]:
     return seconds, num
 
 
-def rank_of(place: Place, num: int) -> tuple[float, int]:
+def rank_of(place: EmulatedDevice, num: int) -> tuple[float, int]:
     os.environ |= {**place.environment, "RANK": str(place.rank), "WORLD_SIZE": str(num)}
     return join()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.emulated import Cluster, Device
+from convoy.bench.emulated import Cluster, ClusterDevice
 from convoy.bench.emulated.emulation import cores_for
 from convoy.errors import ConvoyError
 
@@ -37,7 +37,12 @@ devices:
 links: {rate: 3gbit, hosts: {b: 300mbit}}
 """
     cluster = Cluster.read(written(tmp_path, text))
-    assert cluster.devices == (Device(0.5, "a"), Device(0.25, "b"), Device(0.25, "b"), Device(0.4, "host3"))
+    assert cluster.devices == (
+        ClusterDevice(0.5, "a"),
+        ClusterDevice(0.25, "b"),
+        ClusterDevice(0.25, "b"),
+        ClusterDevice(0.4, "host3"),
+    )
     assert [cluster.rate_of(host) for host in cluster.hosts] == ["3gbit", "300mbit", "3gbit"]
     assert str(cluster) == "4 devices with 0.5, 0.25, 0.25, 0.4 of a core in 3 hosts, links of 3gbit, 300mbit, 3gbit"
 

@@ -14,7 +14,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.hosts import Group, Host
+from convoy.launch.hosts import Host, HostGroup
 from emulated_hosts import emulated_hosts, listening
 from processes import family
 from tiny import write_mnist
@@ -94,7 +94,7 @@ def test_two_hosts_give_the_weights_of_one_device(
 @pytest.mark.timeout(400)
 def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
     """Bit for bit; torch takes half a minute to see that it does not come back."""
-    group = Group(Host.parse("node0:1,node1:1"), "elastic", least=1, max_restarts=3)
+    group = HostGroup(Host.parse("node0:1,node1:1"), "elastic", least=1, max_restarts=3)
     train = TRAIN.replace("24ba", "400ba").split()
     options = ["--out", "left", "--set", "checkpoint.every=10ba", "--set", "log_every=1ba"]
     metrics = folder / "left/metrics.jsonl"
@@ -157,7 +157,7 @@ def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
         assert words[4:6] == ["--rdzv-backend=convoy", "--rdzv-endpoint=a:29400"]
         assert words[7:] == ["-m", "convoy", "train", "lenet", "--data", "a 'b'; $c"]
     assert len({record["arguments"][6] for record in records}) == 1  # one run, one name
-    static = Group(Host.parse("a:1,b:4"), "x", 29_500, "static").commands(["lenet"])[1]
+    static = HostGroup(Host.parse("a:1,b:4"), "x", 29_500, "static").commands(["lenet"])[1]
     assert str(static) == (
         "torchrun --nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=a --master-port=29500 -m convoy train lenet"
     )

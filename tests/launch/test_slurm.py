@@ -12,7 +12,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.slurm import Job, submit, time_limit
+from convoy.launch.slurm import SlurmJob, submit, time_limit
 from slurm_cluster import Cluster, slurm_cluster
 from tiny import write_mnist
 
@@ -69,7 +69,7 @@ def test_a_job_that_is_queued_again_in_its_middle_ends_with_the_same_weights(tmp
 
 def test_the_script_of_a_job() -> None:
     options = {"partition": "gpu", "comment": "it's $HOME", "exclusive": None}
-    job = Job(
+    job = SlurmJob(
         ["resnet50", "--data", "/data/a b;c"], None, "/opt/a b/python", "my net", 2, 4, time="8h", options=options
     )
     script = job.script()
@@ -88,7 +88,7 @@ def test_the_script_of_a_job() -> None:
         assert line in script.splitlines()
     assert "'/opt/a b/python' -m convoy train resnet50 --data '/data/a b;c' --out \"$out\" --resume &" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    named = Job(["lenet"], "runs/$x", "python", "n", gpus=False, cores_per_device=3, interface="ib0").script()
+    named = SlurmJob(["lenet"], "runs/$x", "python", "n", gpus=False, cores_per_device=3, interface="ib0").script()
     assert "out='runs/$x'" in named
     assert "gpus" not in named
     assert "srun --kill-on-bad-exit=1 --cpus-per-task=3 " in named
@@ -108,7 +108,7 @@ def test_what_the_script_does_when_the_ranks_end(status: int, stop: bool, says: 
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho -n again >> said; echo $* > requeued\n")
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(Job(["lenet"], None, "python", "n", max_restarts=2).script())
+    (tmp_path / "job.sh").write_text(SlurmJob(["lenet"], None, "python", "n", max_restarts=2).script())
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=30, check=False)
     assert (tmp_path / "said").read_text().strip() == says
@@ -155,7 +155,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 )
 def test_a_job_that_cannot_be_is_refused(changes: dict, word: str) -> None:
     with pytest.raises(ConvoyError, match=word):
-        Job(**{"arguments": ["lenet"], "out": None, "python": "python", "name": "n"} | changes)
+        SlurmJob(**{"arguments": ["lenet"], "out": None, "python": "python", "name": "n"} | changes)
 
 
 def test_without_slurm_the_script_is_there_to_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.profiling import CallTimes, Profiler
 from convoy.errors import ConvoyError
 from convoy.models import create
-from convoy.planner import Ranks, Workload, make_plan, workload_of
+from convoy.planner import Workload, make_plan, workload_of
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.link import links_named
 from convoy.planner.cost.local_op import VIEWS

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import convoy
 from convoy.data import Order
 from convoy.errors import ConvoyError
-from convoy.script import data
+from convoy.script import ranks as script_ranks
 from convoy.script.data import BatchSampler, evaluate
 from ranks import RankFailed, run_ranks
 from small_nets import Dense
@@ -233,9 +233,9 @@ def test_networks_of_several_inputs() -> None:
 def speaking(path: Path, joined: bool) -> tuple[int, int]:
     if joined:
         tiny("sample=2")
-    with (path / f"{data.rank()}").open("w") as file:
-        data.print("loss", 0.5, sep="=", file=file)
-    return data.rank(), data.num_ranks()
+    with (path / f"{script_ranks.rank()}").open("w") as file:
+        script_ranks.print("loss", 0.5, sep="=", file=file)
+    return script_ranks.rank(), script_ranks.num_ranks()
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_every_row_says_how_and_why_and_fits_into_json() -> None:
         1_281_167,
         workers=(4, "x"),
     )
-    assert json.loads(json.dumps([row.as_dict() for row in found]))[0]["value"] == 1251
+    assert json.loads(json.dumps([asdict(row) for row in found]))[0]["value"] == 1251
     assert all(row.name and row.formula and row.source for row in found)
     names = {row.name: row for row in found}
     assert names["peak learning rate"].value == pytest.approx(0.002)

@@ -17,8 +17,9 @@ from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Roofline
 from convoy.planner.profiling import local_op_of
-from convoy.training import Devices, Session, load_recipe
+from convoy.training import Session, load_recipe
 from convoy.training.build import build_model
+from convoy.training.environment import join_ranks
 from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
 from convoy.training.set_up import set_up
 from convoy.training.workloads import measuring, workload_in_passes
@@ -36,11 +37,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def session(data: Path, plan: str, *settings: str) -> Session:
-    devices, device = Devices.join()
+    ranks, device = join_ranks()
     common = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", "microbatch=8", "optimizer.lr=0.1"]
-    number = f"parallel.devices={devices.num}"
+    number = f"parallel.devices={ranks.num}"
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", number, *settings], [])
-    return set_up(recipe, device, devices=devices)
+    return set_up(recipe, device, ranks=ranks)
 
 
 def run(found: Session, updates: int, observation: Observation | None) -> dict[str, torch.Tensor]:
@@ -97,7 +98,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     plain, _ = build_model(found.recipe, found.data)
     workload = workload_in_passes(found.recipe, plain, shape, (8, 8), found.merge, 2, found.device)
     placement = workload.place(found.plan)
-    wanted = {local_op_of(workload, placement, placed, found.devices.rank) for placed in placement.calls}
+    wanted = {local_op_of(workload, placement, placed, found.ranks.rank) for placed in placement.calls}
     known = {one for one in wanted if one in learned}
     weights = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")}
     link = Link(Curve(((1, 0.0),)), Curve(((1, 0.0),)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.training.parallel import UnderPlan
+from convoy.training.parallel import ParallelNetwork
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here
@@ -90,14 +90,14 @@ def test_averaged_weights_of_weights_that_drift_apart_are_refused(data: Path, tm
 
 
 def _with_a_slow_rank(data: Path, out: Path, settings: dict[str, str]) -> Ended:
-    forward = UnderPlan.forward
+    forward = ParallelNetwork.forward
 
-    def slow(self: UnderPlan, images: torch.Tensor) -> object:
+    def slow(self: ParallelNetwork, images: torch.Tensor) -> object:
         time.sleep(0.05 * self.engine.sample_rank)
         return forward(self, images)
 
     with as_before() as patch:
-        patch.setattr(UnderPlan, "forward", slow)
+        patch.setattr(ParallelNetwork, "forward", slow)
         return train_here(data, out, settings | {"parallel.shares": "auto"})
 
 

@@ -13,9 +13,9 @@ from convoy.engine.gradients import GradientReducer
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
+from convoy.training.build import merged, probed
 from convoy.training.division import Division, soonest
-from convoy.training.parallel import Method, OneDevice, UnderPlan
-from convoy.training.trial import merged, probed
+from convoy.training.parallel import Method, OneDevice, ParallelNetwork
 from ranks import run_ranks
 
 SIZE, COUNTS = 2, (4, 1)
@@ -52,7 +52,7 @@ def _update(plan: str, normed: bool = False, late: bool = False, forget: bool = 
     """Two updates of four passes: the result, and of the second the passes that ran and the exchanges."""
     model = _network(normed)
     example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
-    network = UnderPlan(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
+    network = ParallelNetwork(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
     exchanges: list[int] = []
     finish = GradientReducer._finish
 
@@ -73,7 +73,7 @@ def _update(plan: str, normed: bool = False, late: bool = False, forget: bool = 
     return result, ran, len(exchanges)
 
 
-def _passes(network: UnderPlan, update: int, late: bool) -> list[int]:
+def _passes(network: ParallelNetwork, update: int, late: bool) -> list[int]:
     division = Division((SIZE,) * sum(COUNTS), COUNTS if network.engine.num_sample_ranks == 2 else (sum(COUNTS),))
     passes = division.passes(1, late)
     network.divide(division, len(passes))

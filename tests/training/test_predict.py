@@ -13,8 +13,8 @@ from torch import nn
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
-from convoy.training.devices import Devices
-from convoy.training.predict import Answer, Classifier, classify
+from convoy.training.environment import join_ranks
+from convoy.training.predict import Classifier, FileClasses, classify
 from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
 from ranks import RankFailed, run_ranks
 from tiny import train_on_pictures, write_pictures
@@ -29,19 +29,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0")
 
 
-def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[Answer]:
+def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileClasses]:
     with as_before():
         classifier = Classifier(load_run(run), CPU, top)
         return [answer for some in classify(classifier, names, batch) for answer in some]
 
 
-def on_ranks(run: Path, names: list[str], batch: int) -> list[list[Answer]]:
-    devices, _ = Devices.join()
-    devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+def on_ranks(run: Path, names: list[str], batch: int) -> list[list[FileClasses]]:
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with as_before():
         classifier = Classifier(load_run(run), CPU)
-        classifier.num_threads += devices.rank  # they agree on it
-        return list(classify(classifier, names if devices.rank == 0 else None, batch, devices))
+        classifier.num_threads += ranks.rank  # they agree on it
+        return list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
 
 
 def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> None:
@@ -85,10 +85,10 @@ def failing(run: Path) -> None:
         yield from pictures(run.parent / "data")
         raise ConvoyError("the list ends here")
 
-    devices, _ = Devices.join()
+    ranks, _ = join_ranks()
     with as_before():
         classifier = Classifier(load_run(run), CPU)
-        for _ in classify(classifier, names() if devices.rank == 0 else None, 4, devices):
+        for _ in classify(classifier, names() if ranks.rank == 0 else None, 4, ranks):
             pass
 
 
@@ -102,7 +102,7 @@ def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:
     files = pictures(run.parent / "data")[:6]
     for file in files[:4]:
         names.put(file)
-    found: list[Answer] = []
+    found: list[FileClasses] = []
     ended = threading.Event()
 
     def read() -> Iterator[str]:
@@ -177,11 +177,11 @@ def test_evaluation_on_ranks_counts_each_sample_once(run: Path) -> None:
 
 
 def evaluated(run: Path) -> tuple[list[list[int]], float]:
-    devices, _ = Devices.join()
-    devices.follow(Plan.parse(f"sample={devices.num}").mesh, (0,))
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with pytest.MonkeyPatch.context() as patch, as_before():
         patch.setattr("convoy.training.restore.EVALUATION_BATCH", 5)
         trained_run = load_run(run)
         data, _ = evaluation_data(trained_run)
-        result = evaluate_run(trained_run, data, CPU, devices)
+        result = evaluate_run(trained_run, data, CPU, ranks)
     return result.confusion.tolist(), result.loss

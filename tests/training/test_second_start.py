@@ -10,7 +10,7 @@ import torch
 from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
-from convoy.training.devices import Devices
+from convoy.training.environment import join_ranks
 from convoy.training.progress import Silence
 from ranks import run_ranks
 from tiny import write_mnist
@@ -105,13 +105,13 @@ def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
 
 def _held(data: Path, out: Path) -> str:
     """Two ranks that want to go on with a run that another process has."""
-    devices, device = Devices.join()
+    ranks, device = join_ranks()
     values = BASE | {"data.path": str(data), "parallel.devices": "2", "epochs": "2ba"}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
     with as_before() as patch:
         patch.setattr(training, "LOCK_PATIENCE_S", 0.0)
         with pytest.raises(ConvoyError) as caught:
-            train(recipe, out, resume=True, device=device, devices=devices, reporter=Silence())
+            train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Silence())
     return str(caught.value)
 
 

@@ -13,7 +13,7 @@ from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.engine.gradients.buckets import pieces_of
 from convoy.plans.plan import Plan
 from convoy.training.division import divide
-from convoy.training.parallel import Method, UnderPlan
+from convoy.training.parallel import Method, ParallelNetwork
 from convoy.training.state import RunState
 from ranks import run_ranks
 
@@ -25,7 +25,7 @@ def _run(plan: str, worth: int) -> tuple[RunState, bool]:
     sharded._WORTH = worth
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 5)).double()
-    network = UnderPlan(
+    network = ParallelNetwork(
         model,
         Plan.parse(plan),
         torch.zeros(2, 3, 4, 4, dtype=torch.float64),

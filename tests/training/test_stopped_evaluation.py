@@ -13,8 +13,8 @@ from torch import Tensor
 from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
 from convoy.training import load_recipe, train
-from convoy.training.devices import Devices
-from convoy.training.evaluate import Tally
+from convoy.training.environment import join_ranks
+from convoy.training.evaluate import EvaluationTally
 from convoy.training.progress import Silence
 from convoy.training.session import Session
 from ranks import run_ranks
@@ -30,22 +30,22 @@ def train_until(data: Path, out: Path, stop_at: int | None) -> tuple[str | None,
     Returns:
         The signal, the updates done, and batches that were evaluated.
     """
-    devices, device = Devices.join()
-    values = BASE | SETTINGS | {"data.path": str(data), "parallel.devices": str(devices.num)}
-    add, count = Tally.add, 0
+    ranks, device = join_ranks()
+    values = BASE | SETTINGS | {"data.path": str(data), "parallel.devices": str(ranks.num)}
+    add, count = EvaluationTally.add, 0
 
-    def counted(self: Tally, batch: Batch, logits: Tensor) -> None:
+    def counted(self: EvaluationTally, batch: Batch, logits: Tensor) -> None:
         nonlocal count
         count += 1
-        if count == stop_at and devices.rank == devices.num - 1:
+        if count == stop_at and ranks.rank == ranks.num - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         add(self, batch, logits)
 
     with as_before() as patch:
-        patch.setattr(Tally, "add", counted)
+        patch.setattr(EvaluationTally, "add", counted)
         patch.setattr(Session, "_evaluation_batch", lambda self: 5)
         recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
-        found = train(recipe, out, resume=True, device=device, devices=devices, reporter=Silence())
+        found = train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Silence())
     return found.signal, found.steps, count
 
 

@@ -1,7 +1,4 @@
-"""From what is asked for to a study that has been measured, and to its file.
-
-The course of a study: predictions first, then rounds in which all configurations take turns.
-"""
+"""The course of a study: predictions first, then rounds in which all configurations take turns, then trainings."""
 
 import os
 import statistics
@@ -16,12 +13,11 @@ from convoy.bench.ask import Ask
 from convoy.bench.configuration import AUTO, CONVOY, Configuration, parts_of
 from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.forecast import Forecast, forecast
-from convoy.bench.measure import visit
-from convoy.bench.measurement import RankTimes, Task
-from convoy.bench.prepare import Prepared, prepare
-from convoy.bench.processes import Place, RankFailed, Say, Seats, run_ranks
+from convoy.bench.measure import measure_rank
+from convoy.bench.measurement import MeasurementTask, RankTimes
+from convoy.bench.processes import Location, RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
-from convoy.bench.study import IMAGENET, Study, assumed, too_coarse
+from convoy.bench.study import IMAGENET, Prepared, Study, assumed, prepare, too_coarse
 from convoy.bench.training_runs import TrainingRuns, recipe_for_training
 from convoy.data import open_data
 from convoy.errors import ConvoyError
@@ -34,16 +30,16 @@ TIMED_S, LEAST, MOST = 2.0, 3, 100
 
 
 @dataclass
-class Schedule:
+class MeasuringSchedule:
     """Measures what a store does not have yet; it is saved after every measurement.
 
     Every second round goes through the configurations backwards, and from round to round the devices move on by one
     over the cores, so that neither a machine that becomes slower nor a core that is slower favours anyone.
 
     Attributes:
-        seats: where ranks run.
-        rounds: visits of each configuration.
-        timeout: seconds after which a visit is given up.
+        slots: where ranks run.
+        rounds: measurements of each configuration.
+        timeout: seconds after which a measurement is given up.
         predict: whether the planner predicts.
         progress: is told of the work as a whole: what, done, of how many.
         tell: is told what was found, in sentences.
@@ -52,7 +48,7 @@ class Schedule:
     study: Study
     configurations: Sequence[Configuration]
     store: Store
-    seats: Seats
+    slots: RankSlots
     rounds: int
     timeout: float = 600.0
     predict: bool = True
@@ -78,7 +74,7 @@ class Schedule:
             self._done += 1
         for round_ in range(1, self.rounds + 1):
             for row in self.configurations if round_ % 2 else reversed(self.configurations):
-                self._visit(row, round_)
+                self._measure(row, round_)
                 self._done += 1
         if self._total:
             self.progress("measured", self._total, self._total)
@@ -132,7 +128,7 @@ class Schedule:
         try:
             ranks: list[Forecast] = run_ranks(
                 forecast,
-                self.seats.of(devices),
+                self.slots.of(devices),
                 task,
                 plans,
                 bound,
@@ -152,7 +148,7 @@ class Schedule:
         self._planning += time.perf_counter() - began
         self._save()
 
-    def _visit(self, row: Configuration, round_: int) -> None:
+    def _measure(self, row: Configuration, round_: int) -> None:
         kept = self.store.row(row)
         if kept["failed"] or any(one["round"] == round_ for one in kept["visits"]):
             return
@@ -162,17 +158,17 @@ class Schedule:
         task = self._task(row, self.store.plan_of(row), self.store.shares_of(row))
         ranks = self._measured(row, task, round_)
         if isinstance(ranks, list):
-            self.store.put_visit(row, round_, ranks, started, time.perf_counter() - began)
+            self.store.put_measurement(row, round_, ranks, started, time.perf_counter() - began)
         else:
             self._fail(row, ranks)
         self._save()
 
-    def _measured(self, row: Configuration, task: Task, round_: int) -> list[RankTimes] | str:
+    def _measured(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
         """What the ranks of a row measured, or why they did not."""
-        seats = self.seats.of(row.devices, round_, row.place)
+        slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            return run_ranks(visit, seats, task, seconds=self.timeout, quiet=quiet)
+            return run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
         except ConvoyError as error:
             return str(error)
         except RankFailed as error:
@@ -184,9 +180,9 @@ class Schedule:
 
     def _task(
         self, row: Configuration, plan: str | None, shares: str, updates: int | None = None, warm_up: int | None = None
-    ) -> Task:
+    ) -> MeasurementTask:
         study = self.study
-        return Task(
+        return MeasurementTask(
             kind=row.kind,
             recipe=study.recipe_for(row, plan, shares),
             made=study.made,
@@ -227,18 +223,20 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
             for sentence in _coarse(study, prepared.rows):
                 tell(sentence)
-            _run(ask, prepared, store, Seats(study.cores_per_device, places), progress, tell)
+            _run(ask, prepared, store, RankSlots(study.cores_per_device, places), progress, tell)
 
 
-def _run(ask: Ask, prepared: Prepared, store: Store, seats: Seats, progress: Say, tell: Callable[[str], None]) -> None:
+def _run(
+    ask: Ask, prepared: Prepared, store: Store, slots: RankSlots, progress: Say, tell: Callable[[str], None]
+) -> None:
     """The rounds, then the trainings."""
     study, rows = prepared.study, prepared.rows
     predict = ask.predict and ask.rounds > 0
-    Schedule(study, rows, store, seats, ask.rounds, ask.timeout, predict, progress, tell)()
+    MeasuringSchedule(study, rows, store, slots, ask.rounds, ask.timeout, predict, progress, tell)()
     if ask.train_epochs is not None:
         said = any(setting.startswith("evaluate_every") for setting in ask.settings)
         trained = replace(study, recipe=recipe_for_training(study.recipe, ask.train_epochs, said))
-        TrainingRuns(trained, rows, store, ask.folder, seats, ask.timeout, ask.command, progress, tell)()
+        TrainingRuns(trained, rows, store, ask.folder, slots, ask.timeout, ask.command, progress, tell)()
 
 
 def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
@@ -252,14 +250,14 @@ def _coarse(study: Study, rows: list[Configuration]) -> list[str]:
 
 
 @contextmanager
-def _places(cluster: Cluster | None) -> Iterator[list[Place]]:
+def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
     """The devices of an emulated cluster; none without one."""
     if cluster is None:
         yield []
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     with emulate(cluster) as places:
-        yield list(places)
+        yield places
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""What is measured beside each other: each a way to train the network on some devices.
-
-The other tools that a study measures beside Convoy: their names, what they need, and what they do not do.
-"""
+"""Configurations that are measured beside each other: Convoy under a plan, or another tool, on some devices."""
 
 import importlib.util
 import re

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from convoy.bench.configuration import CONVOY
-from convoy.report.metrics import column, read_metrics
+from convoy.report.run_directory import column, read_metrics
 from convoy.units import plural
 
 EVALUATION = ("step", "epoch", "error", "loss", "train_s")
@@ -36,7 +36,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ErrorCurve:
     """A configuration's training, as far as it has come.
 
     Attributes:
@@ -78,29 +78,29 @@ class Convergence:
     """
 
     epochs: float
-    curves: tuple[Curve, ...]
-    reference: Curve | None
+    curves: tuple[ErrorCurve, ...]
+    reference: ErrorCurve | None
     images: int
     failed: tuple[tuple[str, str], ...]
     waiting: tuple[str, ...]
     reproducible: bool
 
     @property
-    def others(self) -> tuple[Curve, ...]:
+    def others(self) -> tuple[ErrorCurve, ...]:
         """All but the reference."""
         return tuple(curve for curve in self.curves if curve.distance is not None)
 
     @property
-    def worst_error(self) -> Curve | None:
+    def worst_error(self) -> ErrorCurve | None:
         """The curve whose test error is farthest from the reference's."""
         return max(self.others, key=lambda curve: _distance(curve).error, default=None)
 
     @property
-    def worst_loss(self) -> Curve | None:
+    def worst_loss(self) -> ErrorCurve | None:
         """The curve whose test loss is farthest from the reference's."""
         return max(self.others, key=lambda curve: _distance(curve).loss, default=None)
 
-    def same_weights(self, curve: Curve) -> bool:
+    def same_weights(self, curve: ErrorCurve) -> bool:
         """Whether it ended with the very weights of the reference."""
         return self.reference is not None and bool(curve.sha256) and curve.sha256 == self.reference.sha256
 
@@ -164,10 +164,10 @@ def where(row: Mapping[str, Any]) -> str:
     return f"{row['label']} on {plural(row['devices'], 'device')}"
 
 
-def _curve(row: Mapping[str, Any]) -> Curve:
+def _curve(row: Mapping[str, Any]) -> ErrorCurve:
     kept = row["training"]
     known = [one for one in kept["evaluations"] if one["error"] is not None and one["loss"] is not None]
-    return Curve(
+    return ErrorCurve(
         key=row["key"],
         label=row["label"],
         devices=int(row["devices"]),
@@ -181,7 +181,7 @@ def _curve(row: Mapping[str, Any]) -> Curve:
     )
 
 
-def _compared(curve: Curve, reference: Curve | None) -> Curve:
+def _compared(curve: ErrorCurve, reference: ErrorCurve | None) -> ErrorCurve:
     assert reference is not None
     places = {step: place for place, step in enumerate(reference.steps)}
     both = [(place, places[step]) for place, step in enumerate(curve.steps) if step in places]
@@ -191,13 +191,13 @@ def _compared(curve: Curve, reference: Curve | None) -> Curve:
         return curve
     at = [curve.steps[own] for own, _ in both]
     distance = Distance(max(errors), _place(at, errors), max(losses), _place(at, losses), len(both))
-    return Curve(**{**vars(curve), "distance": distance})
+    return ErrorCurve(**{**vars(curve), "distance": distance})
 
 
 def _place(steps: Sequence[int], values: Sequence[float]) -> int:
     return steps[max(range(len(values)), key=values.__getitem__)]
 
 
-def _distance(curve: Curve) -> Distance:
+def _distance(curve: ErrorCurve) -> Distance:
     assert curve.distance is not None
     return curve.distance

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from convoy.bench.configuration import AUTO
-from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Task, join
+from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, MeasurementTask, join
 from convoy.bench.processes import Say
 from convoy.bench.study import data_of, in_recipe
+from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.planner import Ranks, make_plan
+from convoy.planner import make_plan
 from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
@@ -26,7 +27,7 @@ from convoy.training.workloads import workload_of_recipe
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PlanPrediction:
     """Of a plan.
 
     Attributes:
@@ -55,11 +56,13 @@ class Forecast:
     auto: str | None = None
     auto_shares: tuple[int, ...] | None = None
     bound: dict[str, str] = field(default_factory=dict)
-    predictions: dict[str, Prediction] = field(default_factory=dict)
+    predictions: dict[str, PlanPrediction] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say) -> Forecast:
+def forecast(
+    task: MeasurementTask, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say
+) -> Forecast:
     """Predict all plans on the devices of a task, with the batch in even parts. All ranks call it.
 
     Devices that are not equally fast are predicted as such. Shares are not, but those that the planner has for `auto`.
@@ -72,16 +75,16 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
         keep: whether measured times are kept for the next time, and those that are kept are used.
         say: is told of long work.
     """
-    devices, device = join(task)
+    ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     notes: list[str] = []
     auto, shares = None, None
-    found: dict[str, Prediction] = {}
+    found: dict[str, PlanPrediction] = {}
 
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
-        session = set_up(recipe, device, say, devices, data, keep)
+        session = set_up(recipe, device, say, ranks, data, keep)
         notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 
@@ -110,7 +113,7 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     try:
-        workload = workload_of_recipe(task.recipe, model.train(), shape, devices.num, device)
+        workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device)
         wanted: dict[str, Plan] = {}
         for text in dict.fromkeys(auto if text == AUTO and auto is not None else text for text in plans):
             try:
@@ -118,24 +121,25 @@ def forecast(task: Task, plans: Sequence[str], bound: Sequence[str], predict: bo
                 wanted[text] = Plan.parse(text)
             except ConvoyError as error:
                 notes.append(f"{text}: {error}")
+        ranks = Ranks.here() if ranks.num > 1 else Ranks()
         planned = make_plan(
             replace(workload, by_speed=None),
-            devices.num,
-            Ranks.here() if devices.num > 1 else Ranks(),
+            ranks.num,
+            ranks,
             store=ProfileStore() if keep else None,
             plans=list(wanted.values()),
             progress=say,
         )
         by_plan = {one.plan: one for one in planned.candidates}
         for text, plan in wanted.items():
-            found[text] = _prediction(planned.serial if devices.num == 1 else by_plan[plan])
+            found[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
         notes += planned.notes
     except ConvoyError as error:
         notes.append(f"nothing is predicted: {error}")
     return Forecast(auto, shares, bound_to, found, tuple(notes))
 
 
-def _prediction(scored: Scored) -> Prediction:
+def _prediction(scored: Scored) -> PlanPrediction:
     kinds: dict[str, Any] = scored.timeline.by_kind()
     timeline = scored.timeline
     before = sum(
@@ -148,4 +152,4 @@ def _prediction(scored: Scored) -> Prediction:
         COMMUNICATION: kinds["exposed"] + kinds["idle"],
         OPTIMIZER: kinds.get("update", 0.0),
     }
-    return Prediction(scored.seconds, {COMPUTE: scored.seconds - sum(parts.values()), **parts}, scored.memory.total)
+    return PlanPrediction(scored.seconds, {COMPUTE: scored.seconds - sum(parts.values()), **parts}, scored.memory.total)

@@ -1,11 +1,4 @@
-"""What a rank does when a configuration has its turn: it is built anew, warmed up, and some updates are timed.
-
-A visit to a configuration of Convoy: the trainer's own step under its plan.
-
-A network as users of other tools train it: plain PyTorch, DistributedDataParallel, Lightning Fabric, accelerate.
-
-A visit to a peer: the same network, data, recipe and clock, in the loop that its users write.
-"""
+"""A rank's part of a measurement: Convoy under a plan, or another tool as its users write it, built anew and timed."""
 
 import contextlib
 import importlib
@@ -21,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.bench.configuration import CONVOY, PEERS, check_installed, check_recipe
-from convoy.bench.measurement import Memory, RankTimes, Stopwatch, Task, join, run_updates
+from convoy.bench.measurement import MeasurementTask, MemoryPeak, RankTimes, Stopwatch, join, run_updates
 from convoy.bench.processes import Say
 from convoy.bench.study import data_of
 from convoy.comm.groups import join as join_group
@@ -31,21 +24,21 @@ from convoy.ops.random_bits import fold
 from convoy.training import choose_device
 from convoy.training.build import build_model
 from convoy.training.derived import resolve
+from convoy.training.division import MEASURED, WARM_UP, SpeedTest
 from convoy.training.loss import ClassificationLoss
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.slow import MEASURED, WARM_UP, SpeedTest
 from convoy.training.step import InputPipeline
 
 
-def visit_own(task: Task) -> RankTimes:
-    """A rank's part of a visit to a configuration of Convoy. All ranks call it."""
-    devices, device = join(task)
+def measure_convoy(task: MeasurementTask) -> RankTimes:
+    """A rank's part of a measurement of Convoy under a plan. All ranks call it."""
+    ranks, device = join(task)
     data = data_of(task.made, task.recipe)
-    memory = Memory(device)
-    session = set_up(task.recipe, device, devices=devices, data=data)
+    memory = MemoryPeak(device)
+    session = set_up(task.recipe, device, ranks=ranks, data=data)
     session.model.train()
     stopwatch = Stopwatch(device)
     losses: list[Tensor] = []
@@ -59,9 +52,9 @@ def visit_own(task: Task) -> RankTimes:
 
     with stopwatch.watch():
         batches = session.batches(first, task.warm_up + task.updates)
-        run_updates(batches, update, stopwatch, task.warm_up, devices.barrier)
-    loss = sum(float(part) for part in losses) if devices.leads else 0.0
-    own = session.division.counts[devices.sample_rank]
+        run_updates(batches, update, stopwatch, task.warm_up, ranks.barrier)
+    loss = sum(float(part) for part in losses) if ranks.is_group_leader else 0.0
+    own = session.division.counts[ranks.sample_rank]
     return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead, microbatches=own)
 
 
@@ -71,7 +64,7 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
     Returns:
         How many updates that took.
     """
-    if session.recipe.parallel.shares != "auto" or session.devices.num_sample_ranks == 1:
+    if session.recipe.parallel.shares != "auto" or session.ranks.num_sample_ranks == 1:
         return 0
     speed, step, updates = SpeedTest(), session.step(), 0
     step.timed = True
@@ -82,7 +75,7 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
                 losses.extend(result.losses)
             speed.add(result.seconds)
             updates += 1
-    session.division, _ = speed.shares(session.devices, session.division)
+    session.division, _ = speed.shares(session.ranks, session.division)
     return updates
 
 
@@ -113,14 +106,10 @@ def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: to
         num: how many ranks there are.
         device: of this one.
     """
-    wrappers = {"torch": _torch, "ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
+    wrappers = {"ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
     if num > 1:
         join_group()
-    return wrappers[kind](model, optimizer, num, device)
-
-
-def _torch(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
-    return Wrapped(model, optimizer)
+    return wrappers[kind](model, optimizer, num, device) if kind in wrappers else Wrapped(model, optimizer)
 
 
 def _ddp(model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
@@ -147,8 +136,8 @@ def _accelerate(model: nn.Module, optimizer: Optimizer, num: int, device: torch.
     return Wrapped(network, wrapped, accelerator.backward, lambda: accelerator.no_sync(network))
 
 
-def visit_peer(task: Task) -> RankTimes:
-    """A rank's part of a visit. All ranks call it."""
+def measure_peer(task: MeasurementTask) -> RankTimes:
+    """A rank's part of a measurement of another tool. All ranks call it."""
     check_recipe(task.recipe)
     check_installed(task.kind)
     peer = _Peer(task)
@@ -163,7 +152,7 @@ def visit_peer(task: Task) -> RankTimes:
 
 
 class _Peer:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MeasurementTask) -> None:
         recipe = self._recipe = task.recipe
         num, rank = task.num_devices, int(os.environ.get("RANK", "0"))
         if recipe.batch % num:
@@ -175,7 +164,7 @@ class _Peer:
         set_numerics(recipe)
         threads = torch.get_num_threads()
         self._data = data_of(task.made, recipe) or open_data(recipe.data)
-        self.memory = Memory(self.device)
+        self.memory = MemoryPeak(self.device)
         model, _ = build_model(recipe, self._data)
         memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
         model.to(device=self.device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -262,6 +251,6 @@ def _device(kind: str) -> torch.device:
     return device
 
 
-def visit(task: Task, say: Say) -> RankTimes:
-    """A rank's part of a visit. All ranks call it."""
-    return visit_own(task) if task.kind == CONVOY else visit_peer(task)
+def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
+    """A rank's part of a measurement. All ranks call it."""
+    return measure_convoy(task) if task.kind == CONVOY else measure_peer(task)

@@ -1,15 +1,4 @@
-"""The updates of a visit: some to warm up, then those that are timed.
-
-Where the time of an update goes, in the words of the files of a study.
-
-Where the time of an update goes: the input, waiting for other ranks, the optimizer, and all the rest, computing.
-
-What a rank is asked to do when a configuration has its turn, and what it answers.
-
-How much memory a visit takes.
-
-The ranks of a configuration, and the device of this one.
-"""
+"""What a rank is asked to measure, and where the time of an update goes: input, waiting, optimizer, computing."""
 
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -23,9 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from convoy.bench.study import Made
 from convoy.comm.collectives import watching
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.engine.allocation import keep_freed_memory
-from convoy.training import Devices, Recipe, choose_device
+from convoy.training import Recipe, choose_device
+from convoy.training.environment import join_ranks
 
 COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"
 
@@ -160,8 +151,8 @@ class _Waits:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A visit to a configuration.
+class MeasurementTask:
+    """One measurement of a configuration, as its ranks are told.
 
     Attributes:
         kind: of the configuration.
@@ -209,7 +200,7 @@ class RankTimes:
 _STATUS = Path("/proc/self/status")
 
 
-class Memory:
+class MemoryPeak:
     """The most that this process has had since, beyond what it had at the beginning."""
 
     def __init__(self, device: torch.device) -> None:
@@ -233,14 +224,14 @@ class Memory:
         return 0
 
 
-def join(task: Task) -> tuple[Devices, torch.device]:
+def join(task: MeasurementTask) -> tuple[Ranks, torch.device]:
     """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
     if task.num_devices > 1:
-        devices, own = Devices.join()
-        return devices, own if task.device_type == "cuda" else torch.device("cpu")
+        ranks, own = join_ranks()
+        return ranks, own if task.device_type == "cuda" else torch.device("cpu")
     device = choose_device(task.device_type)
     keep_freed_memory(device)
-    return Devices(), device
+    return Ranks(), device
 
 
 def run_updates(

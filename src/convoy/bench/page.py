@@ -1,7 +1,4 @@
-"""The files of a study beside bench.json: the report, the table as CSV and LaTeX, the pictures.
-
-The report of a study: one HTML page that holds everything, opens from disk and asks nothing of a network.
-"""
+"""The files of a study beside bench.json: the report as one HTML page, the tables, the pictures."""
 
 import gzip
 import io
@@ -20,7 +17,7 @@ from convoy.bench.curves import Convergence, convergence
 from convoy.bench.measurement import COMMUNICATION, INPUT, OPTIMIZER
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.remarks import doubts, missing, remarks
-from convoy.bench.results import Results, Row, results
+from convoy.bench.results import Results, StudyRow, results
 from convoy.bench.store import NAME, read
 from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
@@ -36,6 +33,7 @@ from convoy.bench.table import (
     points,
     signed,
 )
+from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.report import axes, pages
@@ -43,7 +41,6 @@ from convoy.report.pages import data_uri, inline_svg
 from convoy.report.plots import Panel
 from convoy.report.report import COMPRESS_FROM, Download
 from convoy.report.tiles import Tile
-from convoy.training.documents import dump
 from convoy.units import seconds as time_of
 from convoy.units import size
 
@@ -179,7 +176,7 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     return [Tile("Largest distance", points(worst.distance.error), of)]
 
 
-def _cells(row: Row, found: Results) -> dict[str, Any]:
+def _cells(row: StudyRow, found: Results) -> dict[str, Any]:
     best = max(found.rows, key=lambda one: one.speedup)
     step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
     if spread:
@@ -208,7 +205,7 @@ def _cells(row: Row, found: Results) -> dict[str, Any]:
     }
 
 
-def _own_plan(row: Row) -> str:
+def _own_plan(row: StudyRow) -> str:
     """The plan that the planner took, where it has a line of its own."""
     if row.plan is None or not row.label.startswith("auto"):
         return ""

@@ -1,6 +1,6 @@
-"""The pictures of Yadan et al. (2013), Figure 1: test error over time; and over updates, where the curves coincide.
+"""The pictures of a study: speed-up over devices, parts of an update, predictions, and curves of the test error.
 
-The pictures of a study: speed-up over devices, where the time of an update goes, predicted beside measured.
+Those are over time and over updates, where they coincide (Yadan et al., 2013, Figure 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from convoy import units
 from convoy.bench.configuration import CONVOY, TORCH, short
-from convoy.bench.curves import Convergence, Curve
+from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.results import Results, Row
+from convoy.bench.results import Results, StudyRow
 from convoy.bench.table import signed
 from convoy.report import axes as ax
 from convoy.report.plots import Panel
@@ -46,7 +46,7 @@ class Series:
     """Rows that differ by their devices only."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
 
 
 def panels(found: Results) -> list[Panel]:
@@ -125,7 +125,7 @@ def parts(found: Results) -> Panel:
         return Panel(name, title, "Nothing has been measured yet.", None)
     longest = max(row.seconds for row in found.rows)
 
-    def draw(axes: Axes, row: Row, level: float) -> None:
+    def draw(axes: Axes, row: StudyRow, level: float) -> None:
         start = 0.0
         for part, (_, color) in PARTS.items():
             axes.barh(level, row.parts[part], left=start, height=0.36, color=color, edgecolor=ax.PAPER, linewidth=0.6)
@@ -149,7 +149,7 @@ def predictions(found: Results) -> Panel:
         return Panel(name, title, "Nothing was predicted.", None)
     longest = max(max(row.seconds + (row.spread or 0), row.predicted or 0) for row in rows)
 
-    def draw(axes: Axes, row: Row, level: float) -> None:
+    def draw(axes: Axes, row: StudyRow, level: float) -> None:
         assert row.predicted is not None
         axes.plot([row.seconds, row.predicted], [level, level], color=ax.MUTED, linewidth=1)
         axes.errorbar(
@@ -171,10 +171,10 @@ def predictions(found: Results) -> Panel:
 
 def _rows_figure(
     title: str,
-    rows: Sequence[Row],
+    rows: Sequence[StudyRow],
     longest: float,
-    note: Callable[[Row], str],
-    draw: Callable[[Axes, Row, float], None],
+    note: Callable[[StudyRow], str],
+    draw: Callable[[Axes, StudyRow, float], None],
 ) -> tuple[Figure, Axes]:
     """A panel with a line for each row, its name above what is drawn, on one axis of milliseconds or seconds."""
     unit, factor = ("s", 1.0) if longest >= 2 else ("ms", 1e3)
@@ -243,7 +243,7 @@ def legend_above(
     )
 
 
-def name_of(row: Row | Curve) -> str:
+def name_of(row: StudyRow | ErrorCurve) -> str:
     """A row or its curve in a picture: short, with its devices."""
     devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
     return f"{units.shorten(short(row.label), 38)}{devices}"

@@ -1,9 +1,8 @@
-"""Where the ranks of a configuration run: on places of an emulated cluster, on blocks of cores, or on GPUs.
-
-Fresh processes for each measurement, one a device, each on its own cores.
+"""The processes that measure: fresh ones for each measurement, one a device, each on its own cores.
 
 They are forked from a server that has torch imported, so that starting them takes no time worth mentioning, and nothing
-that one configuration leaves in memory or in caches of the allocator meets the next one.
+that one configuration leaves in memory or in caches of the allocator meets the next one. Each runs in a slot: on a
+block of cores, on a GPU, or on a device of an emulated cluster.
 """
 
 import contextlib
@@ -30,15 +29,8 @@ from convoy.launch.rank import end_with_parent
 Say = Callable[[str, int, int], None]
 """Is told of long work: what, done, of how many."""
 
-_PORT = 29500
 _PATIENCE_S = 60.0
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "convoy.training",
-    "convoy.planner",
-    "convoy.bench.measure",
-]
+PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "convoy.bench.measure")
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
@@ -50,8 +42,8 @@ class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
         return str(self).strip().partition("\n")[0]
 
 
-class Place(Protocol):
-    """Where a rank runs, if not simply on this machine: `convoy.bench.emulated` has such."""
+class Location(Protocol):
+    """Where a rank runs, if not simply on this machine: a device of `convoy.bench.emulated`, for one."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -62,24 +54,20 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """A rank's place among the others, and on the machine.
 
     Attributes:
+        rank: number of the rank.
+        num: how many ranks there are.
         cores: that it may use; none leaves those that there are.
-        place: where it goes before it begins.
+        location: where it goes before it begins.
     """
 
     rank: int
     num: int
     cores: tuple[int, ...] = ()
-    place: Place | None = None
-
-    @property
-    def threads(self) -> int:
-        """That compute, on the cores of the rank's process."""
-        said = self.place.environment.get("OMP_NUM_THREADS") if self.place is not None else None
-        return int(said) if said else len(own_cores())
+    location: Location | None = None
 
     def environment(self, port: int) -> dict[str, str]:
         """As torchrun sets it, where there are others; all ranks count as local, since they share the machine."""
@@ -98,53 +86,55 @@ class Seat:
             loopback = interfaces.loopback()
             if loopback is not None:
                 found["GLOO_SOCKET_IFNAME"] = loopback
-        return found | dict(self.place.environment if self.place is not None else {})
+        return found | dict(self.location.environment if self.location is not None else {})
 
 
 def run_ranks(
     function: Callable[..., Any],
-    seats: Sequence[Seat],
+    slots: Sequence[RankSlot],
     *args: Any,
     seconds: float = 600.0,
     renewed: bool = False,
     say: Say | None = None,
     quiet: bool = False,
     end_softly: bool = False,
+    preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
     """What `function(*args, say)` returns on each of the ranks.
 
     Args:
         function: of a module's top level.
-        seats: of all ranks.
+        slots: of all ranks.
         args: for the function; they and the results are pickled.
         seconds: until all are ended.
         renewed: the seconds begin again with all that rank 0 says.
         say: is told what rank 0 says.
         quiet: what the ranks print is lost. Otherwise it goes to the standard error, all of it.
         end_softly: on Ctrl-C the ranks have it too, and some time to save what they have.
+        preload: modules that the server has imported which forks the processes; the first call decides.
 
     Raises:
         ConvoyError: a rank found a mistake of the user.
         RankFailed: with what the first rank to fail has said.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    port = _PORT if any(seat.place is not None for seat in seats) else _free_port()
+    context.set_forkserver_preload(list(preload))
+    port = _free_port()
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
-        for seat in seats:
+        for slot in slots:
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(
                 target=_serve,
-                args=(theirs, seat, port, quiet, function, args),
+                args=(theirs, slot, port, quiet, function, args),
                 daemon=False,  # a daemon may not start processes that load pictures
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, processes, seconds, renewed, say or _silent)
+        return _collect(pipes, processes, seconds, renewed, say or (lambda *_: None))
     except KeyboardInterrupt:
         if end_softly:
             _end_softly(pipes, processes)
@@ -156,10 +146,6 @@ def run_ranks(
             process.join()
         for pipe in pipes:
             pipe.close()
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
 
 
 def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
@@ -208,7 +194,7 @@ def _collect(
 
 
 def _serve(
-    pipe: Connection, seat: Seat, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection, slot: RankSlot, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """A rank's whole life."""
     _redirect(quiet)
@@ -217,25 +203,34 @@ def _serve(
     faulthandler.enable()
     answer: tuple[str, Any]
     try:
-        if seat.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, seat.cores)
-        if seat.place is not None:
-            seat.place.enter()
+        if slot.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, slot.cores)
+        if slot.location is not None:
+            slot.location.enter()
         _follow_parent()
-        os.environ.update(seat.environment(port))
+        os.environ.update(slot.environment(port))
 
         def say(what: str, done: int, total: int) -> None:
-            if seat.rank == 0:
+            if slot.rank == 0:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.send(("says", (what, done, total)))
 
-        answer = "done", _call(function, args, say, seat)
+        answer = "done", _call(function, args, say, slot)
     except ConvoyError as error:
         answer = "mistake", str(error)
     except BaseException as error:
         answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     with contextlib.suppress(BrokenPipeError):
         pipe.send(answer)
+
+
+def _redirect(quiet: bool) -> None:
+    """Keep the standard output for the table."""
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
 
 
 def _follow_parent() -> None:
@@ -253,20 +248,12 @@ def _follow_parent() -> None:
     threading.Thread(target=end, daemon=True, name="convoy-follow").start()
 
 
-def _redirect(quiet: bool) -> None:
-    """Keep the standard output for the table."""
-    if quiet:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    os.dup2(2, 1)
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say, seat: Seat) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say, slot: RankSlot) -> Any:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(seat.threads)
+    said = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
+    torch.set_num_threads(int(said) if said else len(own_cores()))
     torch.manual_seed(0)
     result = function(*args, say)
     if dist.is_initialized():
@@ -282,31 +269,31 @@ def _free_port() -> int:
 
 
 @dataclass(frozen=True)
-class Seats:
-    """All that there are.
+class RankSlots:
+    """The slots that there are.
 
     Attributes:
         cores_per_device: on a CPU; 0 on others, and in an emulated cluster.
-        places: of an emulated cluster, one for each device.
+        locations: devices of an emulated cluster.
     """
 
     cores_per_device: int
-    places: Sequence[Place] = ()
+    locations: Sequence[Location] = ()
 
-    def of(self, num: int, round_: int = 1, first: int = 0) -> list[Seat]:
-        """Those of some ranks.
+    def of(self, num: int, round_: int = 1, first: int = 0) -> list[RankSlot]:
+        """The slots of some ranks.
 
         Args:
             num: how many ranks.
             round_: from round to round they move on by one over equal devices.
             first: the device of rank 0, counted from 0.
         """
-        if self.places:
-            return [Seat(rank, num, place=self.places[first + rank]) for rank in range(num)]
+        if self.locations:
+            return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
         each = self.cores_per_device
         if not each:
-            return [Seat(rank, num) for rank in range(num)]
+            return [RankSlot(rank, num) for rank in range(num)]
         cores = own_cores()
         blocks = len(cores) // each
         begins = [(rank + first + round_ - 1) % blocks * each for rank in range(num)]
-        return [Seat(rank, num, tuple(cores[begin : begin + each])) for rank, begin in enumerate(begins)]
+        return [RankSlot(rank, num, tuple(cores[begin : begin + each])) for rank, begin in enumerate(begins)]

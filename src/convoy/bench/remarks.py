@@ -6,7 +6,7 @@ from typing import Any
 
 from convoy import units
 from convoy.bench.configuration import CONVOY, parts_of
-from convoy.bench.results import Results, Row
+from convoy.bench.results import Results, StudyRow
 from convoy.bench.study import too_coarse
 from convoy.bench.table import plan_label
 
@@ -178,7 +178,7 @@ def _over(found: Results) -> str:
     return f"Speed-up is over the fastest row on one device: {plan_label(reference)}."
 
 
-def _row(row: Row) -> str:
+def _row(row: StudyRow) -> str:
     return f"{plan_label(row)} on {row.devices} devices"
 
 
@@ -209,5 +209,5 @@ def _above_ideal(found: Results, weak: bool) -> str:
     )
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[StudyRow]) -> str:
     return ", ".join(f"{plan_label(row)} on {row.devices}" for row in rows)

@@ -1,7 +1,4 @@
-"""From the document of a study to the rows of its table.
-
-How much a median of a few visits can be trusted.
-"""
+"""From the document of a study to the rows of its table, and how far a median of a few rounds can be trusted."""
 
 import math
 import statistics
@@ -37,7 +34,7 @@ DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Row:
+class StudyRow:
     """A configuration that was measured.
 
     Attributes:
@@ -131,8 +128,8 @@ class Results:
         notes: of the planner, by number of devices.
     """
 
-    rows: tuple[Row, ...]
-    reference: Row | None
+    rows: tuple[StudyRow, ...]
+    reference: StudyRow | None
     alone: tuple[float, ...]
     failed: tuple[tuple[str, str], ...]
     waiting: tuple[str, ...]
@@ -193,22 +190,19 @@ def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    """Of an update: the median over the rounds."""
-    return float(statistics.median(_visit_seconds(visit) for visit in row["visits"]))
+    return float(statistics.median(_seconds_of(measurement) for measurement in row["visits"]))
 
 
-def _visit_seconds(visit: Mapping[str, Any]) -> float:
-    """Of an update in a round: the slowest rank's median."""
-    return max(float(statistics.median(rank["seconds"])) for rank in visit["ranks"])
+def _seconds_of(measurement: Mapping[str, Any]) -> float:
+    return max(float(statistics.median(rank["seconds"])) for rank in measurement["ranks"])
 
 
-def _timed(visit: Mapping[str, Any]) -> float:
-    return max(float(sum(rank["seconds"]) + sum(rank.get("without", ()))) for rank in visit["ranks"])
+def _timed(measurement: Mapping[str, Any]) -> float:
+    return max(float(sum(rank["seconds"]) + sum(rank.get("without", ()))) for rank in measurement["ranks"])
 
 
 def _rates(row: Mapping[str, Any], batch: int) -> dict[int, float]:
-    """Images per second in every round."""
-    return {visit["round"]: batch / _visit_seconds(visit) for visit in row["visits"]}
+    return {measurement["round"]: batch / _seconds_of(measurement) for measurement in row["visits"]}
 
 
 def _row(
@@ -218,9 +212,9 @@ def _row(
     reference: Mapping[str, Any] | None,
     alone: Sequence[float],
     images: float | None,
-) -> Row:
-    devices, batch, visits = int(row["devices"]), _batch(document, row), row["visits"]
-    each = [_visit_seconds(visit) for visit in visits]
+) -> StudyRow:
+    devices, batch, measurements = int(row["devices"]), _batch(document, row), row["visits"]
+    each = [_seconds_of(measurement) for measurement in measurements]
     seconds = statistics.median(each)
     assert reference is not None
     base = rates[reference["key"]]
@@ -233,7 +227,7 @@ def _row(
     by_speed = found_shares(document, row) is not None
     foretold = row["kind"] == CONVOY and _foretold(document, row)
     predicted = forecast["predictions"].get(AUTO if by_speed else plan) if foretold else None
-    return Row(
+    return StudyRow(
         key=row["key"],
         label=row["label"],
         kind=row["kind"],
@@ -248,27 +242,25 @@ def _row(
         efficiency=speedup / ideal if reference["devices"] == 1 else None,
         ideal=ideal,
         days=images / batch * seconds / DAY_S if images is not None else None,
-        parts=_parts(row["kind"], visits, seconds),
-        memory=max(rank["memory"] for visit in visits for rank in visit["ranks"]),
+        parts=_parts(row["kind"], measurements, seconds),
+        memory=max(rank["memory"] for measurement in measurements for rank in measurement["ranks"]),
         predicted=predicted["seconds"] if predicted else None,
         predicted_parts=predicted["parts"] if predicted else {},
         predicted_memory=predicted["memory"] if predicted else None,
-        rounds=len(visits),
-        overhead=statistics.median(rank["overhead"] for visit in visits for rank in visit["ranks"]),
+        rounds=len(measurements),
+        overhead=statistics.median(rank["overhead"] for measurement in measurements for rank in measurement["ranks"]),
         place=row.get("place", 0),
-        microbatches=tuple(rank.get("microbatches", 0) for rank in visits[-1]["ranks"]),
+        microbatches=tuple(rank.get("microbatches", 0) for rank in measurements[-1]["ranks"]),
         uneven=", shares" in row["series"] or by_speed,
     )
 
 
 def _together(document: Mapping[str, Any], devices: int, alone: Sequence[float]) -> float:
-    """What so many devices can do at most, the first one's speed being 1."""
     speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
     return sum(speeds[:devices]) / speeds[0]
 
 
 def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a prediction is one of the row: it has even parts or the planner's, and is not of one slower device."""
     own = row.get("shares") or document["study"]["recipe"]["parallel"].get("shares")
     return not row.get("place") and (int(row["devices"]) == 1 or not own)
 
@@ -281,18 +273,18 @@ def _alone(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[int, f
     return known if len(known) > 1 else []
 
 
-def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+def _parts(kind: str, measurements: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
     """Medians over the rounds; computing is what the others leave of the time of an update."""
     found: dict[str, list[float]] = {COMMUNICATION: [], INPUT: [], OPTIMIZER: []}
-    for visit in visits:
+    for measurement in measurements:
         medians = [
             {part: statistics.median(rank[part]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
-            for rank in visit["ranks"]
+            for rank in measurement["ranks"]
         ]
         busiest = min(medians, key=lambda rank: rank[COMMUNICATION])
         if kind in PEERS:
-            alone = max(statistics.median(rank["without"]) for rank in visit["ranks"])
-            busiest = {**busiest, COMMUNICATION: max(0.0, _visit_seconds(visit) - alone)}
+            alone = max(statistics.median(rank["without"]) for rank in measurement["ranks"])
+            busiest = {**busiest, COMMUNICATION: max(0.0, _seconds_of(measurement) - alone)}
         for part, values in found.items():
             values.append(busiest[part])
     parts = {part: statistics.median(values) for part, values in found.items()}
@@ -303,7 +295,9 @@ def _parts(kind: str, visits: Sequence[Mapping[str, Any]], seconds: float) -> di
 
 def _loss_difference(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """By how much the first losses of Convoy's rows differ: all do the same work."""
-    losses: list[float] = [visit["loss"] for row in rows if row["kind"] == CONVOY for visit in row["visits"]]
+    losses: list[float] = [
+        measurement["loss"] for row in rows if row["kind"] == CONVOY for measurement in row["visits"]
+    ]
     if len(losses) < 2 or not max(map(abs, losses)):
         return None
     return (max(losses) - min(losses)) / max(map(abs, losses))

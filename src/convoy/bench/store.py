@@ -1,7 +1,4 @@
-"""bench.json: what was measured so far, whole after every measurement.
-
-What a report needs of the document of a study, which may have been written by others, or by hand.
-"""
+"""bench.json: what was measured so far, whole after every measurement, and checked when it is read."""
 
 import json
 from collections.abc import Mapping
@@ -80,8 +77,8 @@ class Store:
         configurations   all of `Configuration` and its label, failed, visits: round, started, wall_s, loss, ranks, and
                          training: run, finished, failed, wall_s, images, sha256, evaluations (`curves.EVALUATION`)
 
-    A rank of a visit has seconds, communication, input and optimizer, each a list over the timed updates, and memory in
-    bytes, overhead in seconds, microbatches of an update, and for peers `without`: seconds of updates without exchange.
+    A rank in `visits` has seconds, communication, input and optimizer, each a list over the timed updates, and memory
+    in bytes, overhead in seconds, microbatches of an update, and for peers `without`: seconds without exchange.
     """
 
     def __init__(self, path: Path, document: dict[str, Any]) -> None:
@@ -192,10 +189,10 @@ class Store:
             "notes": list(dict.fromkeys([*before["notes"], *new["notes"]])),
         }
 
-    def put_visit(
+    def put_measurement(
         self, configuration: Configuration, round_: int, ranks: list[RankTimes], started: str, wall: float
     ) -> None:
-        """Keep a visit."""
+        """Keep what the ranks of a row measured in a round."""
         self.row(configuration)["visits"].append(
             {
                 "round": round_,
@@ -285,5 +282,4 @@ def _difference(key: str, there: Any, wanted: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it will be read again."""
     return json.loads(json.dumps(value))

@@ -1,7 +1,4 @@
-"""The table of a study: for a terminal, as CSV with plain numbers, and as LaTeX for a paper.
-
-What the trainings of a study came to: a table for a terminal, as CSV and LaTeX, and the sentences beside it.
-"""
+"""The tables of a study, of its updates and of its trainings: for a terminal, as CSV, and as LaTeX for a paper."""
 
 import csv
 import io
@@ -11,9 +8,9 @@ from typing import Any
 
 from convoy import units
 from convoy.bench.configuration import short
-from convoy.bench.curves import Convergence, Curve
+from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.results import Results, Row
+from convoy.bench.results import Results, StudyRow
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size
@@ -44,7 +41,7 @@ def records(found: Results) -> list[dict[str, Any]]:
     return [_record(row) for row in found.rows]
 
 
-def _record(row: Row) -> dict[str, Any]:
+def _record(row: StudyRow) -> dict[str, Any]:
     return {
         "configuration": row.label,
         "kind": row.kind,
@@ -76,7 +73,7 @@ def lines(found: Results) -> list[dict[str, str]]:
     return [_line(row) for row in found.rows]
 
 
-def _line(row: Row) -> dict[str, str]:
+def _line(row: StudyRow) -> dict[str, str]:
     return {
         "configuration": plan_label(row),
         "devices": str(row.devices),
@@ -92,7 +89,7 @@ def _line(row: Row) -> dict[str, str]:
     }
 
 
-def plan_label(row: Row) -> str:
+def plan_label(row: StudyRow) -> str:
     """The row with the plan that the planner took for it."""
     label = short(row.label)
     return (
@@ -208,7 +205,7 @@ def convergence_lines(found: Convergence) -> list[dict[str, str]]:
     return [dict(zip(_COLUMNS, _cells(found, curve), strict=True)) for curve in found.curves]
 
 
-def _cells(found: Convergence, curve: Curve) -> tuple[str, ...]:
+def _cells(found: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
     distance = curve.distance
     places = units.percent_places(found.images)
     reference = curve is found.reference
@@ -225,7 +222,7 @@ def _cells(found: Convergence, curve: Curve) -> tuple[str, ...]:
     )
 
 
-def _weights(found: Convergence, curve: Curve) -> str:
+def _weights(found: Convergence, curve: ErrorCurve) -> str:
     if not curve.finished:
         return "not finished"
     return "the same bits" if found.same_weights(curve) else "other bits"
@@ -277,24 +274,21 @@ def _distance(found: Convergence) -> str:
 
 
 def _evaluations(found: Convergence) -> str:
-    """How many of each curve were compared."""
     numbers = sorted({curve.distance.evaluations for curve in found.others if curve.distance is not None})
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _configurations(found: Convergence, others: int) -> str:
-    """So many others and the reference."""
     everything = others + 1 == len(found.curves) and not found.failed and not found.waiting
     return f"{'all ' if everything else ''}{others + 1} configurations"
 
 
 def _not_compared(found: Convergence) -> str:
-    """A sentence, after a space, on curves that share no evaluation with the reference; empty where all do."""
     names = [_where(curve) for curve in found.curves if curve.distance is None and curve is not found.reference]
     return f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
 
 
-def _where(curve: Curve) -> str:
+def _where(curve: ErrorCurve) -> str:
     devices = "" if curve.devices == 1 or "=" in curve.label else f" on {curve.devices}"
     return f"{short(curve.label)}{devices}"
 

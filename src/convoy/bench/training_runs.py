@@ -1,7 +1,4 @@
-"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run.
-
-What a rank does when a configuration is trained: the trainer's own run, which goes on where it was stopped.
-"""
+"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run."""
 
 import re
 import shutil
@@ -15,8 +12,8 @@ from pathlib import Path
 
 from convoy.bench.configuration import CONVOY, Configuration
 from convoy.bench.curves import training_facts, where
-from convoy.bench.measurement import Task, join
-from convoy.bench.processes import RankFailed, Say, Seats, run_ranks
+from convoy.bench.measurement import MeasurementTask, join
+from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
 from convoy.bench.study import Study
 from convoy.comm.position import here
@@ -30,7 +27,7 @@ from convoy.training.derived import resolve
 _BEAT_S = 1.0
 
 
-def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str | None:
+def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
     """A rank's part of a training. All ranks call it.
 
     Args:
@@ -43,7 +40,7 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
     Returns:
         The name of the signal that stopped it; None at its end.
     """
-    devices, device = join(task)
+    ranks, device = join(task)
     heard = Heard(say)
     with heard.beating():
         outcome = train(
@@ -51,7 +48,7 @@ def train_run(task: Task, out: Path, command: str, keep: bool, say: Say) -> str 
             out,
             resume=True,
             device=device,
-            devices=devices,
+            ranks=ranks,
             command=command,
             reporter=heard,
             handed_on=True,
@@ -146,7 +143,7 @@ class TrainingRuns:
     Attributes:
         study: its recipe is that of the trainings.
         folder: of the study.
-        seats: where ranks run.
+        slots: where ranks run.
         timeout: seconds without a word from a run after which it is given up.
         command: that repeats the study.
         progress: is told of the work as a whole, in updates.
@@ -157,7 +154,7 @@ class TrainingRuns:
     configurations: Sequence[Configuration]
     store: Store
     folder: Path
-    seats: Seats
+    slots: RankSlots
     timeout: float
     command: str
     progress: Say
@@ -190,12 +187,12 @@ class TrainingRuns:
             shutil.rmtree(out)  # ended before it had begun
         name = where(self.store.row(row))
         recipe = self.study.recipe_for(row, self.store.plan_of(row), self.store.shares_of(row))
-        task = Task(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
+        task = MeasurementTask(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
         began, took = time.perf_counter(), kept["wall_s"]
         try:
             signals: list[str | None] = run_ranks(
                 train_run,
-                self.seats.of(row.devices),
+                self.slots.of(row.devices),
                 task,
                 out,
                 self.command,
@@ -228,6 +225,5 @@ class TrainingRuns:
 
 
 def _folder_name(key: str) -> str:
-    """A row's key without what folders may not be called; plans that are files are told apart by a checksum."""
     name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
     return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"

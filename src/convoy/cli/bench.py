@@ -50,7 +50,7 @@ Examples:
 @click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/emulation.md.")
 @click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
-@click.option("--out", type=options.Place(), help="Folder of the study. [default: runs/bench-MODEL]")
+@click.option("--out", type=options.OutputPath(), help="Folder of the study. [default: runs/bench-MODEL]")
 @options.device
 @options.as_json
 @options.verbose

@@ -15,8 +15,8 @@ from convoy.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     import torch
 
+    from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training import Devices
     from convoy.training.evaluate import Evaluation
 
 
@@ -71,7 +71,7 @@ def command(
         from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
         from convoy.training.restore import evaluate_run, evaluation_data, load_run
 
-    def work(ranks: "Devices", here: "torch.device") -> int:
+    def work(ranks: "Ranks", here: "torch.device") -> int:
         trained = load_run(run)
         opened, notes = evaluation_data(trained, data)
         result = evaluate_run(trained, opened, here, ranks)

@@ -22,7 +22,7 @@ Examples:
 @options.run_argument
 @click.option("--onnx", is_flag=True, help="Write ONNX: the default, unless --to ends in .pt2.")
 @click.option("--torch-export", is_flag=True, help="Write a program of torch.export (.pt2).")
-@click.option("--to", type=options.Place(), help="The file to write. [default: RUN/model.onnx or …/model.pt2]")
+@click.option("--to", type=options.OutputPath(), help="The file to write. [default: RUN/model.onnx or …/model.pt2]")
 @options.verbose
 def command(run: Path, onnx: bool, torch_export: bool, to: Path | None) -> None:
     """Write the network of the finished run RUN in another format.

@@ -1,13 +1,33 @@
-"""`convoy launch`: the commands, the job script or the manifest that train on more than one host."""
+"""`convoy launch`: the commands, the job script or the manifest that train on more than one host.
+
+What is to be given to `convoy train` there is read as that will read it, so that a slip is found here and now.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import click
 
-from convoy.cli.options import LazyGroup
+from convoy.cli import options
+from convoy.cli.options import LazyGroup, written
+from convoy.cli.train import KEYS
+from convoy.cli.train import command as train
+from convoy.errors import ConvoyError
+from convoy.launch.hosts import Host, HostGroup
+from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
+from convoy.launch.kubernetes.manifests import RUNTIME
+from convoy.launch.kubernetes.training import complete, name_for
+from convoy.launch.slurm import SlurmJob, submit
 
 LAUNCHERS = {
-    "hosts": ("convoy.cli.launch_hosts", "Print the command to start on each of several hosts."),
-    "slurm": ("convoy.cli.launch_slurm", "Write a job script for Slurm, and submit it."),
-    "kubernetes": ("convoy.cli.launch_kubernetes", "Write a manifest for Kubernetes."),
+    "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
+    "slurm": ("convoy.cli.launch:on_slurm", "Write a job script for Slurm, and submit it."),
+    "kubernetes": ("convoy.cli.launch:on_kubernetes", "Write a manifest for Kubernetes."),
 }
 
 
@@ -26,3 +46,326 @@ def command() -> None:
 
     What comes after -- is what convoy train would be given.
     """
+
+
+@click.command(
+    "hosts",
+    epilog="""\b
+Examples:
+  convoy launch hosts node1:4,node2:4 -- resnet50 --data /data/imagenet --recipe imagenet-90
+  convoy launch hosts --devices-per-host 8 --interface eth1 --min-hosts 2 --max-restarts 9 \\
+      node1,node2,node3 -- resnet50 --data /data/imagenet --out runs/resnet50
+""",
+)
+@click.argument("hosts")
+@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--devices-per-host", metavar="N", type=int, help="Of hosts without :N, so many ranks.")
+@click.option("--interface", metavar="NAME", help="Talk through it, e.g. eth1. [default: on the way to the first host]")
+@click.option("--port", type=int, default=29_400, show_default=True, help="Where they meet, on the first host.")
+@click.option("--min-hosts", metavar="N", type=int, help="Begin, and go on, with so many. [default: all]")
+@click.option("--max-restarts", metavar="N", type=int, default=0, show_default=True, help="After failures of ranks.")
+@click.option(
+    "--rendezvous",
+    type=click.Choice(["convoy", "c10d", "static"]),
+    default="convoy",
+    show_default=True,
+    help="convoy is torch's c10d, listening on one address only.",
+)
+@options.as_json
+@options.verbose
+def on_hosts(hosts: str, arguments: tuple[str, ...], devices_per_host: int | None, as_json: bool, **values: Any) -> int:
+    """Print the command that each of HOSTS is to start to train together.
+
+    HOSTS are names or addresses, as in node1:4,node2:4. The first one is where they meet. What comes after -- is what
+    convoy train would be given.
+    """
+    values["least"] = values.pop("min_hosts")
+    group = HostGroup(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values)
+    devices = sum(host.devices for host in group.hosts)
+    training_arguments(arguments, devices, elastic=group.least not in (None, len(group.hosts)))
+    commands = group.commands(arguments)
+    if as_json:
+        records = [
+            {
+                "host": one.host.name,
+                "devices": one.host.devices,
+                "environment": one.environment,
+                "arguments": one.arguments,
+                "command": str(one),
+            }
+            for one in commands
+        ]
+        click.echo(json.dumps(records, indent=2))
+        return 0
+    for one in commands:
+        click.echo(f"# {one.host.name}, {one.host.devices} device{'s' if one.host.devices > 1 else ''}")
+        click.echo(str(one))
+    click.echo(
+        "start each on its host: the data are to be under one path, and the run directory on a file system of all; "
+        "for a network of your own in the folder of its file (docs/hosts.md)",
+        err=True,
+    )
+    return 0
+
+
+@click.command(
+    "slurm",
+    epilog="""\b
+Examples:
+  convoy launch slurm --nodes 2 --devices-per-node 4 --time 8h --option partition=gpu --submit \\
+      -- resnet50 --data /data/imagenet --recipe imagenet-90 --out runs/resnet50
+  convoy launch slurm --nodes 4 --cores-per-device 16 --script job.sh -- lenet --data mnist-mini --device cpu
+""",
+)
+@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", type=int, default=1, show_default=True)
+@click.option(
+    "--devices-per-node", metavar="N", type=int, default=1, show_default=True, help="GPUs, so ranks, of each."
+)
+@click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: Slurm's]")
+@click.option(
+    "--time", default="1h", show_default=True, help="At once: 8h, 90m, 1d12h. A run may take many times that."
+)
+@click.option(
+    "--save-before", metavar="SECONDS", type=int, default=120, show_default=True, help="Save so long before its end."
+)
+@click.option("--max-restarts", metavar="N", type=int, default=3, show_default=True, help="After failures of ranks.")
+@click.option("--interface", metavar="NAME", help="Talk through it, e.g. ib0. [default: on the way to the first node]")
+@click.option("--name", help="Of the job. [default: of the network]")
+@click.option("--option", "others", metavar="NAME=VALUE", multiple=True, help="Any other of sbatch's; repeatable.")
+@click.option("--python", default=sys.executable, help="The Python that has Convoy, on the nodes. [default: this one]")
+@click.option("--script", type=options.OutputPath(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
+@click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
+@options.as_json
+@options.verbose
+def on_slurm(
+    arguments: tuple[str, ...],
+    name: str | None,
+    others: tuple[str, ...],
+    script: Path | None,
+    to_submit: bool,
+    as_json: bool,
+    **values: Any,
+) -> int:
+    """Write a job for Slurm that trains on its nodes, and submit it.
+
+    What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
+    the job queued again, until the run is done.
+    """
+    given = training_arguments(arguments, values["nodes"] * values["devices_per_node"])
+    if values["interface"] is None:
+        values["interface"] = given["interface"]
+    name = name or re.sub(r"[^\w.-]+", "-", given["model"] or Path(given["recipe"] or given["out"]).stem)
+    if given["model"] is None:
+        arguments = tuple(without_model(arguments))
+    job = SlurmJob(
+        arguments=without(arguments, "--out", "--interface", flags=("--resume",)),
+        out=None if given["out"] is None else str(given["out"]),
+        name=name,
+        gpus=given["device"] != "cpu",
+        options=dict(_option(text) for text in others),
+        **values,
+    )
+    script = script or Path(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.sbatch")
+    written("--script", script, job.script())
+    number = submit(script) if to_submit else None
+    if as_json:
+        click.echo(json.dumps({"script": str(script), "job": number}))
+    elif number is None:
+        click.echo(f"script: {script}; submit it by: sbatch {script}")
+    else:
+        click.echo(f"script: {script}; submitted as job {number}")
+    return 0
+
+
+def _option(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.lstrip("-").partition("=")
+    return name, value if equals else None
+
+
+# Of each device: with an accelerator, and where a device is CPUs.
+CPUS, MEMORY_GI, SHARED_GI = (4, 1), (16, 4), (2, 1)
+
+
+@click.command(
+    "kubernetes",
+    epilog="""\b
+Examples:
+  convoy launch kubernetes --image registry.example/convoy:1.0 --nodes 2 --devices-per-node 4 \\
+      --data-claim imagenet --run-claim runs --out job.yaml -- resnet50 --data /data --epochs 90
+  convoy launch kubernetes --kind job --image convoy:1.0 --accelerator none --nodes 2 \\
+      --run-claim runs -- lenet --data mnist-mini | kubectl apply -f -
+""",
+)
+@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--image", required=True, help="The container image, with Convoy in it (see the Dockerfile).")
+@click.option("--run-claim", metavar="CLAIM", required=True, help="Volume claim for runs: /runs in the pods.")
+@click.option("--data-claim", metavar="CLAIM", help="Volume claim with the data: /data in the pods, read-only.")
+@click.option("--kind", type=click.Choice(list(KINDS)), default="trainjob", show_default=True, help="What to write.")
+@click.option("--runtime", default=RUNTIME, show_default=True, help="Of a trainjob: its ClusterTrainingRuntime.")
+@click.option("--name", help="Of the job and its run. [default: made from the model's]")
+@click.option("--namespace", help="[default: kubectl's]")
+@click.option("--nodes", "num_nodes", type=int, default=1, show_default=True, help="Pods.")
+@click.option("--min-nodes", "least_nodes", type=int, help="Begin, and go on, with so many pods. [default: all]")
+@click.option("--devices-per-node", type=int, default=1, show_default=True, help="Devices, so ranks, in each pod.")
+@click.option("--accelerator", default="nvidia.com/gpu", show_default=True, help="What a device is; none for CPUs.")
+@click.option("--cpu", metavar="N", help="CPUs of a pod. [default: 4 a device, 1 if it is a CPU]")
+@click.option("--memory", metavar="N", help="Memory of a pod. [default: 16Gi a device, 4Gi if it is a CPU]")
+@click.option("--shared-memory", metavar="N", help="Part of it that is /dev/shm. [default: 2Gi a device, or 1Gi]")
+@click.option("--env", "environment", metavar="NAME=VALUE", multiple=True, help="An environment variable; repeatable.")
+@click.option(
+    "--env-from-secret",
+    "secrets",
+    metavar="NAME=SECRET/KEY",
+    multiple=True,
+    help="An environment variable whose value is in a Kubernetes Secret; repeatable.",
+)
+@click.option(
+    "--max-restarts", type=int, default=3, show_default=True, help="Restarts of a pod's ranks, and of each pod."
+)
+@click.option("--user", metavar="UID", type=int, default=1000, show_default=True, help="User and group of the pods.")
+@click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
+@options.verbose
+def on_kubernetes(
+    arguments: tuple[str, ...],
+    kind: str,
+    runtime: str,
+    name: str | None,
+    accelerator: str,
+    environment: tuple[str, ...],
+    secrets: tuple[str, ...],
+    out: Path | None,
+    **values: Any,
+) -> int:
+    """Write a manifest that runs convoy train on the pods of a Kubernetes cluster.
+
+    What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
+    started again goes on from the newest checkpoint.
+    """
+    said = parsed(arguments)  # a slip is found here, and not in the cluster
+    name = name_for(said["model"], said["recipe"]) if name is None else name
+    on_cpus, devices = accelerator == "none", values["devices_per_node"]
+    elastic, has_data = values["least_nodes"] is not None, values["data_claim"] is not None
+    completed = complete(arguments, said, name, values["num_nodes"] * devices, elastic, has_data)
+    values["cpu"] = values["cpu"] or str(CPUS[on_cpus] * devices)
+    values["memory"] = values["memory"] or f"{MEMORY_GI[on_cpus] * devices}Gi"
+    values["shared_memory"] = values["shared_memory"] or f"{SHARED_GI[on_cpus] * devices}Gi"
+    training = Training(
+        name=name,
+        arguments=completed,
+        accelerator=None if on_cpus else accelerator,
+        environment=dict(_pair("--env", text, "NAME=VALUE") for text in environment),
+        secrets=tuple(_secret(text) for text in secrets),
+        **values,
+    )
+    check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
+    text = to_yaml(manifest(training, kind, runtime))
+    module, colon, _ = (said["model"] or "").partition(":")
+    if colon and module not in _LIBRARIES:
+        click.echo(
+            f"the module {module} must be in the image {training.image}: see 'Your own network' in docs/kubernetes.md",
+            err=True,
+        )
+    if out is None:
+        click.echo(text, nl=False)
+        return 0
+    written("--out", out, text)
+    click.echo(f"manifest: {out}; start it with: kubectl apply -f {out}")
+    return 0
+
+
+_LIBRARIES = ("timm", "torchvision")
+"""What may stand before the colon in the name of a network and is no module of the user's own."""
+
+
+def _pair(option: str, text: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConvoyError(f"{option} {text!r} must be {form}")
+    return name, value
+
+
+def _secret(text: str) -> SecretVariable:
+    form = "NAME=SECRET/KEY"
+    name, place = _pair("--env-from-secret", text, form)
+    secret, slash, key = place.partition("/")
+    if not slash:
+        raise ConvoyError(f"--env-from-secret {name} must be {form}")
+    return SecretVariable(name, secret, key)
+
+
+def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
+    """The options of `convoy train` in a command line, by name; a run that is gone on with is in `out`, not `model`.
+
+    Args:
+        arguments: what comes after `convoy train`.
+        devices: ranks that will be started.
+        elastic: they may become fewer.
+
+    Raises:
+        click.ClickException: `convoy train` would not take them.
+        ConvoyError: they say something else than the launcher, or no recipe or network that there is.
+    """
+    values = parsed(arguments)
+    if values["model"] is None and values["recipe"] is None and not values["resume"]:
+        raise ConvoyError("nothing to train: give after -- what convoy train is to be given, e.g. -- lenet --data DIR")
+    asked = values["devices"]
+    if asked is not None and (elastic or asked != devices):
+        raise ConvoyError(f"--devices {asked} contradicts the {devices} ranks that are started: leave it out")
+    if values["max_restarts"]:
+        raise ConvoyError("--max-restarts after -- is for the ranks of one host: put it before the --")
+    return values | check_recipe(arguments)
+
+
+def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have.
+
+    Returns:
+        The network's name, and the run that is gone on with, or that is to be: `model` and `out`.
+
+    Raises:
+        click.ClickException: `convoy train` would not take the options.
+        ConvoyError: there is no such recipe, key, network or run.
+    """
+    from convoy.cli.train_request import TrainRequest
+    from convoy.models.registry import check_name
+
+    values = parsed(arguments)
+    overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
+    asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
+    request = TrainRequest(arguments, overrides=[*overrides, *values["settings"]], **asked)
+    if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
+        check_name(request.recipe_of().model.name, here=False)
+    return {"model": request.model, "out": request.out}
+
+
+def without_model(arguments: Sequence[str]) -> list[str]:
+    """Arguments without MODEL, which may stand anywhere and say the same as the value of an option."""
+    values, given = parsed(arguments), list(arguments)
+    for number, argument in enumerate(given):
+        shorter = [*given[:number], *given[number + 1 :]]
+        if argument == values["model"] and parsed(shorter) == values | {"model": None}:
+            return shorter
+    return given
+
+
+def parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    """What `convoy train` would be told by some arguments, by the names of its options; `model` is MODEL.
+
+    Raises:
+        click.ClickException: it would not take them.
+    """
+    return train.make_context("convoy train", list(arguments)).params
+
+
+def without(arguments: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:
+    """Arguments without some options, whose values follow them or an equals sign, and without some flags."""
+    left, skip = [], False
+    for argument in arguments:
+        if skip or argument in flags:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif argument.partition("=")[0] not in options:
+            left.append(argument)
+    return left

@@ -6,11 +6,13 @@ import torch
 
 from convoy import launch
 from convoy.cli.options import is_verbose
+from convoy.comm.groups import leave
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
-from convoy.planner import Ranks
 from convoy.plans.plan import Plan
-from convoy.training import Devices, choose_device
+from convoy.training import choose_device
+from convoy.training.environment import join_ranks
 
 _PATIENCE_S = 7 * 24 * 3600.0
 """Ranks wait for each other as long as somebody may take to type the name of a file; who dies ends the others."""
@@ -20,7 +22,7 @@ def on_devices(
     arguments: Sequence[str],
     asked: int | None,
     device: str | None,
-    work: Callable[[Devices, torch.device], int],
+    work: Callable[[Ranks, torch.device], int],
 ) -> int:
     """Do some work on one device, or as one of several ranks, or start these.
 
@@ -41,21 +43,21 @@ def on_devices(
     if place is not None:
         place.check(asked)
         with launch.as_rank(place):
-            devices, own = Devices.join(_PATIENCE_S)
-            if devices.num > 1:
-                cores.take_share(devices.gather, devices.rank, None)
-                devices.ranks = Ranks.here()
-                devices.follow(Plan.by_samples(devices.num).mesh, (0,))
-            status = work(devices, device_of(device, own, devices.num))
-            devices.barrier()
-            Devices.leave()
+            ranks, own = join_ranks(_PATIENCE_S)
+            if ranks.num > 1:
+                cores.take_share(ranks.gather, ranks.rank, None)
+                ranks = Ranks.here()
+                ranks.follow(Plan.by_samples(ranks.num).mesh, (0,))
+            status = work(ranks, device_of(device, own, ranks.num))
+            ranks.barrier()
+            leave()
             return launch.ended(place, status)
     number = 1 if asked is None else asked
     if number < 1:
         raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
     if number > 1:
         return launch.start(arguments, number, is_verbose(arguments))
-    return work(Devices(), choose_device(device))
+    return work(Ranks(), choose_device(device))
 
 
 def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:

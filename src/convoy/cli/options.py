@@ -1,13 +1,4 @@
-"""Options that several verbs share.
-
-The command line as it was given.
-
-A group of verbs, each imported when it is asked for, so that none waits for what another needs.
-
-Tables for people, and the same rows as JSON for programs.
-
-Files that an option names: refused early where they could not be written, and written as a whole.
-"""
+"""What several verbs share: options, groups of verbs, sizes in bytes, tables, checks of the files that options name."""
 
 import csv
 import importlib
@@ -41,7 +32,7 @@ class LazyGroup(click.Group):
     """Verbs by their modules.
 
     Args:
-        verbs: by name, the module whose `command` it is, and one line on what it does.
+        verbs: by name, the module whose `command` it is (or `module:function`), and one line on what it does.
     """
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
@@ -56,7 +47,8 @@ class LazyGroup(click.Group):
         """The verb's command, or None."""
         if name not in self.verbs:
             return None
-        command = importlib.import_module(self.verbs[name][0]).command
+        module, _, function = self.verbs[name][0].partition(":")
+        command = getattr(importlib.import_module(module), function or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -120,7 +112,7 @@ def written(option: str, path: Path, text: str) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Place(click.Path):
+class OutputPath(click.Path):
     """A file or folder as a person types it, whose `~` is the home folder also where no shell has replaced it."""
 
     def __init__(self, dir_okay: bool = True) -> None:
@@ -152,7 +144,7 @@ def device(function: Function) -> Function:
 
 def run_argument(function: Function) -> Function:
     """The folder of a run, as an argument."""
-    return click.argument("run", type=Place())(function)
+    return click.argument("run", type=OutputPath())(function)
 
 
 def parallel(function: Function) -> Function:

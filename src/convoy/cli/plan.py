@@ -57,9 +57,9 @@ Examples:
 @click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
 @click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
 @click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
-@click.option("--out", metavar="FILE", type=options.Place(), help="Write the plan as YAML, for --plan.")
-@click.option("--html", metavar="FILE", type=options.Place(), help="Write the explanation as a page.")
-@click.option("--trace", metavar="FILE", type=options.Place(), help="Write the timeline for Perfetto.")
+@click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
+@click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")
+@click.option("--trace", metavar="FILE", type=options.OutputPath(), help="Write the timeline for Perfetto.")
 @click.option("--no-store", is_flag=True, help="Measure all anew, and keep nothing (convoy profile).")
 @options.device
 @options.as_json

@@ -15,9 +15,11 @@ from convoy import launch, models
 from convoy.cli.measuring_progress import Progress
 from convoy.cli.options import is_verbose, written
 from convoy.cli.plan_request import Request
+from convoy.comm.groups import leave
+from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.launch import place as cores
-from convoy.planner import Planned, Ranks, make_plan
+from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
@@ -28,8 +30,9 @@ from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
-from convoy.training import Devices, choose_device
+from convoy.training import choose_device
 from convoy.training.derived import num_microbatches
+from convoy.training.environment import join_ranks
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import workload_of_recipe
@@ -180,11 +183,11 @@ def run(request: Request, recipe: Recipe) -> int:
     if place is not None:
         place.check(number if request.devices is not None or request.scores else None)
         with launch.as_rank(place):
-            joined, own = Devices.join()
+            joined, own = join_ranks()
             cores.take_share(joined.gather, joined.rank, request.cores_per_device)
             chosen = own if request.device is None or own.type == request.device else choose_device(request.device)
             answer(request, recipe, place.num_ranks, Ranks.here(), chosen)
-            Devices.leave()
+            leave()
             return launch.ended(place, 0)
     chosen = choose_device(request.device)
     if number > 1 and request.link is None and _fits(number, chosen, request.cores_per_device):

@@ -20,8 +20,8 @@ from convoy.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     import torch
 
-    from convoy.training import Devices
-    from convoy.training.predict import Answer
+    from convoy.comm.ranks import Ranks
+    from convoy.training.predict import FileClasses
 
 HEADER = ("file", "rank", "class", "probability")
 STANDARD_INPUT = "-"
@@ -82,7 +82,7 @@ def command(
         from convoy.training.predict import Classifier, classify
         from convoy.training.restore import load_run
 
-    def work(ranks: "Devices", here: "torch.device") -> int:
+    def work(ranks: "Ranks", here: "torch.device") -> int:
         first = ranks.rank == 0
         trained = load_run(run)
         classifier = Classifier(trained, here, top)
@@ -141,7 +141,7 @@ class _Writer:
             self._status.start()
         return self
 
-    def write(self, answers: Sequence["Answer"]) -> None:
+    def write(self, answers: Sequence["FileClasses"]) -> None:
         """Write the answers of some pictures."""
         lines = [] if self._done or self._as_json else [options.as_csv(HEADER)]
         for answer in answers:
@@ -156,13 +156,13 @@ class _Writer:
         if self._status is not None:
             self._status.update(f"{self._done:,} pictures" + (f", {self.num_bad:,} bad" if self.num_bad else ""))
 
-    def _csv(self, answer: "Answer") -> str:
+    def _csv(self, answer: "FileClasses") -> str:
         return "".join(
             options.as_csv((answer.name, place, self._classes[number], f"{probability:.6f}"))
             for place, (number, probability) in enumerate(answer.best, 1)
         )
 
-    def _json(self, answer: "Answer") -> str:
+    def _json(self, answer: "FileClasses") -> str:
         found = [
             {"class": self._classes[number], "probability": round(probability, 6)}
             for number, probability in answer.best

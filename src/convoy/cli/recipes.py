@@ -50,7 +50,6 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
 
 
 def _line(key: "Key") -> str:
-    """A line for other programs."""
     return "\t".join(asdict(key).values())
 
 

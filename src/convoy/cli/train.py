@@ -56,7 +56,7 @@ Examples:
     help="A folder or file of pictures, or mnist-mini. [default: the recipe's, else mnist-mini]",
 )
 @click.option("--recipe", metavar="NAME|FILE", help="How to train: a built-in recipe (convoy recipes) or a YAML file.")
-@click.option("--out", type=options.Place(), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
+@click.option("--out", type=options.OutputPath(), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out (or in MODEL, if that is a run directory).")
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
 @click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates). [default: the recipe's, else 90]")
@@ -112,10 +112,10 @@ def command(
     alone = find_place() is None  # ranks find mistakes together
     if alone:
         _check_line(values["data"], values["plan"])
-    from convoy.cli.train_request import Request
+    from convoy.cli.train_request import TrainRequest
 
     overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    request = Request(arguments, model, recipe, [*overrides, *settings], out, resume, device, extend)
+    request = TrainRequest(arguments, model, recipe, [*overrides, *settings], out, resume, device, extend)
     if alone:
         request.check()
     with waiting_for("loading PyTorch"):

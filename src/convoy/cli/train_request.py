@@ -23,11 +23,11 @@ from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from convoy.training import Devices
+    from convoy.comm.ranks import Ranks
 
 
 @dataclass
-class Request:
+class TrainRequest:
     """What the command line says, and what follows from it.
 
     Attributes:
@@ -71,7 +71,9 @@ class Request:
         recipe = self.recipe_of()
         check_names(recipe)
         number = self._number(recipe)
-        section = fitted(recipe.parallel, number, "parallel.plan" in self.said, "parallel.shares" in self.said)
+        section = fitted(
+            recipe.parallel, number, "parallel.plan" in self.explicit_keys, "parallel.shares" in self.explicit_keys
+        )
         plan, _ = plan_of(section, number)
         check_shares(section.shares if isinstance(section.shares, tuple) else None, number, plan)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
@@ -80,8 +82,8 @@ class Request:
 
     def _number(self, recipe: Recipe) -> int:
         """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
-        section, said = recipe.parallel, self.said
-        if "parallel.plan" in said and "parallel.devices" not in said:
+        section, explicit = recipe.parallel, self.explicit_keys
+        if "parallel.plan" in explicit and "parallel.devices" not in explicit:
             section = section.model_copy(update={"devices": None})
         return num_devices(section)
 
@@ -97,7 +99,7 @@ class Request:
             raise ConvoyError(f"{named}--extend needs the run to make longer: convoy train RUN --extend 8ep")
         if self.recipe is not None:
             raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {path}; change it by --set")
-        if "epochs" in self.said:
+        if "epochs" in self.explicit_keys:
             raise ConvoyError(
                 "--epochs contradicts --extend, which says for how long to train on: leave one of them out"
             )
@@ -118,42 +120,40 @@ class Request:
         return (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
 
     @property
-    def said(self) -> set[str]:
+    def explicit_keys(self) -> set[str]:
         """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0].strip() for override in self.overrides}
 
-    def resolve(self, devices: "Devices", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
+    def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
         A run that the same ranks began, before they were started again, is gone on with.
 
         Args:
-            devices: the ranks.
+            ranks: the ranks.
             jobs: names of what started them.
             elastic: their number may be another one than the plan is for, which is fitted to it.
         """
         if jobs:
-            self.out, self.again = devices.first(
+            self.out, self.again = ranks.first(
                 lambda: run_of(self.out, self._candidates(self.recipe_of()), jobs, command_of(self.arguments))
             )
         self.resume = self.resume or self.again
         resolved = self.recipe_of()
-        number = devices.num if devices.num > 1 else self._number(resolved)
-        said = self.said
+        number = ranks.num if ranks.num > 1 else self._number(resolved)
+        explicit = self.explicit_keys
         elastic = elastic or self.again
-        number = devices.num if elastic else number
+        number = ranks.num if elastic else number
         parallel = _formed(
             resolved.parallel,
             number,
-            (not elastic and "parallel.plan" in said, not elastic and "parallel.shares" in said),
+            (not elastic and "parallel.plan" in explicit, not elastic and "parallel.shares" in explicit),
             elastic,
             self.notes,
-            quiet=devices.rank > 0,
+            quiet=ranks.rank > 0,
         )
         resolved = resolved.model_copy(update={"parallel": parallel})
-        return resolved, self.out or devices.first(
-            lambda: next(p for p in self._candidates(resolved) if not p.exists())
-        )
+        return resolved, self.out or ranks.first(lambda: next(p for p in self._candidates(resolved) if not p.exists()))
 
     def recipe_of(self) -> Recipe:
         """The recipe, as it is said here and, where a run is gone on with, there.

@@ -8,20 +8,21 @@ import torch
 from convoy import interfaces, launch
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
-from convoy.cli.train_request import Request
-from convoy.comm.groups import meeting_store
+from convoy.cli.train_request import TrainRequest
+from convoy.comm.groups import leave, meeting_store
 from convoy.comm.position import here
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
-from convoy.planner import Ranks
 from convoy.planner.comparison import comparison_text, headline
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Devices, Outcome, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
+from convoy.training.config import TimeSpan
+from convoy.training.environment import join_ranks
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices
 from convoy.training.summary import Witness
-from convoy.training.timespan import TimeSpan
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import shorten
 
@@ -31,7 +32,11 @@ _ADVICE = "--resume goes on from the newest checkpoint"
 
 
 def run(
-    request: Request, devices_asked: int | None, max_restarts: int | None, timeout: str | None, interface: str | None
+    request: TrainRequest,
+    devices_asked: int | None,
+    max_restarts: int | None,
+    timeout: str | None,
+    interface: str | None,
 ) -> int:
     """Train, and say what came of it.
 
@@ -55,28 +60,28 @@ def run(
     if place is not None:
         place.check(devices_asked)
         with launch.as_rank(place) as hang:
-            devices, own = Devices.join(collective_limit_s(timeout_s))
-            with Watchdog(devices, meeting_store(), hang, timeout_s, patient=True) as watchdog:
-                jobs = tuple(dict.fromkeys(filter(None, devices.gather(place.job))))
-                resolved, out = request.resolve(devices, jobs, elastic=place.max_restarts > 0 and place.folder is None)
-                if devices.num > 1:
+            ranks, own = join_ranks(collective_limit_s(timeout_s))
+            with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
+                jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
+                resolved, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
+                if ranks.num > 1:
                     num_cores = len(cores.own_cores())
-                    cores.take_share(devices.gather, devices.rank, resolved.parallel.cores_per_device)
-                    devices.ranks = Ranks.here()  # who shares a host is known now
-                request.notes += _without_effect(place, devices.num, max_restarts, timeout, interface)
-                device_here = device_of(request.device, own, devices.num)
-                if devices.num > 1 and device_here.type == "cpu":
-                    turns = cores.in_turns(devices.ranks.on_host, num_cores)
+                    cores.take_share(ranks.gather, ranks.rank, resolved.parallel.cores_per_device)
+                    ranks.on_host = Ranks.here().on_host  # who shares a host is known now
+                request.notes += _without_effect(place, ranks.num, max_restarts, timeout, interface)
+                device_here = device_of(request.device, own, ranks.num)
+                if ranks.num > 1 and device_here.type == "cpu":
+                    turns = cores.in_turns(ranks.on_host, num_cores)
                     request.notes += [turns] if turns is not None else []
                 handed_on = place.folder is not None
-                outcome = _train(request, resolved, out, devices, device_here, handed_on, jobs, watchdog)
+                outcome = _train(request, resolved, out, ranks, device_here, handed_on, jobs, watchdog)
                 with Interrupt(HANDED_ON if handed_on else SIGNALS):  # what is trained is reported all the same
-                    status = _answer(outcome, devices, is_verbose(request.arguments))
-                    devices.barrier()  # before any rank's status has a launcher end the others
-            devices.barrier()  # nobody asks any more where the others are
-            Devices.leave()
+                    status = _answer(outcome, ranks, is_verbose(request.arguments))
+                    ranks.barrier()  # before any rank's status has a launcher end the others
+            ranks.barrier()  # nobody asks any more where the others are
+            leave()
             return launch.ended(place, status)
-    resolved, out = request.resolve(Devices())
+    resolved, out = request.resolve(Ranks())
     number = num_devices(resolved.parallel)
     if number > 1:
         check_run(RunDirectory(out), resolved, request.resume)
@@ -94,23 +99,23 @@ def run(
     request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
     if resolved.parallel.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
-    outcome = _train(request, resolved, out, Devices(), choose_device(request.device))
+    outcome = _train(request, resolved, out, Ranks(), choose_device(request.device))
     with Interrupt():
-        return _answer(outcome, Devices(), is_verbose(request.arguments))
+        return _answer(outcome, Ranks(), is_verbose(request.arguments))
 
 
 def _train(
-    request: Request,
+    request: TrainRequest,
     recipe: Recipe,
     out: Path,
-    devices: Devices,
+    ranks: Ranks,
     device: torch.device,
     handed_on: bool = False,
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
 ) -> Outcome:
     """Train on this rank."""
-    console, verbose = Console(highlight=False, quiet=devices.rank > 0), is_verbose(request.arguments)
+    console, verbose = Console(highlight=False, quiet=ranks.rank > 0), is_verbose(request.arguments)
     for note in request.notes:
         if note not in recipe.notes():  # those are printed, and kept, with the session's
             console.print(note, markup=False, soft_wrap=True)
@@ -120,21 +125,21 @@ def _train(
             out,
             resume=request.resume,
             device=device,
-            devices=devices,
+            ranks=ranks,
             command=command_of(request.arguments),
             reporter=reporter,
             on_start=lambda session: None if request.again else show_start(session, out, console, verbose),
             handed_on=handed_on,
             jobs=jobs,
             watchdog=watchdog,
-            said=request.said,
+            explicit_keys=request.explicit_keys,
         )
 
 
-def _answer(outcome: Outcome, devices: Devices, verbose: bool) -> int:
+def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     """On rank 0 write and say what came of it, with the parts of an update where asked; the exit status."""
     here.to("report")
-    console, out = Console(highlight=False, quiet=devices.rank > 0), outcome.run
+    console, out = Console(highlight=False, quiet=ranks.rank > 0), outcome.run
     if outcome.signal is not None:
         console.print(
             f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
@@ -142,14 +147,14 @@ def _answer(outcome: Outcome, devices: Devices, verbose: bool) -> int:
             markup=False,
             soft_wrap=True,
         )
-        if devices.rank == 0:
+        if ranks.rank == 0:
             _report(out)
         return 1
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         found = outcome.comparison
         console.print(comparison_text(found) if verbose else headline(found), markup=False, soft_wrap=True)
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
-    if devices.rank == 0:
+    if ranks.rank == 0:
         console.print(f"report: {_report(out)}", markup=False, soft_wrap=True)
     return 0
 
@@ -161,7 +166,7 @@ def _report(out: Path) -> Path:
 
 
 def _without_effect(
-    place: launch.Place | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
+    place: launch.RankPlace | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
 ) -> list[str]:
     """A sentence for each option that is given and changes nothing for so many ranks, at such a place."""
     notes = []
@@ -210,14 +215,14 @@ def start_lines(session: Session, out: Path) -> list[str]:
     data, recipe, quantities = session.data, session.recipe, session.quantities
     kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
     epochs = f" ({_counted(length.value, 'epoch')})" if length.unit == "ep" else ""
-    if session.devices.num == 1:
-        devices = f"on one device ({kind})"
+    if session.ranks.num == 1:
+        where = f"on  device ({kind})"
     else:
-        devices = f"on {session.devices.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
+        where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     return [
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
-        f"{devices}: {_counted(total, 'update')}{epochs} of {recipe.batch:,} images, learning rate up to "
+        f"{where}: {_counted(total, 'update')}{epochs} of {recipe.batch:,} images, learning rate up to "
         f"{quantities.lr:.4g}",
         f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",
     ]

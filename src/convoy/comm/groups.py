@@ -52,7 +52,7 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if rank > 0 or kept:
         return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
-    address = interfaces.meeting_address(host, alone=num_ranks <= _num_local(num_ranks))
+    address = interfaces.meeting_address(host, alone=num_ranks <= num_local(num_ranks))
     try:
         listening = interfaces.listen(address, port)
     except OSError as error:
@@ -70,7 +70,7 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
         return
     host = environment["MASTER_ADDR"]
     address = interfaces.towards(host)
-    alone = interfaces.says_local(host) or num_ranks <= _num_local(num_ranks, environment)
+    alone = interfaces.says_local(host) or num_ranks <= num_local(num_ranks, environment)
     if address is None or (interfaces.is_loopback(address) and not alone):
         return
     name = interfaces.interface_with(address)
@@ -78,17 +78,17 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
         environment[interfaces.VARIABLES[0]] = name
 
 
-def _num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
+def num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
     """Ranks of this host, as the launcher says; all where it does not."""
     text = environment.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else num_ranks
+    return int(text) if text.isdecimal() and 0 < int(text) <= num_ranks else num_ranks
 
 
 _POLL_S = 0.01
 _PATIENCE_S = 0.5
 
 
-def fresh(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """The part of a store that only the ranks which call this now use.
 
     Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
@@ -161,7 +161,7 @@ def join(timeout: float = 600.0) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _limit
             _limit = limit
-            _store = fresh(open_store(rank, world, limit), rank, world, limit)
+            _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(device))
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
             if choice.note and rank == 0:

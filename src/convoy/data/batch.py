@@ -10,9 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from convoy.data.decode import BadImage
-from convoy.data.memory import refusal
 from convoy.data.order import Purpose, uniforms
-from convoy.data.sources import PixelSource, Source
+from convoy.data.sources import PixelSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry
 from convoy.errors import ConvoyError
 
@@ -111,12 +110,10 @@ class BatchMaker:
         return self.source.pixels
 
     def _in_memory(self, side: int) -> bool:
-        """Whether the pictures are pixels of this size and number of channels."""
         return isinstance(self.source, PixelSource) and self._pixels.shape[1:] == (side, side, self.channels)
 
     @property
     def _central(self) -> bool:
-        """Whether resizing and taking the center changes nothing."""
         return self.geometry.resize == self.geometry.image_size and self._in_memory(self.geometry.image_size)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
@@ -204,6 +201,5 @@ def in_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _planes(image: Image.Image, channels: int) -> NDArray[np.uint8]:
-    """uint8 [channels, height, width]."""
     pixels = np.asarray(in_channels(image, channels))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)

@@ -8,10 +8,9 @@ from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
 from convoy.data.files import Opened, check_classes, shown
 from convoy.data.folder import find_folder, open_class, open_folder
-from convoy.data.memory import common_format, decode_all
 from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini, statistics
 from convoy.data.order import stratified_split
-from convoy.data.sources import EncodedSource, PixelSource, Progress, Source
+from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, common_format, decode_all
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing

@@ -1,7 +1,4 @@
-"""Checks of labels and classes that every format shares.
-
-Reading the files of a data set: which split a file belongs to, and errors that name it.
-"""
+"""Reading the files of a data set: which split a file belongs to, labels and classes, and errors that name the file."""
 
 import gzip
 import re

@@ -150,7 +150,6 @@ def _num_bytes(path: Path, claimed: int) -> int:
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

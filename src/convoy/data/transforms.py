@@ -31,7 +31,7 @@ DEFAULT_SCALE = (0.08, 1.0)
 DEFAULT_RATIO = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
 
-Box = tuple[float, float, float, float]
+CropBox = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Geometry:
         left, top = (self.pad_offsets(*image.size, draws[None])[0] - self.pad).tolist()
         return image.crop((left, top, left + self.image_size, top + self.image_size))
 
-    def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> Box:
+    def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> CropBox:
         """A random part of the area with a random shape, as in torchvision: ten tries, then the middle."""
         low, high = self.augment.scale or DEFAULT_SCALE
         narrow, wide = self.augment.ratio or DEFAULT_RATIO
@@ -117,7 +117,7 @@ class Geometry:
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
-    def _cut(self, image: Image.Image, box: Box) -> Image.Image:
+    def _cut(self, image: Image.Image, box: CropBox) -> Image.Image:
         return image.resize((self.image_size, self.image_size), self._resample, box=box)
 
 

@@ -2,7 +2,7 @@
 
 from convoy.failure import Failure
 from convoy.launch.local import start
-from convoy.launch.place import Place, find_place
+from convoy.launch.place import RankPlace, find_place
 from convoy.launch.rank import as_rank, ended
 
-__all__ = ["Failure", "Place", "as_rank", "ended", "find_place", "start"]
+__all__ = ["Failure", "RankPlace", "as_rank", "ended", "find_place", "start"]

@@ -73,7 +73,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Group:
+class HostGroup:
     """Hosts that train together.
 
     Attributes:

@@ -95,7 +95,6 @@ def start(
 
 
 def _newest(folder: Path) -> Path:
-    """Where the ranks that were started last leave word."""
     numbers = [int(path.name.partition("-")[2]) for path in folder.glob("attempt-*")]
     return folder / f"attempt-{max(numbers, default=0)}"
 

@@ -1,7 +1,4 @@
-"""This process's place among the ranks, as torchrun or Slurm says it in the environment.
-
-Which processor cores belong to which rank of a machine.
-"""
+"""This process's place among the ranks, as torchrun or Slurm says it, and the processor cores that belong to it."""
 
 import contextlib
 import os
@@ -114,7 +111,7 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank among all.
 
     Attributes:
@@ -147,7 +144,7 @@ class Place:
             )
 
 
-def find_place(environment: MutableMapping[str, str] = os.environ) -> Place | None:
+def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace | None:
     """The place of this process; None where nobody started several.
 
     Slurm's variables are translated to torchrun's, which are set in the environment.
@@ -170,7 +167,9 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> Place | No
         int(environment.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
     folder = str(Path(launch) / f"attempt-{restarts}") if launch else None
-    return Place(rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts)
+    return RankPlace(
+        rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts
+    )
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:

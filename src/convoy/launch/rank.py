@@ -1,7 +1,4 @@
-"""What a process does because it is one of several: it ends with the others, and says why it failed.
-
-A rank ends with the process that started it, and with the other ranks, also where a collective holds it up.
-"""
+"""What a process does because it is one of several: it ends with the others, and says why it failed."""
 
 import contextlib
 import ctypes
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
-from convoy.launch.place import Place
+from convoy.launch.place import RankPlace
 
 GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""
@@ -89,7 +86,7 @@ Hang = Callable[[str], None]
 
 
 @contextmanager
-def as_rank(place: Place) -> Iterator[Hang]:
+def as_rank(place: RankPlace) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
 
     A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; others
@@ -125,7 +122,7 @@ def as_rank(place: Place) -> Iterator[Hang]:
         ending.set()
 
 
-def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
+def _prepare(place: RankPlace, folder: Path, ending: threading.Event) -> None:
     """Take the signals of a rank that `convoy.launch.start` started, and say that it is there."""
 
     def terminate(number: int, frame: Any) -> None:
@@ -145,7 +142,7 @@ def _prepare(place: Place, folder: Path, ending: threading.Event) -> None:
         _say_why(place, folder)
 
 
-def ended(place: Place, status: int) -> int:
+def ended(place: RankPlace, status: int) -> int:
     """Hand the exit status of a run that came to its end in good order to the starting process.
 
     Every rank calls it, after rank 0 has written all that is to be written: a launcher ends the other ranks with the
@@ -202,7 +199,7 @@ def _print(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _say_why(place: Place, folder: Path) -> None:
+def _say_why(place: RankPlace, folder: Path) -> None:
     """Print why the attempt before this one failed."""
     before = folder.with_name(f"attempt-{place.restarts - 1}")
     why = cause([*read_failures(before), *silent_ends(before)])

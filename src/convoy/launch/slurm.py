@@ -1,11 +1,4 @@
-"""Gives a script to Slurm.
-
-Times as Slurm has them.
-
-A run as a script for `sbatch`.
-
-Jobs for Slurm: a script for `sbatch`, which saves and queues itself again before its time is over.
-"""
+"""Jobs for Slurm: a script for `sbatch`, which saves and queues itself again before its time is over."""
 
 import re
 import shlex
@@ -100,7 +93,7 @@ done
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What to train, and on what.
 
     Attributes:
@@ -192,12 +185,10 @@ class Job:
 
     @staticmethod
     def _option(name: str, value: str | None) -> str:
-        """A line for `sbatch`, which reads quotes as a shell does."""
         return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
 
 
 def _word(name: str) -> str:
-    """A name for files."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 

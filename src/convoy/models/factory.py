@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models.heads import classifier_names, did_you_mean, first_convolution
+from convoy.models.heads import classifier_names, first_convolution
 from convoy.models.libraries import Timm, Torchvision, UnknownOptionError, called, parameters, reason, takes
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, check_name
+from convoy.terminal import did_you_mean
 
 
 @dataclass(frozen=True)

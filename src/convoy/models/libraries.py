@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models.heads import did_you_mean
 from convoy.models.registry import ModelInfo
+from convoy.terminal import did_you_mean
 
 
 class UnknownOptionError(ConvoyError):

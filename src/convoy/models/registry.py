@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
-from convoy.models.heads import did_you_mean
-from convoy.terminal import brief
+from convoy.terminal import brief, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn

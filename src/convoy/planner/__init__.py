@@ -7,17 +7,15 @@ from convoy.late import lazily
 if TYPE_CHECKING:
     from convoy.planner.cost.step import Scored
     from convoy.planner.planner import Planned, make_plan, score
-    from convoy.planner.ranks import Ranks
     from convoy.planner.workload import Workload, workload_of
 
-__all__ = ["Planned", "Ranks", "Scored", "Workload", "make_plan", "score", "workload_of"]
+__all__ = ["Planned", "Scored", "Workload", "make_plan", "score", "workload_of"]
 
 
 __getattr__ = lazily(
     __name__,
     {
         "Planned": "planner",
-        "Ranks": "ranks",
         "Scored": "cost.step",
         "Workload": "workload",
         "make_plan": "planner",

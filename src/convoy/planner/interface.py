@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.groups import join, num_ranks
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Planned, make_plan
-from convoy.planner.ranks import Ranks
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import explained
 from convoy.planner.workload import MakeOptimizer, momentum, workload_of

@@ -18,6 +18,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from convoy.comm.ranks import RankFailedError, Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
@@ -33,7 +34,6 @@ from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.profiling import Profiled, local_op_of, mean, profile, with_overhead
-from convoy.planner.ranks import RankFailedError, Ranks
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
 from convoy.planner.workload import MakeOptimizer, Workload

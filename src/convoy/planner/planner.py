@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
@@ -15,7 +16,6 @@ from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import Progress, check_optimizer, device_of, jobs_for, measure
-from convoy.planner.ranks import Ranks
 from convoy.planner.remembered import remember
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits

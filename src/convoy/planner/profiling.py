@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from convoy.comm.groups import Groups
+from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
 from convoy.planner.cost.costs import Costs
@@ -25,7 +26,6 @@ from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
 from convoy.planner.cost.program import InternalMessages, internal_messages, moved
 from convoy.planner.cost.step import predict
 from convoy.planner.cost.times import Table, Times
-from convoy.planner.ranks import Ranks
 from convoy.planner.workload import Workload, momentum, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement

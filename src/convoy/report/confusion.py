@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.report.run_directory import Evaluation
+from convoy.report.run_directory import EvaluationOfRun
 
 LARGEST_MATRIX = 20
 """More classes than this are not readable as a table on a page."""
@@ -21,7 +21,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfusionRow:
     """A true class: its cells by predicted class, its number of images and the share that was right (recall)."""
 
     name: str
@@ -60,7 +60,7 @@ class Class:
     mostly: str
 
 
-def matrix(evaluation: Evaluation) -> list[Row] | None:
+def matrix(evaluation: EvaluationOfRun) -> list[ConfusionRow] | None:
     """The rows of the confusion matrix, or None if there is none or it has too many classes for a table.
 
     Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that rare
@@ -84,11 +84,11 @@ def matrix(evaluation: Evaluation) -> list[Row] | None:
             for predicted, number in enumerate(table[true])
         ]
         images = int(table[true].sum())
-        rows.append(Row(name, cells, images, float(shares[true, true]) if images else None))
+        rows.append(ConfusionRow(name, cells, images, float(shares[true, true]) if images else None))
     return rows
 
 
-def confused_pairs(evaluation: Evaluation, most: int) -> list[Pair]:
+def confused_pairs(evaluation: EvaluationOfRun, most: int) -> list[Pair]:
     """The `most` pairs of different classes that were confused most often, the most frequent first."""
     if evaluation.confusion is None:
         return []
@@ -108,7 +108,7 @@ def confused_pairs(evaluation: Evaluation, most: int) -> list[Pair]:
     ]
 
 
-def classes(evaluation: Evaluation) -> list[Class]:
+def classes(evaluation: EvaluationOfRun) -> list[Class]:
     """Every class in numbers, in the order of the data; none without a confusion matrix."""
     table = evaluation.confusion
     if table is None:
@@ -128,7 +128,7 @@ def classes(evaluation: Evaluation) -> list[Class]:
     ]
 
 
-def hardest_classes(evaluation: Evaluation, most: int) -> list[Class]:
+def hardest_classes(evaluation: EvaluationOfRun, most: int) -> list[Class]:
     """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
     found = [one for one in classes(evaluation) if one.recall is not None and one.recall < 1]
     return sorted(found, key=lambda one: one.recall or 0.0)[:most]

@@ -1,7 +1,4 @@
-"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page.
-
-A network as boxes on a grid: what follows a layer joins its box, branches stand side by side.
-"""
+"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,7 +19,7 @@ MOST_LANES = 8
 
 
 @dataclass
-class Box:
+class LayerBox:
     """A layer, with what follows it alone.
 
     Attributes:
@@ -56,7 +53,7 @@ class Grid:
         omitted: edges between boxes far apart, for which there was no lane.
     """
 
-    boxes: list[Box]
+    boxes: list[LayerBox]
     edges: list[Edge] = field(default_factory=list)
     omitted: int = 0
 
@@ -73,10 +70,10 @@ def grid_of(graph: Graph) -> Grid:
     return grid
 
 
-def _boxes(graph: Graph) -> list[Box]:
+def _boxes(graph: Graph) -> list[LayerBox]:
     consumers = graph.consumers()
     made: dict[str, int] = {}
-    boxes: list[Box] = []
+    boxes: list[LayerBox] = []
     for call in graph.calls:
         sources = [name for name in call.inputs if name in made]
         if len(sources) == 1 and OPERATIONS[call.op].follows and len(consumers[sources[0]]) == 1:
@@ -87,7 +84,7 @@ def _boxes(graph: Graph) -> list[Box]:
                 continue
         before = list(dict.fromkeys(made[name] for name in sources))
         depth = 1 + max((boxes[number].depth for number in before), default=-1)
-        boxes.append(Box(len(boxes), [call], before, depth))
+        boxes.append(LayerBox(len(boxes), [call], before, depth))
         made |= dict.fromkeys(call.outputs, len(boxes) - 1)
     return boxes
 
@@ -101,7 +98,7 @@ def _place(grid: Grid) -> None:
     remaining = [0] * len(boxes)
     for box in reversed(boxes):
         remaining[box.number] = 1 + max((remaining[number] for number in after[box.number]), default=0)
-    rows: dict[int, list[Box]] = defaultdict(list)
+    rows: dict[int, list[LayerBox]] = defaultdict(list)
     for box in boxes:
         rows[box.depth].append(box)
     passing: dict[tuple[int, int], int] = {}
@@ -124,7 +121,9 @@ def _place(grid: Grid) -> None:
                 grid.edges.append(Edge(*pair, passing.get(pair, boxes[number].lane)))
 
 
-def _place_row(row: Sequence[Box], boxes: list[Box], passing: dict[tuple[int, int], int], taken: set[int]) -> None:
+def _place_row(
+    row: Sequence[LayerBox], boxes: list[LayerBox], passing: dict[tuple[int, int], int], taken: set[int]
+) -> None:
     """Give the boxes of a row their lanes; each takes that of a box before it, if it can."""
     for box in row:
         wanted = [passing.get((number, box.number), boxes[number].lane) for number in box.before]
@@ -226,16 +225,15 @@ def _costs(found: Explained, grid: Grid) -> dict[int, _Cost]:
 
 
 def _lanes(grid: Grid) -> dict[int, int]:
-    """Width of every lane: that of a box, or less where edges alone pass."""
     boxed = {box.lane for box in grid.boxes}
     return {lane: _WIDTH if lane in boxed else _SKIP for lane in range(grid.num_lanes)}
 
 
-def _is_tall(box: Box, strategies: dict[str, tuple[str, ...]]) -> bool:
+def _is_tall(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> bool:
     return any(call.name in strategies for call in box.calls)
 
 
-def _height(box: Box, strategies: dict[str, tuple[str, ...]]) -> int:
+def _height(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> int:
     return _TALL if _is_tall(box, strategies) else _LOW
 
 
@@ -275,7 +273,7 @@ def _edge(
 
 def _box(
     found: Explained,
-    box: Box,
+    box: LayerBox,
     layers: list[Layer],
     cost: _Cost,
     most: float,
@@ -337,7 +335,7 @@ def _box(
 
 
 def _title(
-    found: Explained, box: Box, layers: list[Layer], cost: _Cost, strategy: tuple[str, ...], name: str, shown: str
+    found: Explained, box: LayerBox, layers: list[Layer], cost: _Cost, strategy: tuple[str, ...], name: str, shown: str
 ) -> list[str]:
     mesh = found.scored.placement.mesh
     lines = [name]
@@ -372,7 +370,6 @@ def name_in(name: str, verb: str, most: int) -> str:
 
 
 def _verb(call: Call) -> str:
-    """What a call does, in torch's word."""
     word = getattr(call.function, "__name__", "").strip("_") if call.op in ("elementwise", "opaque") else call.op
     return {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul"}.get(word, word) or call.op
 

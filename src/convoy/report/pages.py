@@ -1,9 +1,4 @@
-"""Turns a figure into SVG that lives inside an HTML page: its colors, fonts and theme are those of the page.
-
-Pictures of a run directory as data URIs, so that the report needs no other file.
-
-What all pages share: templates that escape what they are given, and scripts that the page vouches for.
-"""
+"""What pages share: templates that escape what they are given, scripts that the page vouches for, pictures inside."""
 
 import base64
 import hashlib
@@ -28,7 +23,7 @@ LARGEST = 256
 
 
 @dataclass(frozen=True)
-class Picture:
+class InlinePicture:
     """An image for the page. `coarse` says that it has few pixels and is to be enlarged without smoothing."""
 
     uri: str
@@ -37,7 +32,7 @@ class Picture:
     coarse: bool
 
 
-def read_picture(run: Path, name: str | None) -> Picture | None:
+def read_picture(run: Path, name: str | None) -> InlinePicture | None:
     """The picture `name` of the run directory `run`, or None if there is no such file in it.
 
     Raises ConvoyError if the file is no readable picture, or its name leads out of the run directory.
@@ -64,7 +59,7 @@ def read_picture(run: Path, name: str | None) -> Picture | None:
     image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
     written = io.BytesIO()
     image.save(written, format="PNG", optimize=True)
-    return Picture(data_uri(written.getvalue(), "image/png"), image.width, image.height, max(image.size) <= 96)
+    return InlinePicture(data_uri(written.getvalue(), "image/png"), image.width, image.height, max(image.size) <= 96)
 
 
 def data_uri(content: bytes, kind: str) -> str:
@@ -117,7 +112,6 @@ def running(text: str) -> Markup:
 
 
 def _shown(value: object) -> object:
-    """Text of others without characters that turn its line around; markup is of our own making."""
     return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

@@ -15,6 +15,7 @@ from convoy.plans.timeline import ENGINE
 from convoy.report import pages
 from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
 from convoy.report.pages import data_uri
+from convoy.report.tiles import Tile
 from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
 from convoy.units import extra, per_second, rough_percent, seconds, shape, size
 
@@ -27,16 +28,6 @@ _VERDICTS = {
     "optimizer": "bound by the optimizer",
     "input": "input-bound",
 }
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A key figure."""
-
-    label: str
-    value: str
-    note: str
-    main: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from convoy import units
 from convoy.report import axes as ax
-from convoy.report.metrics import Line, column
-from convoy.report.run_directory import Run, read_run
+from convoy.report.run_directory import Run, column, read_run
+from convoy.training.records import MetricsLine
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))
@@ -28,11 +28,11 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlotLine:
     """One line of a panel: y over the lines of a split."""
 
     label: str
-    lines: list[Line]
+    lines: list[MetricsLine]
     y: np.ndarray
     color: str
     style: str | tuple[float, tuple[float, ...]] = "-"
@@ -54,12 +54,12 @@ def draw_panels(run: Run) -> list[Panel]:
     train, test = run.metrics.train, run.metrics.test
     tested = "test, averaged weights" if run.setting("ema.decay") else "test"
     loss = [
-        Curve("train", train, column(train, "loss"), ax.TRAIN, width=1.1),
-        Curve(tested, test, column(test, "loss"), ax.TEST, DASHED, "o"),
+        PlotLine("train", train, column(train, "loss"), ax.TRAIN, width=1.1),
+        PlotLine(tested, test, column(test, "loss"), ax.TEST, DASHED, "o"),
     ]
     error = [
-        Curve("train", train, 100 * (1 - column(train, "top1")), ax.TRAIN, width=1.1),
-        Curve(tested, test, 100 * (1 - column(test, "top1")), ax.TEST, DASHED, "o"),
+        PlotLine("train", train, 100 * (1 - column(train, "top1")), ax.TRAIN, width=1.1),
+        PlotLine(tested, test, 100 * (1 - column(test, "top1")), ax.TEST, DASHED, "o"),
     ]
     with ax.house_style():
         return [
@@ -91,7 +91,7 @@ def data_wait_shares(run: Run) -> np.ndarray:
     return np.asarray(np.clip(shares, 0, 1))
 
 
-def _compare(run: Run, name: str, title: str, curves: list[Curve], against: Against) -> Panel:
+def _compare(run: Run, name: str, title: str, curves: list[PlotLine], against: Against) -> Panel:
     """A panel of several curves that share a quantity."""
     name, title = f"{name}-{against}", f"{title} over {against}"
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
@@ -108,7 +108,7 @@ def _compare(run: Run, name: str, title: str, curves: list[Curve], against: Agai
 
 
 def _learning_rate(run: Run) -> Panel:
-    curve = Curve("learning rate", run.metrics.train, column(run.metrics.train, "lr"), ax.TRAIN)
+    curve = PlotLine("learning rate", run.metrics.train, column(run.metrics.train, "lr"), ax.TRAIN)
     name, title = "learning-rate", "Learning rate over updates"
     if not np.isfinite(curve.y).any():
         return Panel(name, title, "Nothing has been recorded yet.", None)
@@ -124,7 +124,6 @@ def _learning_rate(run: Run) -> Panel:
 
 
 def _falls_by_factors(rates: np.ndarray) -> bool:
-    """Whether the learning rate mostly stays as it is and yet falls far: steps that a linear axis would hide."""
     known = rates[np.isfinite(rates) & (rates > 0)]
     return len(known) > 2 and known[-1] < 0.02 * known.max() and bool(np.mean(np.diff(known) == 0) > 0.5)
 
@@ -132,8 +131,8 @@ def _falls_by_factors(rates: np.ndarray) -> bool:
 def _speed(run: Run) -> Panel:
     """Two axes over each other on one time scale, because a dip of the one is explained by a peak of the other."""
     train = run.metrics.train
-    images = Curve("images per second", train, column(train, "images_per_s"), ax.TRAIN)
-    waits = Curve("waiting for data, % of training time", train, 100 * data_wait_shares(run), ax.TRAIN)
+    images = PlotLine("images per second", train, column(train, "images_per_s"), ax.TRAIN)
+    waits = PlotLine("waiting for data, % of training time", train, 100 * data_wait_shares(run), ax.TRAIN)
     name, title = "speed", "Speed and data wait over time"
     if not np.isfinite(images.y).any() or not np.isfinite(_end(run, "time")):
         return Panel(name, title, "Nothing has been recorded yet.", None)
@@ -150,7 +149,7 @@ def _speed(run: Run) -> Panel:
     return Panel(name, title, " ".join(described), figure)
 
 
-def _draw(axes: Axes, run: Run, curve: Curve, against: Against) -> None:
+def _draw(axes: Axes, run: Run, curve: PlotLine, against: Against) -> None:
     ax.draw(
         axes,
         _places(run, curve.lines, against),
@@ -175,7 +174,7 @@ def _unit(run: Run, against: Against) -> str:
     return ax.time_unit(_seconds(run))[1] if against == "time" else "updates"
 
 
-def _places(run: Run, lines: list[Line], against: Against) -> np.ndarray:
+def _places(run: Run, lines: list[MetricsLine], against: Against) -> np.ndarray:
     if against == "updates":
         return column(lines, "step")
     return column(lines, "time_s") / ax.time_unit(_seconds(run))[0]
@@ -192,7 +191,7 @@ def _end(run: Run, against: Against) -> float:
     return float(max((line.step for line in (*run.metrics.train, *run.metrics.test)), default=0))
 
 
-def _describe(curve: Curve) -> str:
+def _describe(curve: PlotLine) -> str:
     finite = np.isfinite(curve.y)
     values, steps = curve.y[finite], column(curve.lines, "step")[finite]
     label = curve.label[0].upper() + curve.label[1:]

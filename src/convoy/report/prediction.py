@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from convoy.planner.comparison import WORDS, apart, difference, shown
-from convoy.report.metrics import Number
+from convoy.training.records import Number, Record
 
 _COLORS = {
     "input": "input",
@@ -21,26 +21,22 @@ _COLORS = {
 _OLDER = {"optimiser": "optimizer"}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Both(_Part):
+class PredictedAndMeasured(Record):
     """Seconds, each with nothing where it is not known."""
 
     predicted_s: Number = Field(default=None, ge=0)
     measured_s: Number = Field(default=None, ge=0)
 
 
-class Group(_Part):
+class LayerGroup(Record):
     """Layers that stand together."""
 
     name: str
-    computes: Both
-    waits: Both
+    computes: PredictedAndMeasured
+    waits: PredictedAndMeasured
 
 
-class Prediction(_Part):
+class PredictionFile(Record):
     """`prediction.json`, as `convoy.planner.comparison.Comparison` writes it."""
 
     version: Literal[1]
@@ -49,16 +45,15 @@ class Prediction(_Part):
     timed: int = 0
     watched: int = 0
     learned: int = 0
-    update: Both = Both()
-    parts: dict[str, Both] = {}
-    groups: list[Group] = []
-    notes: list[str] = []
+    update: PredictedAndMeasured = PredictedAndMeasured()
+    parts: dict[str, PredictedAndMeasured] = Field({})
+    groups: list[LayerGroup] = Field([])
+    notes: list[str] = Field([])
     one_device_s: Number = Field(default=None, ge=0)
 
     @field_validator("parts", mode="before")
     @classmethod
     def _older_spelling(cls, parts: object) -> object:
-        """Runs before 2026-11-23 wrote "optimiser"."""
         return {_OLDER.get(name, name): part for name, part in parts.items()} if isinstance(parts, dict) else parts
 
     @property
@@ -77,7 +72,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """Predicted beside measured, drawn and in numbers; empty where there is nothing."""
 
     name: str
@@ -104,9 +99,9 @@ class Compared:
 
     sentence: str
     both: bool
-    whole: Row
-    parts: tuple[Row, ...]
-    groups: tuple[Row, ...]
+    whole: ComparedRow
+    parts: tuple[ComparedRow, ...]
+    groups: tuple[ComparedRow, ...]
     legend: tuple[tuple[str, str], ...]
     rank: int
     watched: int
@@ -115,12 +110,12 @@ class Compared:
     notes: tuple[str, ...]
 
 
-def compared(found: Prediction | None) -> Compared | None:
+def compared(found: PredictionFile | None) -> Compared | None:
     """What there is to show; None where nothing was measured."""
     if found is None or found.update.measured_s is None:
         return None
     parts = {name: both for name, both in found.parts.items() if name in WORDS and _longest(both) > 0}
-    whole = Both(
+    whole = PredictedAndMeasured(
         predicted_s=sum(both.predicted_s or 0.0 for both in parts.values()) or None,
         measured_s=sum(both.measured_s or 0.0 for both in parts.values()),
     )
@@ -144,24 +139,24 @@ def compared(found: Prediction | None) -> Compared | None:
     )
 
 
-def _sentence(found: Prediction) -> str:
+def _sentence(found: PredictionFile) -> str:
     took = f"An update took {shown(found.update.measured_s)}, the median of {found.timed}"
     off = _difference(found.update)
     return f"{took}; {shown(found.update.predicted_s)} were predicted ({off})." if off else f"{took}."
 
 
-def _row(name: str, color: str, both: Both, tracks: tuple[Track, ...] = ()) -> Row:
-    return Row(name, color, tracks, shown(both.predicted_s), shown(both.measured_s), _difference(both))
+def _row(name: str, color: str, both: PredictedAndMeasured, tracks: tuple[Track, ...] = ()) -> ComparedRow:
+    return ComparedRow(name, color, tracks, shown(both.predicted_s), shown(both.measured_s), _difference(both))
 
 
-def _difference(both: Both) -> str:
+def _difference(both: PredictedAndMeasured) -> str:
     if not both.predicted_s or not both.measured_s:
         return ""
     error = both.predicted_s / both.measured_s - 1
     return difference(error) if error < 9.995 else f"{error + 1:.0f} ×"
 
 
-def _tracks(parts: Sequence[tuple[str, Both]], longest: float) -> tuple[Track, ...]:
+def _tracks(parts: Sequence[tuple[str, PredictedAndMeasured]], longest: float) -> tuple[Track, ...]:
     found = []
     for side in ("predicted", "measured"):
         seconds = [(name, getattr(both, f"{side}_s")) for name, both in parts]
@@ -179,12 +174,12 @@ def _tracks(parts: Sequence[tuple[str, Both]], longest: float) -> tuple[Track, .
     return tuple(found)
 
 
-def _total(group: Group) -> Both:
+def _total(group: LayerGroup) -> PredictedAndMeasured:
     both = (group.computes, group.waits)
     first = [one.predicted_s for one in both if one.predicted_s is not None]
     second = [one.measured_s for one in both if one.measured_s is not None]
-    return Both(predicted_s=sum(first) if first else None, measured_s=sum(second) if second else None)
+    return PredictedAndMeasured(predicted_s=sum(first) if first else None, measured_s=sum(second) if second else None)
 
 
-def _longest(both: Both) -> float:
+def _longest(both: PredictedAndMeasured) -> float:
     return max(both.predicted_s or 0.0, both.measured_s or 0.0)

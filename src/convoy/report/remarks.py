@@ -8,11 +8,11 @@ import numpy as np
 
 from convoy import units
 from convoy.planner.comparison import difference, shown
-from convoy.report.metrics import Line, column
 from convoy.report.plots import data_wait_shares
-from convoy.report.prediction import Prediction
-from convoy.report.run_directory import Run, RunSummary
+from convoy.report.prediction import PredictionFile
+from convoy.report.run_directory import Run, column
 from convoy.report.tiles import last_result, num_test_images
+from convoy.training.records import MetricsLine, RunSummary
 
 _ALIKE, _DOUBTFUL = 0.03, 0.25
 """Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison."""
@@ -78,23 +78,21 @@ def _plan(run: Run) -> str:
     return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
 
 
-def _pace(found: Prediction) -> float | None:
-    """How many times as fast as one device the devices were, as far as it was predicted what one takes."""
+def _pace(found: PredictionFile) -> float | None:
     measured = found.update.measured_s
     return found.one_device_s / measured if found.one_device_s and measured else None
 
 
 def _is_settled(run: Run) -> bool:
-    """Whether the prediction says how fast the devices are beside one, and its own plan was as fast as it said."""
     found = run.prediction
     return found is not None and _pace(found) is not None and not _is_doubtful(found)
 
 
-def _is_doubtful(found: Prediction) -> bool:
+def _is_doubtful(found: PredictionFile) -> bool:
     return found.error is not None and abs(found.error) > _DOUBTFUL
 
 
-def _speed_up(found: Prediction | None, devices: int) -> str:
+def _speed_up(found: PredictionFile | None, devices: int) -> str:
     pace = _pace(found) if found is not None else None
     if found is None or pace is None:
         return f"Whether {devices} devices were faster than one was not measured."
@@ -153,7 +151,7 @@ def _status(run: Run) -> str:
     )
 
 
-def _not_finite(split: str, lines: list[Line]) -> list[str]:
+def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
     lost = np.isnan(column(lines, "loss"))
     if not lost.any():
         return []

@@ -15,14 +15,14 @@ import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.report import confusion, pages
-from convoy.report.metrics import column
-from convoy.report.pages import Picture, data_uri, inline_svg, read_picture
+from convoy.report.pages import InlinePicture, data_uri, inline_svg, read_picture
 from convoy.report.plots import Panel, draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
-from convoy.report.run_directory import Evaluation, Mistake, Run, read_run
+from convoy.report.run_directory import EvaluationOfRun, Run, column, read_run
 from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
+from convoy.training.records import Mistake
 
 MOST_BAD_IMAGES = 200
 COMPRESS_FROM = 1 << 20
@@ -37,7 +37,7 @@ class ShownMistake:
     true: str
     predicted: str
     probability: float | None
-    picture: Picture | None
+    picture: InlinePicture | None
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _mistakes(run: Run, evaluation: Evaluation) -> Iterator[ShownMistake]:
+def _mistakes(run: Run, evaluation: EvaluationOfRun) -> Iterator[ShownMistake]:
     def shown(mistake: Mistake) -> ShownMistake:
         return ShownMistake(
             name=mistake.name or f"test image {mistake.sample}",

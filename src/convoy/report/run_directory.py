@@ -1,93 +1,104 @@
-"""Reads a run directory into one checked object; whatever a run has not written yet may be missing."""
+"""Reads a run directory into one checked object; whatever a run has not written yet may be missing.
+
+Of `metrics.jsonl` one history is made, even where a resumed run repeats itself.
+"""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
+from convoy.documents import parse
 from convoy.errors import ConvoyError
-from convoy.report.metrics import Metrics, Number, Share, first_problem, read_metrics
-from convoy.report.prediction import Prediction
-from convoy.training.documents import parse
+from convoy.report.prediction import PredictionFile
 from convoy.training.lock import is_locked
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class BadImage(_Part):
-    """An image that could not be read and was skipped."""
-
-    name: str
-    reason: str = ""
-    split: str = ""
-
-
-class DerivedQuantity(_Part):
-    """A number that follows from the recipe, with the formula and the source it comes from."""
-
-    name: str
-    value: Any = None
-    formula: str | None = ""
-    source: str | None = ""
-
-
-class RunSummary(_Part):
-    """`summary.json`: what came out of the run so far."""
-
-    status: Literal["finished", "stopped", "running", "failed"] | None = None
-    error: str | None = None
-    model: str | None = None
-    data: str | None = None
-    devices: int | None = None
-    plan: str | None = None
-    parameters: int | None = None
-    flops: int | None = None
-    num_train: int | None = None
-    num_test: int | None = None
-    steps: int | None = None
-    total_steps: int | None = None
-    epochs: Number = None
-    top1: Share = None
-    top5: Share = None
-    loss: Number = None
-    best_top1: Share = None
-    best_step: int | None = None
-    time_s: Number = None
-    images_per_s: Number = None
-    data_wait_share: Share = None
-    bad_images: list[BadImage] = []
-    derived: list[DerivedQuantity] = []
-    notes: list[str] = []
-
-
-class Mistake(_Part):
-    """A test image that the net got wrong, and how sure it was (`probability` of the predicted class)."""
-
-    sample: int
-    name: str = ""
-    label: int = Field(ge=0)
-    predicted: int = Field(ge=0)
-    probability: Share = None
-    picture: str | None = None
-
-
-class _EvaluationFile(_Part):
-    classes: list[str] = []
-    confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
-    images: int | None = None
-    top1: Share = None
-    top5: Share = None
-    loss: Number = None
-    mistakes: list[Mistake] = []
+from convoy.training.records import EvaluationFile, MetricsLine, Mistake, Record, RunSummary
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Metrics:
+    """The history of a run. `cut` says that the last line was half written, as after a kill, and left out."""
+
+    train: list[MetricsLine] = field(default_factory=list)
+    test: list[MetricsLine] = field(default_factory=list)
+    raw: bytes = b""
+    cut: bool = False
+
+
+def column(lines: Iterable[MetricsLine], name: str) -> np.ndarray:
+    """The values `name` of the lines as float64, NaN where there is none."""
+    values = [getattr(line, name) for line in lines]
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The history in `path`; empty if there is no such file.
+
+    Raises ConvoyError naming file and line where a line is no object of the schema. A last line that was cut off in
+    the middle of writing is no error: it is left out, and `cut` says so.
+    """
+    if not path.exists():
+        return Metrics()
+    raw = path.read_bytes()
+    rows = raw.split(b"\n")
+    cut = False
+    lines: list[MetricsLine] = []
+    for number, row in enumerate(rows, start=1):
+        if not row.strip():
+            continue
+        try:
+            lines.append(_parse(row, path, number))
+        except ConvoyError:
+            if number < len(rows):
+                raise
+            cut = True
+    train, test = _one_history(lines)
+    return Metrics(train, test, raw, cut)
+
+
+def _parse(row: bytes, path: Path, number: int) -> MetricsLine:
+    mend = "mend or delete that line and write the report again"
+    try:
+        return MetricsLine.model_validate(json.loads(row.decode("utf-8")))
+    except ValidationError as error:
+        raise ConvoyError(f"{path}, line {number}: {first_problem(error)}; {mend}.") from None
+    except (ValueError, RecursionError):
+        raise ConvoyError(f"{path}, line {number} is not a JSON object; {mend}.") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that pydantic found, as words that name the key."""
+    problem = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    said = problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"`{key}`: {said}" if key else said
+
+
+def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[MetricsLine]]:
+    """Training and test lines in order of updates, each update once.
+
+    A run that is killed and resumed goes back to its checkpoint and writes some updates a second time. Training lines
+    are written in order, so one that goes back starts anew: what an earlier attempt had written beyond it is dropped.
+    """
+    train: dict[int, MetricsLine] = {}
+    test: dict[int, MetricsLine] = {}
+    for line in lines:
+        if line.split == "test":
+            test[line.step] = line
+            continue
+        if train and line.step <= max(train):
+            train = {step: kept for step, kept in train.items() if step < line.step}
+            test = {step: kept for step, kept in test.items() if step < line.step}
+        train[line.step] = line
+    return list(train.values()), [test[step] for step in sorted(test)]
+
+
+@dataclass(frozen=True)
+class EvaluationOfRun:
     """`evaluation.json`: `confusion` is int64 [true class, predicted class], or None where it was not written."""
 
     classes: list[str]
@@ -116,8 +127,8 @@ class Run:
     environment: dict[str, Any]
     metrics: Metrics
     summary: RunSummary | None
-    evaluation: Evaluation | None
-    prediction: Prediction | None = None
+    evaluation: EvaluationOfRun | None
+    prediction: PredictionFile | None = None
     training: bool | None = None
 
     def setting(self, key: str) -> Any:
@@ -148,7 +159,7 @@ def read_run(path: Path) -> Run:
             metrics=read_metrics(path / "metrics.jsonl"),
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read_model(path / "prediction.json", Prediction),
+            prediction=_read_model(path / "prediction.json", PredictionFile),
             training=is_locked(path),
         )
     except OSError as error:
@@ -191,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound=Record)
 
 
 def _read_model(path: Path, model: type[_Model]) -> _Model | None:
@@ -206,8 +217,8 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
         ) from None
 
 
-def _read_evaluation(path: Path) -> Evaluation | None:
-    found = _read_model(path, _EvaluationFile)
+def _read_evaluation(path: Path) -> EvaluationOfRun | None:
+    found = _read_model(path, EvaluationFile)
     if found is None:
         return None
     confusion = None
@@ -219,4 +230,4 @@ def _read_evaluation(path: Path) -> Evaluation | None:
                 "evaluate the run again."
             )
         confusion = np.array(found.confusion, dtype=np.int64)
-    return Evaluation(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)
+    return EvaluationOfRun(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)

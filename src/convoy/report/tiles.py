@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy import units
-from convoy.report.metrics import column
-from convoy.report.run_directory import Run, RunSummary
+from convoy.report.run_directory import Run, column
+from convoy.training.records import RunSummary
 
 
 @dataclass(frozen=True)

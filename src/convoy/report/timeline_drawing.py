@@ -1,7 +1,4 @@
-"""The predicted timeline of an update, as wide as the page: a band for each stream of each rank.
-
-The look of strategies and of kinds of work on the planner's page: a letter, a color and a word for each.
-"""
+"""The predicted timeline of an update, as wide as the page, and the colors of strategies and kinds of work."""
 
 import math
 from collections.abc import Sequence
@@ -120,7 +117,6 @@ def ticks(total: float) -> list[float]:
 
 
 def _ranks(timeline: Timeline) -> Sequence[int]:
-    """The busiest rank, and as many others as there is room for, in their order."""
     others = [rank for rank in timeline.ranks if rank != timeline.busiest]
     return sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else []
 
@@ -141,7 +137,6 @@ def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
 
 
 def _kind(task: Task) -> str:
-    """Of `KINDS`."""
     return "engine" if is_engine(task) else task.kind
 
 

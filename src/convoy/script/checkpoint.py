@@ -21,8 +21,9 @@ from convoy.engine.agreement import agree
 from convoy.engine.gradients.sharded import ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
+from convoy.script.ranks import alike, together
 from convoy.script.state import Entries, NamedOptimizer, Parts
-from convoy.script.values import Packed, Whole, alike, together, unpacked
+from convoy.script.values import Packed, Whole, unpacked
 
 _OWN = ("net", "optimizer", "scheduler")
 _IDENTITY = "convoy.save"

@@ -1,15 +1,12 @@
-"""The data of a script's ranks, evaluation, and what is printed once."""
+"""The data of a script's ranks: their samples of every global batch, and evaluation that counts each sample once."""
 
-import builtins
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, Sampler
 
@@ -20,36 +17,6 @@ from convoy.engine.agreement import agree
 from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from convoy.plans.layout import balanced, consecutive, proportional
-
-
-def rank() -> int:
-    """This process's number among all ranks, from 0; before `parallelize` too, and 0 on one device.
-
-    >>> weights = convoy.state_dict(net)  # on every rank
-    >>> if convoy.rank() == 0:
-    ...     torch.save(weights, "weights.pt")
-    """
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
-
-
-def num_ranks() -> int:
-    """How many ranks there are; before `parallelize` too, and 1 on one device.
-
-    >>> plan = f"sample={convoy.num_ranks()}" if convoy.num_ranks() > 1 else "serial"
-    >>> plan
-    'sample=2'
-    """
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def print(*values: object, **options: Any) -> None:
-    """Python's `print` on rank 0, nothing on the others. What is printed must not need the other ranks.
-
-    >>> convoy.print("epoch", 1)
-    epoch 1
-    """
-    if rank() == 0:
-        builtins.print(*values, **options)
 
 
 class BatchSampler(Sampler[list[int]]):

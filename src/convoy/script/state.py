@@ -17,7 +17,8 @@ from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.engine.optimizers import PART
 from convoy.errors import ConvoyError
-from convoy.script.values import Whole, alike, together
+from convoy.script.ranks import alike, together
+from convoy.script.values import Whole
 
 _NOT_SAVED = ("params", PART)
 Entries = Mapping[str, Mapping[str, Any]]

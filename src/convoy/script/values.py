@@ -1,14 +1,9 @@
-"""Nested values as JSON and tensors, and back exactly as they were; nothing is pickled.
-
-What all ranks of a script do together: they are refused alike, and find out where they are not alike.
-"""
+"""Nested values as JSON and tensors, and back exactly as they were; nothing is pickled."""
 
 import hashlib
-import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,59 +11,7 @@ import torch
 from torch import Tensor
 
 from convoy.checkpoint.files import TYPES
-from convoy.comm.messages import gather_objects
-from convoy.engine.network import Network
 from convoy.errors import ConvoyError
-
-
-@contextmanager
-def together(network: Network) -> Iterator[None]:
-    """What one rank is refused within, all are, with the first rank's sentence. All ranks enter it.
-
-    Raises:
-        ConvoyError: one of them was refused.
-    """
-    group = network.groups.of(tuple(network.groups.mesh.axes))
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    said = gather_objects(None if failure is None else _sentence(failure), group)
-    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
-    if failure is not None and (not isinstance(failure, ConvoyError) or group is None):
-        raise failure
-    if first is not None:
-        raise ConvoyError(first[1] if said.count(first[1]) == len(said) else f"rank {first[0]}: {first[1]}")
-
-
-def alike(network: Network, facts: Mapping[str, str]) -> None:
-    """See that all ranks have the same facts. All ranks call it.
-
-    Args:
-        network: whose ranks they are.
-        facts: what is to be the same, by names that people understand.
-
-    Raises:
-        ConvoyError: names the first that is not.
-    """
-    group = network.groups.of(tuple(network.groups.mesh.axes))
-    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
-    if len(set(gather_objects(digest, group))) == 1:
-        return
-    for rank, theirs in enumerate(found := gather_objects(dict(facts), group)):
-        odd = next((name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)), None)
-        if odd is not None:
-            raise ConvoyError(
-                f"{odd} is not the same on rank {rank} as on rank 0, but a checkpoint holds one for all ranks: let all "
-                "ranks do the same, and of networks give what convoy.parallelize returned, or copies of it"
-            )
-    raise ConvoyError("ranks give the same things in another order: give them in one order on all ranks")
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"
-
 
 _TAG = "$"
 """The key of a JSON object that stands for something else than a dictionary with names for keys."""

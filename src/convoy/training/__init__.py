@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.training.devices import Devices
     from convoy.training.environment import choose_device
     from convoy.training.progress import ConsoleReporter, Reporter
     from convoy.training.recipe import Recipe, load_recipe, recipe_names
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConsoleReporter",
-    "Devices",
     "Outcome",
     "Recipe",
     "Reporter",
@@ -31,7 +29,6 @@ __getattr__ = lazily(
     __name__,
     {
         "ConsoleReporter": "progress",
-        "Devices": "devices",
         "Outcome": "run",
         "Recipe": "recipe",
         "Reporter": "progress",

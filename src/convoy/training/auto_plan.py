@@ -17,11 +17,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.planner import Planned, Ranks, Scored, make_plan
+from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.store import ProfileStore
@@ -29,7 +30,6 @@ from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived
-from convoy.training.devices import Devices
 from convoy.training.division import Division, text
 from convoy.training.parallel import Method
 from convoy.training.parallel_config import ParallelConfig
@@ -42,7 +42,7 @@ _LEAST, _LONGEST_S = 4, 3.0
 """Batches that are measured, but for as long as that."""
 
 
-def measure_input(recipe: Recipe, data: DataSet, device: torch.device, devices: Devices) -> HostCost | None:
+def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
     """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
@@ -51,12 +51,12 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, devices: 
     Returns:
         What a pass takes, or None where a picture cannot be read: the training will say so.
     """
-    devices.barrier()
+    ranks.barrier()
     try:
-        own: float | None = _seconds(recipe, data, device, devices)
+        own: float | None = _seconds(recipe, data, device, ranks)
     except ConvoyError:
         own = None
-    everyone = devices.gather(own)
+    everyone = ranks.gather(own)
     known = [seconds for seconds in everyone if seconds is not None]
     if len(known) < len(everyone):
         return None
@@ -64,9 +64,9 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, devices: 
     return HostCost(per_sample=max(known), beside=beside)
 
 
-def _seconds(recipe: Recipe, data: DataSet, device: torch.device, devices: Devices) -> float:
+def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
     """Of a sample here. Workers get batches ready in turns, so that as many as there are workers make a round."""
-    positions = balanced(recipe.batch, devices.num)[devices.rank]
+    positions = balanced(recipe.batch, ranks.num)[ranks.rank]
     assert isinstance(positions, range)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     pipeline = InputPipeline(data, device, memory_format)
@@ -141,7 +141,7 @@ _ENOUGH, _MOST = 3, 8
 
 Shares = tuple[int, ...] | None
 """Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
-MakeStep = Callable[[nn.Module, Plan, Devices, Shares], TrainingStep]
+MakeStep = Callable[[nn.Module, Plan, Ranks, Shares], TrainingStep]
 """The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
@@ -193,7 +193,7 @@ class Choice:
     sizes: tuple[int, ...]
     merge: int
     device: torch.device
-    devices: Devices
+    ranks: Ranks
     profiles: ProfileStore | None
     make_step: MakeStep
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -204,13 +204,13 @@ class Choice:
         Raises:
             TooLargeError: no plan fits into the memory of the devices.
         """
-        plain = Plan.by_samples(self.devices.num)
+        plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
-        limit, source = device_memory(self.device, self.devices.ranks.on_host)
-        limit = min(self.devices.gather(limit))
+        limit, source = device_memory(self.device, self.ranks.on_host)
+        limit = min(self.ranks.gather(limit))
         self.progress("timing the input", 0, 1)
-        ahead = measure_input(self.recipe, self.data, self.device, self.devices) or HostCost()
+        ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or HostCost()
         try:
             planned = self._planned(limit, ahead)
         except TooLargeError:
@@ -233,15 +233,15 @@ class Choice:
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
         said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
         chosen = Chosen(winner, planned, tuple(said))
-        verdict = self.devices.first(lambda: explained(planned, chosen.scored).verdict.sentence)
+        verdict = self.ranks.first(lambda: explained(planned, chosen.scored).verdict.sentence)
         return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: HostCost) -> Planned:
         shape = self.data.channels, self.data.image_size, self.data.image_size
         workload = workload_in_passes(
-            self.recipe, self.model, shape, self.sizes, self.merge, self.devices.num, self.device
+            self.recipe, self.model, shape, self.sizes, self.merge, self.ranks.num, self.device
         )
-        ranks, store = self.devices.ranks, self.profiles
+        ranks, store = self.ranks, self.profiles
         return make_plan(
             workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
         )
@@ -261,7 +261,7 @@ class Choice:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
                     raced = partial(self._raced, plan, planned.shares(plan), ahead)
-                    took[plan] = self.devices.ranks.trying(f"racing {plan}", raced)
+                    took[plan] = self.ranks.trying(f"racing {plan}", raced)
                 except ConvoyError as error:
                     failures[plan] = error
         self.progress("racing", len(plans), len(plans))
@@ -270,8 +270,8 @@ class Choice:
         return took, failures
 
     def _raced(self, plan: Plan, shares: Shares, ahead: HostCost, ranks: Ranks) -> float:
-        here = replace(self, devices=Devices(ranks))
-        step = self.make_step(copy.deepcopy(self.model), plan, here.devices, shares)
+        here = replace(self, ranks=ranks)
+        step = self.make_step(copy.deepcopy(self.model), plan, here.ranks, shares)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = here._time(step)
@@ -285,12 +285,12 @@ class Choice:
         updates = itertools.count()
 
         def measure() -> float:
-            self.devices.barrier()
+            self.ranks.barrier()
             began = time.perf_counter()
             step(batch, next(updates))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            return max(self.devices.gather(time.perf_counter() - began))  # all know the same, and end together
+            return max(self.ranks.gather(time.perf_counter() - began))  # all know the same, and end together
 
         return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))
 

@@ -1,16 +1,23 @@
-"""The network that a recipe names, and what it is given."""
+"""The network that a recipe names: built, and tried before it is trained, with the data and for coupled samples."""
 
+import copy
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy import models
+from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
+from convoy.engine import Probe, prepare, probe
+from convoy.engine.coupling import coupled, coupled_in_training
 from convoy.errors import ConvoyError
+from convoy.failure import place_of
+from convoy.script.data import evaluating
+from convoy.training.loss import heads
 from convoy.training.recipe import Recipe
 from convoy.training.run_directory import RunDirectory
 
@@ -86,3 +93,118 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
     return model, notes
+
+
+def try_out(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device) -> Probe:
+    """Run a copy of the network on two microbatches of random images, in training and in evaluation.
+
+    Args:
+        plain: the network, on its device.
+        sizes: samples of every microbatch.
+
+    Raises:
+        ConvoyError: it cannot train on the data's images, or gives logits for another number of classes.
+    """
+    shape = (data.channels, data.image_size, data.image_size)
+    change = "data.image_size, data.channels, the microbatch or the model"
+    return probed(plain, recipe, shape, sizes, device, change, len(data.classes))
+
+
+def probed(
+    plain: nn.Module,
+    recipe: Recipe,
+    shape: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    change: str,
+    num_classes: int | None = None,
+) -> Probe:
+    """The same for images of some shape [channels, height, width].
+
+    Args:
+        plain, sizes: as above.
+        shape: of an image.
+        change: what a user could change, where it cannot be.
+        num_classes: logits that there must be; None for as many as there are.
+
+    Raises:
+        ConvoyError: it cannot train on such images, or gives other logits.
+    """
+    model = copy.deepcopy(plain)
+    context = prepare(model, recipe.seed, recipe.batch_norm)
+    try:
+        if num_classes is not None:
+            _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, num_classes)
+        return probe(model, context, shape, device, samples=min(2, *sizes))
+    except ConvoyError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+        reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
+        where = f"; {type(error).__name__} at {place}" if place is not None else ""
+        raise ConvoyError(
+            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
+            f" ({reason}{where}): change {change}"
+        ) from error
+
+
+def merged(
+    recipe: Recipe,
+    found: Probe,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    sharing: int = 1,
+    alone: bool = False,
+) -> tuple[int, str]:
+    """How many microbatches of each part of the batch run in one pass, and why.
+
+    Args:
+        recipe: what is trained, and how.
+        found: what the network showed.
+        sizes: samples of every microbatch.
+        device: where.
+        sharing: devices that work on a part.
+        alone: one device runs the plain network; on several, the engine brings running statistics in order.
+    """
+    num = len(sizes)
+    if recipe.reproducible:
+        return 1, "reproducible: one by one"
+    if recipe.batch_norm != "microbatch":
+        return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
+    merge = found.merge(sizes, device, sharing)
+    if found.draws:
+        return 1, "one by one: the network draws random numbers outside of dropout layers"
+    if not found.separable:
+        return 1, "one by one: the network couples the samples of a batch"
+    if alone and found.normed_again:
+        return 1, "one by one: a batch norm layer runs several times, and notes one microbatch after the other"
+    return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
+
+
+def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks) -> None:
+    """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
+
+    Raises:
+        ConvoyError: samples of a batch are coupled by more than batch norm.
+    """
+    if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+        return
+    what = None
+    if not found.separable:
+        what = coupled(model)
+    elif found.draws:
+        what = coupled_in_training(model)
+    if what is not None:
+        raise ConvoyError(
+            f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
+            f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
+        )
+
+
+def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: int) -> None:
+    with evaluating(model), torch.no_grad():
+        logits = heads(model(image))[0]
+    if logits.shape != (1, num_classes):
+        raise ConvoyError(
+            f"{name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} classes: "
+            "build the network for as many classes, or choose another model"
+        )

@@ -1,234 +1,22 @@
-"""Saves a run's state while it trains: all ranks together, beside the training, one checkpoint at a time.
-
-The `checkpoint` section of a recipe.
-
-When a checkpoint is due: every so many updates as the recipe says, or as measurements tell.
-"""
+"""Saves a run's state while it trains: all ranks together, beside the training, one checkpoint at a time."""
 
 import json
-import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snapshot, stamp
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.config import PositiveDuration, Section
-from convoy.training.devices import Devices
-from convoy.training.timespan import TimeSpan, in_words
-
-
-class CheckpointConfig(Section):
-    """When the state is saved, and what to do where that fails."""
-
-    every: PositiveDuration | Literal["auto"] = Field(
-        "auto", description="e.g. 1ep or 500ba; auto follows from the measured cost of a checkpoint and mtbf"
-    )
-    mtbf: TimeSpan = Field(
-        TimeSpan(6, "h"), description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
-    )
-    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
-    on_error: Literal["stop", "continue"] = Field(
-        "stop", description="what the run does when a checkpoint cannot be written, e.g. on a full disk"
-    )
-
-
-FIRST_UPDATES = 65
-"""Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""
-FIRST_S = 30.0
-"""The same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all."""
-_REMEMBERED = 5
-
-
-class Pace:
-    """The time of an update on this rank, with evaluations and without checkpoints, from the second update on."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._began = 0.0
-        self._waited_s = 0.0
-        self._done = 0
-
-    def updated(self, done: int) -> None:
-        """`done` updates are done."""
-        self._done = done
-        if self._first is None:
-            self._first, self._began = done, time.perf_counter()
-
-    def waited(self, seconds: float) -> None:
-        """The run was kept by a checkpoint."""
-        if self._first is not None:
-            self._waited_s += seconds
-
-    @property
-    def update_s(self) -> float:
-        """Seconds; 0 while nothing is known."""
-        if self._first is None or self._done == self._first:
-            return 0.0
-        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
-
-
-class When(Protocol):
-    """Says after which updates the state is saved; the same on all ranks."""
-
-    def due(self, done: int, pace: Pace) -> bool:
-        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
-
-    def saved(self, step: int) -> None:
-        """One was begun, due or not."""
-
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """One is on disk: what it cost; the same numbers on all ranks.
-
-        Args:
-            step: of the checkpoint.
-            cost_s: what it kept the run from its work.
-            write_s: until it was on disk.
-            update_s: the time of an update; 0 where that is not known yet.
-
-        Returns:
-            A sentence, where there is something new to say.
-        """
-
-
-class Every:
-    """Every so many updates.
-
-    Args:
-        updates: at least 1.
-    """
-
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
-
-    def due(self, done: int, pace: Pace) -> bool:
-        """Whether the number is a multiple."""
-        return done % self._updates == 0
-
-    def saved(self, step: int) -> None:
-        """Changes nothing."""
-
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """Changes nothing."""
-        return None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A decision.
-
-    Attributes:
-        updates: between two checkpoints.
-        seconds: the same by the measured time of an update.
-        sentence: with formula, numbers and source.
-    """
-
-    updates: int
-    seconds: float
-    sentence: str
-
-
-@dataclass
-class Young:
-    """Derives the interval from measurements.
-
-    Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
-    mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
-    terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot be.
-
-    Attributes:
-        mtbf: M.
-        multiple: the interval is a multiple of so many updates.
-    """
-
-    mtbf: TimeSpan
-    multiple: int = 1
-    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    def decide(self, cost_s: float, write_s: float, update_s: float) -> Interval:
-        """Take one more measurement into account: the median of the last ones counts.
-
-        Args:
-            cost_s: what a checkpoint kept the run from its work.
-            write_s: until it was on disk.
-            update_s: the time of an update.
-        """
-        self._costs.append(max(cost_s, 1e-6))
-        cost, update_s = median(self._costs), max(update_s, 1e-6)
-        young = math.sqrt(2 * cost * self.mtbf.seconds)
-        updates = max(1, round(max(young, write_s) / update_s))
-        updates = math.ceil(updates / self.multiple) * self.multiple
-        seconds = updates * update_s
-        formula = f"sqrt(2 · {in_words(cost)} · {in_words(self.mtbf.seconds)}), Young 1974"
-        if write_s > young:
-            formula = f"as long as one takes to be written, more than {formula}"
-        return Interval(
-            updates,
-            seconds,
-            f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)}): {formula}; "
-            f"at most {in_words(seconds + write_s)} of work are lost",
-        )
-
-
-class Automatic:
-    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
-
-    Args:
-        young: derives the interval.
-        devices: the ranks, which follow the clock of rank 0.
-    """
-
-    def __init__(self, young: Young, devices: Devices) -> None:
-        self._young = young
-        self._devices = devices
-        self._calls = 0
-        self._next: int | None = None
-        self._last = 0
-        self._interval: Interval | None = None
-        self._said = 0
-
-    def due(self, done: int, pace: Pace) -> bool:
-        """Whether the interval is over."""
-        self._calls += 1
-        if self._calls == 2 and self._next is None:
-            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
-            (updates,) = self._devices.largest(updates if self._devices.rank == 0 else 0)
-            self._next = self._rounded(done + updates - 2)
-        return self._next is not None and done >= self._next
-
-    def saved(self, step: int) -> None:
-        """The interval begins anew."""
-        self._last = step
-        if self._interval is not None:
-            self._next = self._rounded(step + self._interval.updates)
-        else:
-            self._next = None if self._next is None else self._rounded(step + FIRST_UPDATES)
-
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """Derive the interval; it is said at first, and where it has changed to half or double of that."""
-        if update_s == 0:
-            return None
-        self._interval = self._young.decide(cost_s, write_s, update_s)
-        self._next = self._rounded(self._last + self._interval.updates)
-        if self._said and 0.5 < self._interval.updates / self._said < 2:
-            return None
-        self._said = self._interval.updates
-        return self._interval.sentence
-
-    def _rounded(self, step: int) -> int:
-        multiple = self._young.multiple
-        return -(-step // multiple) * multiple
-
+from convoy.training.checkpoint_interval import Pace, When
+from convoy.training.config import in_words
 
 LOOK_S = 0.5
 """How often the ranks ask each other, beside the training, whether a checkpoint is written."""
@@ -245,7 +33,7 @@ END_S = 5.0
 
 
 @dataclass
-class Tally:
+class CheckpointTally:
     """What the checkpoints of a run have cost it, on rank 0.
 
     Attributes:
@@ -265,7 +53,7 @@ class Tally:
         self.longest_wait_s = max(self.longest_wait_s, seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the summary, and for `Tally(**values)`."""
+        """For the summary, and for `CheckpointTally(**values)`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -313,7 +101,7 @@ class Saver:
     Args:
         store: of the run.
         when: one is due.
-        devices: the ranks.
+        ranks: that train.
         tell: takes a sentence for whoever watches.
         goes_on: whether the run goes on where a checkpoint cannot be written.
         on_processor: whether the ranks compute on the processor that the writing thread needs as well.
@@ -328,7 +116,7 @@ class Saver:
         self,
         store: CheckpointStore,
         when: When,
-        devices: Devices,
+        ranks: Ranks,
         tell: Callable[[str], None],
         *,
         goes_on: bool = False,
@@ -336,11 +124,11 @@ class Saver:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.newest: int | None = None
-        self.tally = Tally()
+        self.tally = CheckpointTally()
         self._wait_s = 0.0
         self._store = store
         self._when = when
-        self._devices = devices
+        self._ranks = ranks
         self._tell = tell
         self._goes_on = goes_on
         self._on_processor = on_processor
@@ -360,10 +148,10 @@ class Saver:
         Args:
             seen: a file of the run directory that rank 0 has just written.
         """
-        if self._devices.rank == 0:
+        if self._ranks.rank == 0:
             self._store.sweep()
         here = stamp(seen)
-        stamps = self._devices.gather((here, uuid.uuid4().hex))
+        stamps = self._ranks.gather((here, uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
         try:
@@ -413,7 +201,7 @@ class Saver:
         self.finish()
         began = time.perf_counter()
         self._wait_s = 0.0
-        number = self._writers.index(self._devices.rank) if self._devices.rank in self._writers else None
+        number = self._writers.index(self._ranks.rank) if self._ranks.rank in self._writers else None
         shard = snapshot(tensors, number, len(self._writers))
         self._count += 1
         draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
@@ -423,7 +211,7 @@ class Saver:
             draft.put(self._store.place(step), identity, frozen)
             self._store.prune(step, best_step)
 
-        self._writing = Writing(draft, number, shard, put if self._devices.rank == 0 else None)
+        self._writing = Writing(draft, number, shard, put if self._ranks.rank == 0 else None)
         self._look_at = step + 1
         self._when.saved(step)
         self._waited(began)
@@ -467,7 +255,7 @@ class Saver:
         writing = self._writing
         assert writing is not None
         mine = Report.of(writing, self._wait_s, self._pace.update_s, kept_s)
-        reports = self._devices.gather(mine)
+        reports = self._ranks.gather(mine)
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()
@@ -492,7 +280,7 @@ class Saver:
             self._tell(sentence)
 
     def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
-        if self._devices.rank == 0:
+        if self._ranks.rank == 0:
             writing.draft.discard()
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
@@ -529,18 +317,16 @@ class Saver:
             return
         writing.wait(timeout_s)
         writing.give_up()
-        if self._devices.rank == 0 and timeout_s and writing.state != "written":
+        if self._ranks.rank == 0 and timeout_s and writing.state != "written":
             writing.draft.discard()
 
 
 def _still(reports: Sequence[Report]) -> str:
-    """Who has not ended."""
     slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
     return f"still written by {slow}"
 
 
 def _first_failure(reports: Sequence[Report]) -> str:
-    """Why it could not be written, and by whom, where several write."""
     rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
     return f"rank {rank}: {reason}" if len(reports) > 1 else reason
 

@@ -1,12 +1,10 @@
-"""Lengths of training in the words people use: `90ep` epochs, `5000ba` weight updates, `5%` of the whole run.
-
-What every section of a recipe has in common: typed, unchangeable, and strict about names it does not know.
-"""
+"""What recipes are written in: lengths of training (`90ep`, `5000ba`, `5%` of the whole run), spans of time (`6h`), and
+sections, which are typed, unchangeable and strict about names that they do not know."""
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -17,8 +15,24 @@ FORMS = "epochs as 90ep or 0.5ep, or weight updates as 5000ba"
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|ba|%)")
 
 
+class _Written:
+    """A value that recipes write as text: pydantic reads it by `parse` and writes it by `str`."""
+
+    @classmethod
+    def parse(cls, text: Any) -> Self:
+        """Read it."""
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls.parse(value),
+            serialization=core_schema.to_string_ser_schema(),
+        )
+
+
 @dataclass(frozen=True)
-class Duration:
+class Duration(_Written):
     """A length or a point of training.
 
     Attributes:
@@ -30,7 +44,7 @@ class Duration:
     unit: Unit
 
     @classmethod
-    def parse(cls, text: str | float) -> "Duration":
+    def parse(cls, text: Any) -> Self:
         """Read `90ep`, `0.5ep`, `5000ba` or `5%`; a number without a unit counts epochs.
 
         Raises:
@@ -81,12 +95,53 @@ class Duration:
         number = int(self.value) if self.value == int(self.value) else self.value
         return f"{number}{self.unit}"
 
+
+SPANS = "90s, 30min, 6h or 2d"
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)")
+
+
+@dataclass(frozen=True)
+class TimeSpan(_Written):
+    """A span of time.
+
+    Attributes:
+        value: more than 0.
+        unit: `s`, `min`, `h` or `d`.
+    """
+
+    value: float
+    unit: str
+
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, cls) else cls.parse(value),
-            serialization=core_schema.to_string_ser_schema(),
-        )
+    def parse(cls, text: Any) -> Self:
+        """Read `6h` and the like.
+
+        Raises:
+            ValueError: the text has another form, or says no time at all.
+        """
+        form = _SPAN.fullmatch(text.strip()) if isinstance(text, str) else None
+        if form is None:
+            raise ValueError(f"{text!r} is not a span of time: write {SPANS}")
+        if float(form[1]) == 0:
+            raise ValueError(f"{text} is no time at all: write more than 0")
+        return cls(float(form[1]), form[2])
+
+    @property
+    def seconds(self) -> float:
+        """In seconds."""
+        return self.value * _SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.value:.9g}{self.unit}"
+
+
+def in_words(seconds: float) -> str:
+    """A measured time with its unit: `0.083 s`, `31 s`, `5.2 min`, `6 h`."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 class Section(BaseModel):

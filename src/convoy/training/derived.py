@@ -1,7 +1,7 @@
 """What follows from a recipe and the size of the data, each with its formula and where the formula comes from."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
@@ -30,10 +30,6 @@ class Derived:
     value: int | float | str
     formula: str
     source: str
-
-    def as_dict(self) -> dict[str, int | float | str]:
-        """For `summary.json`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

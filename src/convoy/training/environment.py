@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from convoy.comm.groups import join
+from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
 from convoy.version import __version__
 
@@ -28,6 +31,23 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
         raise ConvoyError(f"--device {name} is not here: torch sees {torch.cuda.device_count()} GPUs; use --device cpu")
     return device
+
+
+def join_ranks(timeout_s: float = 600.0) -> tuple[Ranks, torch.device]:
+    """Join the other ranks by torchrun's variables; memory that this process frees stays with it from then on.
+
+    Args:
+        timeout_s: that ranks wait for each other in a collective, unless something ends them earlier.
+
+    Returns:
+        The ranks, and the torch device of this one.
+
+    Raises:
+        ConvoyError: the others are not to be reached.
+    """
+    device = join(timeout_s)
+    keep_freed_memory(device)
+    return Ranks.here(), device
 
 
 def num_cores() -> int:

@@ -15,17 +15,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.comm.position import here
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
-from convoy.training.devices import Devices
+from convoy.training import records
 from convoy.training.loss import heads
 
 NUM_MISTAKES = 24
 
 
 @dataclass(order=True)
-class Mistake:
+class WrongAnswer:
     """A sample that the network got wrong; `picture` is what the network saw, uint8 [channels, height, width]."""
 
     probability: float
@@ -52,7 +53,7 @@ class Evaluation:
     top1: float
     top5: float | None
     confusion: Tensor
-    mistakes: list[Mistake]
+    mistakes: list[WrongAnswer]
     bad: list[tuple[int, str]]
     seconds: float
 
@@ -74,24 +75,24 @@ class Evaluation:
             picture = folder / f"{index:02d}.png"
             write_atomically(picture, partial(_save_png, mistake.picture))
             rows.append(
-                {
-                    "sample": mistake.sample,
-                    "name": name(mistake.sample),
-                    "label": mistake.label,
-                    "predicted": mistake.predicted,
-                    "probability": mistake.probability,
-                    "picture": f"mistakes/{index:02d}.png",
-                }
+                records.Mistake(
+                    sample=mistake.sample,
+                    name=name(mistake.sample),
+                    label=mistake.label,
+                    predicted=mistake.predicted,
+                    probability=mistake.probability,
+                    picture=f"mistakes/{index:02d}.png",
+                )
             )
-        return {
-            "classes": classes,
-            "confusion": self.confusion.tolist(),
-            "images": self.num_images,
-            "top1": self.top1,
-            "top5": self.top5,
-            "loss": self.loss,
-            "mistakes": rows,
-        }
+        return records.EvaluationFile.model_construct(
+            classes=classes,
+            confusion=self.confusion.tolist(),
+            images=self.num_images,
+            top1=self.top1,
+            top5=self.top5,
+            loss=self.loss,
+            mistakes=rows,
+        ).model_dump()
 
 
 class StoppedError(Exception):
@@ -99,8 +100,8 @@ class StoppedError(Exception):
 
 
 @dataclass
-class Tally:
-    """What one part of a split gave; `Tally.total` adds parts up.
+class EvaluationTally:
+    """What one part of a split gave; `EvaluationTally.total` adds parts up.
 
     Attributes:
         losses: sum over the samples of each batch.
@@ -110,13 +111,13 @@ class Tally:
     confusion: Tensor
     losses: list[float] = field(default_factory=list)
     top5: int = 0
-    worst: list[Mistake] = field(default_factory=list)
+    worst: list[WrongAnswer] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     @staticmethod
-    def of(num_classes: int) -> "Tally":
+    def of(num_classes: int) -> "EvaluationTally":
         """An empty one."""
-        return Tally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+        return EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Count the samples of a batch."""
@@ -132,7 +133,7 @@ class Tally:
         pairs = batch.labels * num_classes + predicted
         self.confusion += torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
         for i in (predicted != batch.labels).nonzero().flatten().tolist():
-            mistake = Mistake(
+            mistake = WrongAnswer(
                 probability[i].item(),
                 int(batch.samples[i]),
                 int(batch.labels[i]),
@@ -142,7 +143,7 @@ class Tally:
             (heapq.heappush if len(self.worst) < NUM_MISTAKES else heapq.heappushpop)(self.worst, mistake)
 
     @staticmethod
-    def total(parts: Sequence["Tally"], seconds: float) -> Evaluation:
+    def total(parts: Sequence["EvaluationTally"], seconds: float) -> Evaluation:
         """The evaluation of the whole split, from parts that took turns at its batches: the same for any number."""
         confusion = torch.stack([part.confusion for part in parts]).sum(0)
         loss = 0.0
@@ -168,7 +169,7 @@ def evaluate(
     to_input: Callable[[Batch], Tensor],
     num_classes: int,
     autocast: Callable[[], AbstractContextManager[Any]],
-    devices: Devices | None = None,
+    ranks: Ranks | None = None,
     announce: Callable[[int], int] = lambda number: 0,
     joint: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
@@ -181,7 +182,7 @@ def evaluate(
         to_input: moves a batch's images to the device and normalizes them.
         num_classes: size of the confusion matrix.
         autocast: makes the context in which the forward pass runs.
-        devices: the ranks; every one gets the evaluation of the whole split.
+        ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
         joint: run the network for a batch without samples too, because other ranks' passes need this one.
@@ -191,8 +192,8 @@ def evaluate(
         StoppedError: it was asked to stop.
     """
     start = time.perf_counter()
-    devices = devices or Devices()
-    tally = Tally.of(num_classes)
+    ranks = ranks or Ranks()
+    tally = EvaluationTally.of(num_classes)
     with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
         for number, batch in enumerate(batches):
             here.to("evaluation")
@@ -209,8 +210,8 @@ def evaluate(
                 outputs = model(images)
             tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
     seconds = time.perf_counter() - start
-    parts = devices.gather_samples((tally, seconds))
-    return Tally.total([part for part, _ in parts], max(took for _, took in parts))
+    parts = ranks.gather_samples((tally, seconds))
+    return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
 
 
 def _save_png(pixels: Tensor, path: Path) -> None:

@@ -17,15 +17,15 @@ from convoy.files import write_atomically
 from convoy.models.libraries import reason
 from convoy.training.restore import TrainedRun
 
-Form = Literal["onnx", "torch-export"]
+ExportFormat = Literal["onnx", "torch-export"]
 Notes = dict[str, list[str] | list[float]]
-SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "torch-export"}
+SUFFIXES: dict[str, ExportFormat] = {".onnx": "onnx", ".pt2": "torch-export"}
 TOLERANCE = 1e-3
 NOTES = "convoy.json"
 """The file within a `.pt2` that has classes, mean and standard deviation."""
 
 
-def export(run: TrainedRun, form: Form, path: Path) -> float:
+def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     """Write a trained network as one file with a free batch size, and run it.
 
     Its input is normalized pictures [batch, channels, height, width], its output logits [batch, classes]. Classes, mean

@@ -1,7 +1,4 @@
-"""Losses and gradients that are not finite: what is said of them, and updates that are left out because of them.
-
-Where numbers that are not finite begin: the first layer that gives some, forward or backward.
-"""
+"""Losses and gradients that are not finite: which updates are skipped, and in which layer the numbers begin."""
 
 import contextlib
 import math
@@ -15,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Network
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
-from convoy.training.devices import Devices
-from convoy.training.parallel import TrainedNetwork, UnderPlan
+from convoy.training.parallel import ParallelNetwork, TrainedNetwork
 
 
 @dataclass(frozen=True)
-class Found:
+class NonFiniteLayer:
     """Numbers that are not finite.
 
     Attributes:
@@ -49,7 +46,7 @@ class Origin:
     """
 
     def __init__(self) -> None:
-        self.found: Found | None = None
+        self.found: NonFiniteLayer | None = None
         self._run = -1
 
     @contextmanager
@@ -98,7 +95,7 @@ class Origin:
 
     def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
         if self.found is None and not bool(torch.isfinite(x).all()):
-            self.found = Found(of, name.partition("#")[0], self._run)
+            self.found = NonFiniteLayer(of, name.partition("#")[0], self._run)
 
 
 @contextmanager
@@ -128,7 +125,7 @@ class NotFiniteError(ConvoyError):
 
 
 @dataclass(frozen=True)
-class Bad:
+class NonFiniteUpdate:
     """An update whose loss or gradient is not finite, the same on every rank.
 
     Attributes:
@@ -146,7 +143,7 @@ class Bad:
         return f"{what} in update {self.update + 1:,}{self.where}"
 
 
-class Guard:
+class FiniteGuard:
     """Looks at every update before the weights are changed. All ranks make the same calls.
 
     Losses and gradients are those of the global batch, so that whatever the devices are the same updates are left out.
@@ -157,8 +154,8 @@ class Guard:
         gradients: whether those are looked at too; a scale of the loss lets them overflow, and copes with it.
     """
 
-    def __init__(self, network: TrainedNetwork, devices: Devices, gradients: bool) -> None:
-        self._network, self._devices, self._gradients = network, devices, gradients
+    def __init__(self, network: TrainedNetwork, ranks: Ranks, gradients: bool) -> None:
+        self._network, self._ranks, self._gradients = network, ranks, gradients
         self._buffers: list[Tensor] = []
 
     def begin(self) -> None:
@@ -170,7 +167,7 @@ class Guard:
         fine = all(bool(torch.isfinite(loss)) for loss in losses)
         if fine and self._gradients:
             fine = all(bool(torch.isfinite(gradient).all()) for gradient in self._network.own_gradients())
-        return not self._devices.any(not fine)
+        return not self._ranks.any(not fine)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -178,7 +175,7 @@ class Guard:
         for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
             buffer.copy_(before)
 
-    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> Bad:
+    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
         """Where it began.
 
         Args:
@@ -187,16 +184,16 @@ class Guard:
             again: does the passes of this update again, on all ranks, and leaves nothing behind.
         """
         origin, network = Origin(), self._network
-        engine = network.engine if isinstance(network, UnderPlan) else None
+        engine = network.engine if isinstance(network, ParallelNetwork) else None
         with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):
             again()
         own = sum(float(loss) for loss in losses)
-        said = self._devices.gather((origin.found, own, socket.gethostname()))
-        loss = sum(self._devices.gather_samples(own))
-        return Bad(update, loss, _where([(found, host) for found, _, host in said]))
+        said = self._ranks.gather((origin.found, own, socket.gethostname()))
+        loss = sum(self._ranks.gather_samples(own))
+        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in said]))
 
 
-def _where(said: Sequence[tuple[Found | None, str]]) -> str:
+def _where(said: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:
     """The earliest of what the ranks have found, and which of them have."""
     order = {"input": 0, "output": 0, "gradient": 1}
     known = [found for found, _ in said if found is not None]

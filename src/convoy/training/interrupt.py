@@ -1,7 +1,4 @@
-"""When all ranks stop because one was asked to: at the same update, without asking each other at every one.
-
-Signals that ask a run to stop: it finishes its step, saves, and says so.
-"""
+"""Signals that ask a run to stop: all ranks finish the same update, save, and say so, without asking each time."""
 
 import signal
 import time
@@ -12,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from convoy.training.devices import Devices
+from convoy.comm.ranks import Ranks
 
 SIGNALS = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
 # To a rank that was started by another process: that one hands SIGTERM on as SIGUSR1, and means "end at once" by
@@ -71,10 +68,10 @@ class Stop:
         signal: by which; stays when it has come.
     """
 
-    def __init__(self, devices: Devices, interrupt: Interrupt) -> None:
-        self._devices = devices
+    def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
+        self._ranks = ranks
         self._interrupt = interrupt
-        self._updates = Agreement(devices)
+        self._updates = Agreement(ranks)
         self.signal: str | None = None
 
     def after_update(self) -> bool:
@@ -83,7 +80,7 @@ class Stop:
 
     def in_evaluation(self) -> Callable[[], bool]:
         """What says before each batch of an evaluation whether to stop; batches do not last as long as updates."""
-        return partial(self._ask, Agreement(self._devices))
+        return partial(self._ask, Agreement(self._ranks))
 
     def _ask(self, agreement: "Agreement") -> bool:
         with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
@@ -98,8 +95,8 @@ class Agreement:
     Between two questions lie as many updates as took that long before; rank 0's clock decides.
     """
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._wait = 1
         self._left = 1
         self._asked = time.perf_counter()
@@ -110,7 +107,7 @@ class Agreement:
         Args:
             own: what this rank was asked.
         """
-        if self._devices.num == 1:
+        if self._ranks.num == 1:
             return own
         self._left -= 1
         if self._left > 0:
@@ -118,6 +115,6 @@ class Agreement:
         now = time.perf_counter()
         took = max(now - self._asked, 1e-6)
         wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-        number, self._wait = self._devices.largest(_SIGNALS.index(own or ""), wait if self._devices.rank == 0 else 0)
+        number, self._wait = self._ranks.largest(_SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0)
         self._left, self._asked = self._wait, now
         return _SIGNALS[number] or None

@@ -1,7 +1,4 @@
-"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow.
-
-Sums over the updates between two lines of metrics.
-"""
+"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow."""
 
 import math
 import time
@@ -11,21 +8,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from convoy.training.devices import Devices
+from convoy.comm.ranks import Ranks
+from convoy.training.division import SlowRanks
 from convoy.training.evaluate import Evaluation
 from convoy.training.metrics import MetricsWriter
 from convoy.training.progress import Reporter
 from convoy.training.session import Session
-from convoy.training.slow import SlowRanks
 from convoy.training.step import StepResult
-from convoy.training.summary import Progress
+from convoy.training.summary import RunProgress
 
-Bad = tuple[int, int, str]
+UnreadablePicture = tuple[int, int, str]
 """Update, sample and reason of a picture that could not be read."""
 
 
 @dataclass
-class Window:
+class MetricsWindow:
     """Collects losses, right answers and times; reads the device, and asks the other ranks, only for a line or a save.
 
     The sums are those over all ranks, the same on each, once they were collected.
@@ -53,7 +50,7 @@ class Window:
     _own_s: float = 0.0
     _results: list[StepResult] = field(default_factory=list)
     _wait_s: float = 0.0
-    _bad: list[Bad] = field(default_factory=list)
+    _bad: list[UnreadablePicture] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update of a global batch of so many images, unless it was left out."""
@@ -93,7 +90,7 @@ class Window:
         }
 
     def pack(self) -> dict[str, float]:
-        """The sums as collected, for a checkpoint; `Window(**sums)` goes on with them."""
+        """The sums as collected, for a checkpoint; `MetricsWindow(**sums)` goes on with them."""
         return {
             "num_updates": self.num_updates,
             "num_images": self.num_images,
@@ -110,7 +107,7 @@ class Window:
         now = time.perf_counter() if self.paused_at is None else self.paused_at
         return self.before_s + now - self.started - self.paused_s
 
-    def collect(self, devices: Devices) -> list[Bad]:
+    def collect(self, ranks: Ranks) -> list[UnreadablePicture]:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
         a stop in between nor the number of devices changes anything. All ranks call it.
 
@@ -121,10 +118,10 @@ class Window:
         losses = iter(_read([loss for result in results for loss in result.losses]))
         mine = [[next(losses) for _ in result.losses] for result in results]
         correct = sum(_read([number for result in results for number in result.correct]))
-        bad: list[Bad] = []
+        bad: list[UnreadablePicture] = []
         wait_s = 0.0
-        everyone = devices.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
-        parts = devices.of_parts(everyone)
+        everyone = ranks.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
+        parts = ranks.of_parts(everyone)
         for update in zip(*(part[0] for part in parts), strict=True):
             for part in update:
                 for value in part:
@@ -161,7 +158,7 @@ class Log:
     def __init__(
         self,
         session: Session,
-        progress: Progress,
+        progress: RunProgress,
         metrics: MetricsWriter,
         reporter: Reporter,
         tell: Callable[[str], None],
@@ -172,7 +169,7 @@ class Log:
         self._metrics = metrics
         self._reporter = reporter
         self._tell = tell
-        self._slow = SlowRanks(session.devices)
+        self._slow = SlowRanks(session.ranks)
         self._shown = 0.0
 
     def time(self) -> float:
@@ -186,7 +183,7 @@ class Log:
             self._shown = time.perf_counter()
             self._reporter.advance(done)
 
-    def train(self, done: int, window: Window) -> None:
+    def train(self, done: int, window: MetricsWindow) -> None:
         """A line on the updates of a window, as collected."""
         seconds, values, progress = window.seconds, window.averages(), self._progress
         left_out = {"left_out": window.left_out} if window.left_out else {}
@@ -232,7 +229,6 @@ class Log:
 
     @property
     def _counts_updates(self) -> bool:
-        """Whether the length of the run was given in updates."""
         return self._session.recipe.epochs.unit == "ba"
 
     def _place(self, done: int, form: str = "") -> str:
@@ -247,5 +243,4 @@ class Log:
 
 
 def _number(epochs: float) -> str:
-    """With three digits, or as many as the whole number has."""
     return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"

@@ -12,22 +12,20 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import here
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
-from convoy.training.checkpoints import TIMEOUT_S, Tally
-from convoy.training.division import text
+from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
+from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
-from convoy.training.extend import extended, state_at_end
 from convoy.training.finite import NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
-from convoy.training.log import Log, Window
+from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.resume import create_saver, identity, load_latest, moved_data
+from convoy.training.resume import create_saver, extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.slow import SpeedTest
 from convoy.training.step import TrainingStep
-from convoy.training.summary import LeftOut, Progress
+from convoy.training.summary import RunProgress, SkippedUpdates
 
 _DECIDED_ANEW = "checkpoint every "
 
@@ -61,16 +59,16 @@ class Loop:
         self.saver = create_saver(self.store, session, self._tell, timeout_s)
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
-        self.progress = Progress()
-        self.window = Window()
+        self.progress = RunProgress()
+        self.window = MetricsWindow()
         self.done = 0
         self.finished = False
         self.evaluation: Evaluation | None = None
         self.comparison: Comparison | None = None
-        auto = session.recipe.parallel.shares == "auto" and session.devices.num_sample_ranks > 1
+        auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._left_out = LeftOut(self._tell)
+        self._skipped = SkippedUpdates(self._tell)
         self._extends = False
 
     def resume(self) -> None:
@@ -80,19 +78,19 @@ class Loop:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
         here.to("reading")
-        checkpoint, refused = load_latest(self.store, self.identity, self.session.devices)
+        checkpoint, refused = load_latest(self.store, self.identity, self.session.ranks)
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
             values = self.session.state.unpack(checkpoint)
-            self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
+            self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
             self.done = self.saver.newest = checkpoint.step
-            self.saver.tally = Tally(**self.progress.checkpoints)
+            self.saver.tally = CheckpointTally(**self.progress.checkpoints)
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
-        self.finished = self.session.devices.first(self._is_finished)
-        if self.session.devices.rank == 0 and not self.finished:
+        self.finished = self.session.ranks.first(self._is_finished)
+        if self.session.ranks.rank == 0 and not self.finished:
             again = self.progress.to_evaluate or self.done == self.session.quantities.total_updates
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
@@ -103,9 +101,9 @@ class Loop:
             ConvoyError: it cannot be used.
         """
         here.to("reading")
-        checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.devices)
+        checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = Progress(**values["progress"]), Window(**values["window"])
+        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
         self.progress.checkpoints = {}
         self.progress.to_evaluate = False
         self.done = checkpoint.step
@@ -116,7 +114,7 @@ class Loop:
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
         before = extended(self.session.recipe).metrics
-        if self.session.devices.rank == 0 and before.exists():
+        if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
             self.run.forget_metrics_after(self.done)
 
@@ -134,7 +132,7 @@ class Loop:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
         metrics = MetricsWriter.silent()
-        if self.session.devices.rank == 0:
+        if self.session.ranks.rank == 0:
             metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
@@ -145,7 +143,7 @@ class Loop:
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
-            self._stop = Stop(self.session.devices, interrupt)
+            self._stop = Stop(self.session.ranks, interrupt)
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
@@ -190,9 +188,9 @@ class Loop:
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._left_out.add(result.bad, self.progress)
+                        self._skipped.add(result.bad, self.progress)
                     else:
-                        self._left_out.made()
+                        self._skipped.made()
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -229,7 +227,7 @@ class Loop:
         session = self.session
         self.comparison = observation.conclude(session.scored, session.profiles, self.run.trace)
         session.scored = None
-        if session.devices.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
+        if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
                 write_json(self.run.prediction, self.comparison.to_document())
             except OSError as error:
@@ -254,7 +252,7 @@ class Loop:
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""
         session = self.session
-        session.division, times = speed.shares(session.devices, session.division)
+        session.division, times = speed.shares(session.ranks, session.division)
         self._speed = None
         session.notes.append(
             f"shares {text(session.division.counts)} of {len(session.division.sizes)} microbatches from update "
@@ -273,13 +271,13 @@ class Loop:
     def _collect(self) -> None:
         """Add up what the ranks have; the loss becomes the same number on all of them."""
         data = self.session.data
-        for _, sample, reason in self.window.collect(self.session.devices):
+        for _, sample, reason in self.window.collect(self.session.ranks):
             self.progress.add_bad(data.train.name(sample), reason, "train")
 
     def _end_window(self) -> None:
         """Write the line of the updates since the last one."""
         self._collect()
-        window, self.window = self.window, Window()
+        window, self.window = self.window, MetricsWindow()
         if window.num_updates:
             self._check_loss(window.averages()["loss"])
         self._log.train(self.done, window)
@@ -291,7 +289,7 @@ class Loop:
     def _check_weights(self) -> None:
         """No checkpoint holds what the next loss will show to be lost. All ranks call it."""
         fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
-        if self.session.devices.any(not fine):
+        if self.session.ranks.any(not fine):
             self._not_finite("weights became infinite or no numbers")
 
     def _not_finite(self, what: str) -> NoReturn:

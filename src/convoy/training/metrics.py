@@ -1,17 +1,59 @@
 """Writes the course of a run: `metrics.jsonl` for programs, TensorBoard events for people.
 
-A file that grows: what a full disk refuses is kept, and written as soon as there is room.
+What a full disk refuses is kept, and written as soon as there is room. tensorboardX's own writer is not used: its
+thread and queue stop for good, and then block, when the disk is full.
 """
 
 import math
-from collections.abc import Callable
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
+
 from convoy.errors import ConvoyError
 from convoy.files import to_json
-from convoy.training import events
+
+_VERSION = "brain.Event:2"
+
+
+def new_file(folder: Path) -> Path:
+    """A name in the form that TensorBoard looks for, and in whose order it reads."""
+    return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+
+
+def beginning(first_step: int) -> bytes:
+    """What a file begins with; it hides what earlier files have from `first_step` on."""
+    session = SessionLog(status=SessionLog.START)
+    return _record(Event(wall_time=time.time(), file_version=_VERSION)) + _record(
+        Event(wall_time=time.time(), step=first_step, session_log=session)
+    )
+
+
+def scalars(step: int, values: Mapping[str, float]) -> bytes:
+    """Finite numbers after so many updates, by name."""
+    now = time.time()
+    return b"".join(
+        _record(Event(wall_time=now, step=step, summary=scalar(name, value))) for name, value in values.items()
+    )
+
+
+def _record(event: Event) -> bytes:
+    """TFRecord: length, its checksum, content, its checksum."""
+    content: bytes = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    return length + _checksum(length) + content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(content))
 
 
 class AppendedFile:
@@ -81,13 +123,13 @@ class MetricsWriter:
     ) -> None:
         self._lines = AppendedFile(metrics)
         try:
-            self._events = AppendedFile(events.new_file(tensorboard))
+            self._events = AppendedFile(new_file(tensorboard))
         except BaseException:
             self._lines.close()
             raise
         self._tell = tell
         self._failed = False
-        self._append(self._events, events.beginning(first_step + 1))
+        self._append(self._events, beginning(first_step + 1))
 
     @staticmethod
     def silent() -> "MetricsWriter":
@@ -99,7 +141,7 @@ class MetricsWriter:
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         self._append(self._lines, f"{to_json(line)}\n".encode())
         finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
-        self._append(self._events, events.scalars(step, finite))
+        self._append(self._events, scalars(step, finite))
         if self._failed and not self._lines.kept and not self._events.kept:
             self._failed = False
             self._tell("the metrics are written again, those that were kept too")

@@ -29,7 +29,7 @@ from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.parallel import UnderPlan
+from convoy.training.parallel import ParallelNetwork
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.workloads import measuring, workload_precision
@@ -111,7 +111,7 @@ class Observation:
     @contextmanager
     def _watching(self, step: TrainingStep, update: WatchedUpdate, apart: bool) -> Iterator[None]:
         network = step.network
-        engine = network.engine if isinstance(network, UnderPlan) and self._unseen is None else None
+        engine = network.engine if isinstance(network, ParallelNetwork) and self._unseen is None else None
         parameters = list(network.model.parameters()) if engine is not None else []
         step.mark, step.timed = update.mark, apart and engine is not None
         if engine is not None:
@@ -126,7 +126,6 @@ class Observation:
                 engine.watch = None
 
     def _typed(self, placement: Placement) -> Placement:
-        """With the types under the recipe's autocast, as the planner has them."""
         precision = workload_precision(self._session.recipe)
         return replace(placement, graph=under_autocast(placement.graph, precision, self._session.device.type))
 
@@ -139,24 +138,24 @@ class Observation:
             trace_file: where one of the watched updates of all ranks is kept, if there was any; None keeps none.
         """
         session = self._session
-        recipe, devices = session.recipe, session.devices
+        recipe, ranks = session.recipe, session.ranks
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
         clock = self._clock
-        alone = devices.num == 1
-        timelines = [one.timeline(devices.rank, alone) for one in self._watched]
+        alone = ranks.num == 1
+        timelines = [one.timeline(ranks.rank, alone) for one in self._watched]
         seen = _Seen(
             [clock.between(*both) for both in self._timed],
             [one.total for one in timelines],
-            Summary.median([one.summary(devices.rank) for one in timelines]) if timelines else None,
-            measured_ops(self._apart, devices.rank, recipe.batch_norm, size, self._typed),
+            Summary.median([one.summary(ranks.rank) for one in timelines]) if timelines else None,
+            measured_ops(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),
         )
         placement = self._typed(self._watched[0].placements[0]) if timelines and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
-        everyone = devices.gather(seen)
+        everyone = ranks.gather(seen)
         step: list[Timeline] = []
         if timelines and trace_file is not None:
-            step = devices.gather(timelines[typical([one.watched for one in everyone])])
+            step = ranks.gather(timelines[typical([one.watched for one in everyone])])
 
         def first() -> Comparison:
             notes = [self._unseen] if self._unseen is not None else []
@@ -168,7 +167,7 @@ class Observation:
                 _keep(trace_file, before, step)
             return _compared(session, everyone, before, placement, store, notes)
 
-        return devices.first(first)
+        return ranks.first(first)
 
 
 def typical(lengths: Sequence[Sequence[float]]) -> int:
@@ -184,7 +183,7 @@ def typical(lengths: Sequence[Sequence[float]]) -> int:
 def _why_unseen(session: Session) -> str | None:
     """Why the calls of the network cannot be watched; None where they can."""
     network = session.network
-    if not isinstance(network, UnderPlan):
+    if not isinstance(network, ParallelNetwork):
         return "layers are not watched on one device, which runs the plain network"
     if isinstance(network.engine, Layerwise):
         return "layers are not watched in a network that is not seen as one graph"
@@ -194,7 +193,7 @@ def _why_unseen(session: Session) -> str | None:
 
 
 def _here(session: Session) -> Device:
-    return measuring(session.recipe, session.device, session.devices.ranks.on_host)
+    return measuring(session.recipe, session.device, session.ranks.on_host)
 
 
 def _known(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
@@ -233,7 +232,7 @@ def _compared(
     return Comparison(
         model=session.recipe.model.name,
         plan=str(session.plan),
-        devices=session.devices.num,
+        devices=session.ranks.num,
         batch=session.recipe.batch,
         rank=rank,
         timed=len(own.updates),

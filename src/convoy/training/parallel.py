@@ -1,7 +1,4 @@
-"""The network of a run on several devices: the engine, as the trainer asks for it.
-
-What the trainer asks of the network that it trains, on one device and on several.
-"""
+"""The network of a run, on one device or on several: the engine, as the trainer asks for it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -195,7 +192,7 @@ class Method:
     local_updates: int | None = None
 
 
-class UnderPlan:
+class ParallelNetwork:
     """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
 
     joint = True
@@ -360,10 +357,8 @@ class UnderPlan:
         return self.engine.part(name, tensor) if whole else tensor
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
-        """Every parameter with the axes over which its gradient is added."""
         apart = frozenset(self.sample_axes if self.local_mean else ())
         return [(p, tuple(sorted(self._places[id(p)].copied - apart))) for p in self.model.parameters()]
 
     def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
-        """Every parameter with the axes that divide it."""
         return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]

@@ -6,7 +6,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from convoy.errors import ConvoyError
-from convoy.plans.fit import fit
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.config import Section
 
@@ -83,6 +82,8 @@ def fitted(
     if section.plan is not None and section.plan.strip() != "auto":
         plan = Plan.parse(section.plan)
         if not keep_plan and plan.mesh.num_devices not in (1, num_devices):
+            from convoy.plans.fit import fit  # which needs torch
+
             before, found = plan, fit(plan, num_devices)
             if found.regrouped and section.lost_group == "wait":
                 raise LostGroupError(
@@ -106,7 +107,6 @@ def fitted(
 
 
 def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool:
-    """Whether shares are as many as the parts of the batch; as the planner could make, where it chooses (None)."""
     number = len(shares)
     return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
 

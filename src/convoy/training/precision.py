@@ -1,7 +1,4 @@
-"""Torch's switches and the precision of a run.
-
-Training in low precision: whether a device can, tried out, not looked up; and the scale of fp16's loss.
-"""
+"""Torch's switches, and training in low precision: whether a device can, tried out, and the scale of fp16's loss."""
 
 import contextlib
 import os

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, Normalize
-from convoy.training.devices import Devices
 from convoy.training.environment import num_cores
 from convoy.training.loss import heads
 from convoy.training.precision import autocast_of, set_numerics
@@ -26,7 +26,7 @@ _SOON_S = 0.05
 
 
 @dataclass(frozen=True)
-class Answer:
+class FileClasses:
     """What is on a picture.
 
     Attributes:
@@ -66,13 +66,13 @@ class Classifier:
         for network in _copies(run.network, self.num_threads):
             self._networks.put(network)
 
-    def __call__(self, names: list[str]) -> list[Answer]:
+    def __call__(self, names: list[str]) -> list[FileClasses]:
         """What is on the pictures of a batch of files. Several threads may call it."""
         pictures = [self._read(name) for name in names]
         good = [picture for picture in pictures if not isinstance(picture, BadImage)]
         best = iter(self._best(torch.from_numpy(np.stack(good)))) if good else iter(())
         return [
-            Answer(name, bad=picture.reason) if isinstance(picture, BadImage) else Answer(name, next(best))
+            FileClasses(name, bad=picture.reason) if isinstance(picture, BadImage) else FileClasses(name, next(best))
             for name, picture in zip(names, pictures, strict=True)
         ]
 
@@ -110,9 +110,9 @@ def classify(
     classifier: Classifier,
     names: Iterable[str] | None,
     batch: int,
-    devices: Devices | None = None,
+    ranks: Ranks | None = None,
     is_to_end: Callable[[], bool] = lambda: False,
-) -> Iterator[list[Answer]]:
+) -> Iterator[list[FileClasses]]:
     """Classify picture files, while the names of the next ones are read.
 
     Ranks and their threads take turns at the batches, each with the whole network: the batches, and so the answers, are
@@ -122,16 +122,16 @@ def classify(
         classifier: of this rank.
         names: of the files, on rank 0; None on the others.
         batch: pictures of a batch.
-        devices: the ranks; None for one device.
+        ranks: the ranks; None for one device.
         is_to_end: asked on rank 0 before each turn, for whoever wants no more answers.
 
     Yields:
         The answers of the next batches, in the order of the names, the same on all ranks.
     """
-    devices = devices or Devices()
-    num_threads = devices.broadcast(classifier.num_threads)
-    reader = _Reader(names, batch, devices.num * num_threads) if names is not None else None
-    waiting: list[Future[list[Answer]]] | None = None
+    ranks = ranks or Ranks()
+    num_threads = ranks.broadcast(classifier.num_threads)
+    reader = _Reader(names, batch, ranks.num * num_threads) if names is not None else None
+    waiting: list[Future[list[FileClasses]]] | None = None
 
     def turn_of_all() -> list[list[str]] | None:
         return None if reader is None or is_to_end() else reader.next(None if waiting is None else _SOON_S)
@@ -139,10 +139,10 @@ def classify(
     # The threads switch warnings off and on while they read pictures, each for all.
     with ThreadPoolExecutor(num_threads, "convoy-predict") as pool, warnings.catch_warnings():
         while True:
-            turn = devices.first(turn_of_all)
-            begun = [pool.submit(classifier, mine) for mine in turn[devices.rank :: devices.num]] if turn else None
+            turn = ranks.first(turn_of_all)
+            begun = [pool.submit(classifier, mine) for mine in turn[ranks.rank :: ranks.num]] if turn else None
             if waiting is not None:
-                parts = devices.gather([future.result() for future in waiting])
+                parts = ranks.gather([future.result() for future in waiting])
                 in_order = itertools.chain.from_iterable(itertools.zip_longest(*parts, fillvalue=[]))
                 yield list(itertools.chain.from_iterable(in_order))
             if turn is None:

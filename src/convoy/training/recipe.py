@@ -10,15 +10,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
+from convoy.documents import dump, parse, read_mapping
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing, expanded
 from convoy.models.registry import check_name
 from convoy.terminal import brief
-from convoy.training.checkpoints import CheckpointConfig
+from convoy.training.checkpoint_interval import CheckpointConfig
 from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section
-from convoy.training.documents import apply_overrides, dump, parse, parse_overrides, read_mapping
 from convoy.training.ema import EmaConfig
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
+from convoy.training.overrides import apply_overrides, parse_overrides
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
 from convoy.training.schema import all_keys, is_text, sentence

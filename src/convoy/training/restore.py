@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
 from convoy.data.batch import evaluation_pixels, in_channels
 from convoy.data.config import AugmentConfig
@@ -25,7 +26,6 @@ from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
-from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.recipe import Recipe, load_recipe
@@ -241,23 +241,23 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     return run.recipe.data.model_copy(update={**settings, **split})
 
 
-def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, devices: Devices | None = None) -> Evaluation:
+def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ranks | None = None) -> Evaluation:
     """Evaluate a run on every sample of the test split, in turns where there are several ranks. All of them call it.
 
     Args:
         run: whose network it is.
         data: labelled by the run's classes.
         device: of this rank.
-        devices: the ranks; None for one device.
+        ranks: the ranks; None for one device.
     """
-    devices = devices or Devices()
+    ranks = ranks or Ranks()
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
     batches = evaluation_batches(
-        data, run.recipe.data, batch=EVALUATION_BATCH, part=devices.sample_rank, num_parts=devices.num_sample_ranks
+        data, run.recipe.data, batch=EVALUATION_BATCH, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
     )
     with contextlib.closing(batches):
         return evaluate(
-            run.network, batches, pipeline, len(run.classes), lambda: autocast_of(run.recipe, device), devices
+            run.network, batches, pipeline, len(run.classes), lambda: autocast_of(run.recipe, device), ranks
         )

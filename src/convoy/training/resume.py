@@ -1,6 +1,7 @@
-"""Whether a recipe may go on with a run that another one began.
+"""What a run goes on from: whether a recipe may go on with a run that another one began, and from which checkpoint.
 
-The checkpoints of a session: who saves them and when, and the one that it goes on from.
+A run made longer is a new one that begins with the state at the end of a finished one, of which nothing changes. Its
+schedule is that of the whole, new length: a cosine goes on from where it would stand in the longer run.
 """
 
 import hashlib
@@ -11,13 +12,15 @@ from typing import Any
 
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
+from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
-from convoy.training.checkpoints import Automatic, Every, Saver, When, Young
+from convoy.training.checkpoint_interval import Automatic, Every, When, Young
+from convoy.training.checkpoints import Saver
 from convoy.training.config import Duration
-from convoy.training.devices import Devices
-from convoy.training.documents import show
+from convoy.training.derived import resolve
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
@@ -39,11 +42,11 @@ def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str],
         when = Every(every)
     else:  # local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide
         multiple = recipe.parallel.local_sgd or 1
-        when = Automatic(Young(recipe.checkpoint.mtbf, multiple), session.devices)
+        when = Automatic(Young(recipe.checkpoint.mtbf, multiple), session.ranks)
     return Saver(
         store,
         when,
-        session.devices,
+        session.ranks,
         tell,
         goes_on=recipe.checkpoint.on_error == "continue",
         on_processor=session.device.type == "cpu",
@@ -51,7 +54,7 @@ def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str],
     )
 
 
-def load_latest(store: CheckpointStore, identity: str, devices: Devices) -> tuple[Checkpoint | None, list[str]]:
+def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that rank 0 finds whole, on every rank. All ranks call it.
 
     Returns:
@@ -67,10 +70,10 @@ def load_latest(store: CheckpointStore, identity: str, devices: Devices) -> tupl
         found, refused = store.load_latest(identity)
         return (found.step, found.identity, found.values) if found is not None else None, refused
 
-    facts, refused = devices.first(read)
+    facts, refused = ranks.first(read)
     if facts is None:
         return None, refused
-    tensors = devices.broadcast_tensors(found.tensors if found is not None else None)
+    tensors = ranks.broadcast_tensors(found.tensors if found is not None else None)
     return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
 
 
@@ -164,3 +167,87 @@ def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+MAY_CHANGE = (
+    "epochs",
+    "extends",
+    "schedule",
+    "optimizer.lr",
+    "optimizer.base_lr",
+    "loss",
+    "clip_norm",
+    "data.augment",
+    "data.mix",
+    "reproducible",
+    "threads",
+    "compile",
+    "channels_last",
+)
+"""Keys of the recipe that may be others than the old run's, beside those that never change a result."""
+
+
+def check_extension(recipe: Recipe) -> None:
+    """Refuse a recipe that cannot begin with the state of the run that it extends.
+
+    Raises:
+        ConvoyError: there is no such run, it is not finished, or the recipe differs in what the state is made of.
+    """
+    old = extended(recipe)
+    if not old.is_run():
+        raise ConvoyError(f"extends={recipe.extends} is no run directory (it has no config.yaml): name one")
+    status = old.summary().get("status")
+    if status != "finished":
+        raise ConvoyError(
+            f"{old.path} is not finished ({f'its summary says {status}' if status else 'it has no summary'}), so there "
+            f"is nothing to extend yet: go on with it by convoy train {old.path} --resume"
+        )
+    if not CheckpointStore(old.checkpoints).steps():
+        raise ConvoyError(
+            f"{old.path} has no checkpoints any more, so its state is not known: begin a new run with its weights, "
+            f"--weights {old.path}"
+        )
+    begun = load_recipe(str(old.config))
+    for key, now, before in differences(recipe, begun):
+        if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+            raise ConvoyError(
+                f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
+                f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
+            )
+    if recipe.epochs == begun.epochs or begun.epochs.longer_than(recipe.epochs):
+        raise ConvoyError(
+            f"a run of epochs={recipe.epochs} does not extend {old.path}, which has {begun.epochs}: make it longer"
+        )
+
+
+def extended(recipe: Recipe) -> RunDirectory:
+    """The run that a recipe's run begins with."""
+    assert recipe.extends is not None
+    return RunDirectory(Path(recipe.extends))
+
+
+def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoint, list[str]]:
+    """The state at the end of the run that a recipe extends, the same on all ranks. All of them call it.
+
+    Returns:
+        The state, and sentences on it.
+
+    Raises:
+        ConvoyError: there is no checkpoint that can be used, or the data are not those of that run.
+    """
+    old = extended(recipe)
+    ranks.first(lambda: check_data(data, old))
+    begun = ranks.first(lambda: load_recipe(str(old.config)))
+    name = identity(begun, len(data.train), len(data.test))
+    checkpoint, notes = load_latest(CheckpointStore(old.checkpoints), name, ranks)
+    if checkpoint is None:
+        raise ConvoyError(f"the checkpoints of {old.path} have been removed: put them back, or begin another run")
+    ended, now = resolve(begun, len(data.train)), resolve(recipe, len(data.train))
+    done, total = checkpoint.step, ended.total_updates
+    rates = f"{ended.schedule.lr(done - 1):.3g} at its end, {now.schedule.lr(done):.3g} from here on"
+    notes.append(
+        f"begins with the state of {old.path} after {done:,} updates"
+        + (f" (of {total:,}: that is its newest checkpoint)" if done < total else "")
+        + f"; the learning rate, {rates}, is that of a run of {recipe.epochs}"
+    )
+    return checkpoint, notes

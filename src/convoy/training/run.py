@@ -1,7 +1,4 @@
-"""Begins a run, or goes on with one, and leaves its folder complete.
-
-Finds the update in which the loss of a run that failed stopped being finite, by doing the last ones again.
-"""
+"""Begins a run, or goes on with one, and leaves its folder complete, also where it fails."""
 
 import contextlib
 import gc
@@ -15,6 +12,7 @@ import torch
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import here
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
@@ -22,18 +20,17 @@ from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.checks import check_run
-from convoy.training.devices import Devices
 from convoy.training.evaluate import Evaluation
-from convoy.training.extend import check_extension
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter, Silence
 from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.resume import check_data, load_latest, moved_data
+from convoy.training.records import Status
+from convoy.training.resume import check_data, check_extension, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import Progress, Status, briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import RunProgress, briefly, note_failure, sentence_of, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0
@@ -53,12 +50,12 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     Returns:
         The sentence to end with.
     """
-    checkpoint, _ = load_latest(store, identity, session.devices)
+    checkpoint, _ = load_latest(store, identity, session.ranks)
     begin = 0
     if checkpoint is not None:
         session.state.unpack(checkpoint)
         begin = checkpoint.step
-    (too_long,) = session.devices.largest(int((error.by - begin) * update_s > LIMIT_S))
+    (too_long,) = session.ranks.largest(int((error.by - begin) * update_s > LIMIT_S))
     if too_long:
         return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
     step, averaged = session.step(), session.state.averaged
@@ -107,7 +104,7 @@ def train(
     *,
     resume: bool = False,
     device: torch.device | None = None,
-    devices: Devices | None = None,
+    ranks: Ranks | None = None,
     command: str = "",
     reporter: Reporter,
     on_start: Callable[[Session], None] = lambda session: None,
@@ -115,7 +112,7 @@ def train(
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
     keep: bool = True,
-    said: Collection[str] = (),
+    explicit_keys: Collection[str] = (),
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -127,7 +124,7 @@ def train(
         resume: go on from the newest checkpoint in `out`, if there is one. The final weights are those of a run that
             was never stopped.
         device: where to train; None takes the first GPU, or the CPU.
-        devices: the ranks; None for one device.
+        ranks: the ranks; None for one device.
         command: the command line that repeats the run, for the report.
         reporter: whom to tell how it goes.
         on_start: called with the session when everything is checked and before the first update, on rank 0.
@@ -136,21 +133,21 @@ def train(
         watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
             on several devices, or wait for one checkpoint. None makes one for the run alone.
         keep: whether measured times are kept for later plans, and those that are kept are used.
-        said: keys of the recipe that the user has set just now, which are to have an effect.
+        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
     """
     run = RunDirectory(out)
-    devices = devices or Devices()
-    first = devices.rank == 0
+    ranks = ranks or Ranks()
+    first = ranks.rank == 0
     reporter = reporter if first else Silence()
     with contextlib.ExitStack() as stack:
         if watchdog is None:
-            watchdog = stack.enter_context(Watchdog(devices, meeting_store(), say_and_end, patient=True))
-        resuming = devices.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
+            watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
+        resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, devices, keep=keep, said=said)
+        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         here.to("start")
         if first:
             on_start(session)
@@ -158,16 +155,16 @@ def train(
         stack.enter_context(disk_explained(run.path))
         if recipe.extends is not None and not resuming:
             loop.extend()
-        devices.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
+        ranks.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
         watchdog.begin()
         if resuming:
             _go_on(run, session, loop, reporter)
         elif recipe.extends is not None:
             loop.take_metrics()
         if loop.finished:
-            devices.barrier()
+            ranks.barrier()
             return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
-        devices.first(lambda: write_text(run.plan, session.plan.to_yaml()))
+        ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
         summary = partial(write_summary, run, session) if first else _no_summary
         summary(loop.progress, "running", loop.done, None)
         hang = watchdog.end
@@ -192,7 +189,7 @@ def train(
             _free(device)
             try:
                 with watchdog.ending_by(partial(_end_with, hang, error)):
-                    again = set_up(ran, device, reporter.prepare, devices, data)
+                    again = set_up(ran, device, reporter.prepare, ranks, data)
                     again.division = division
                     sentence = trace_back(again, store, name, error, update_s)
             except Exception:
@@ -201,11 +198,11 @@ def train(
                 briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
-            why = sentence_of(error, devices.rank)
+            why = sentence_of(error, ranks.rank)
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
-        devices.barrier()  # nobody goes on, or away, before all is written
+        ranks.barrier()  # nobody goes on, or away, before all is written
     top1 = loop.evaluation.top1 if loop.evaluation else None
     return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
 
@@ -246,14 +243,14 @@ def _begin(
         run.check_free(mine=True)
         run.sweep()
         given = NetworkInput.of(session.data).as_dict()
-        facts = environment.describe(by[0], session.device, session.devices.num, str(session.plan))
+        facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
         own = {"run": str(run.path), "jobs": list(by[1]), "input": given}
         run.create(to_yaml(session.recipe), {**facts, **own})
 
 
 def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
     """Take over the newest checkpoint, and note that. All ranks call it."""
-    rank = session.devices.rank
+    rank = session.ranks.rank
     try:
         with disk_explained(run.path):
             loop.resume()
@@ -267,7 +264,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     moved = moved_data(session.recipe, run) if rank == 0 else None
     if rank == 0:
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
-        facts = environment.restart(loop.done, session.devices.num, str(session.plan))
+        facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
     if moved is not None:
         session.notes.append(moved)
@@ -280,7 +277,7 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
     here.to("weights")
     weights = session.state.whole_weights()
-    if session.devices.rank == 0:
+    if session.ranks.rank == 0:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
@@ -288,7 +285,6 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
 
 
 def _as_it_ran(session: Session) -> Recipe:
-    """The recipe with the plan that ran, which is not looked for again."""
     parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
     return session.recipe.model_copy(update={"parallel": parallel})
 
@@ -301,11 +297,10 @@ def _free(device: torch.device) -> None:
 
 
 def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
-    """While it is looked for where the error began, nothing moves any more: the error is what counts."""
     end(f"{error}\n{sentence}")
 
 
 def _no_summary(
-    progress: Progress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
+    progress: RunProgress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
 ) -> None:
     """Of ranks other than 0."""

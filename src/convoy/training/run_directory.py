@@ -1,9 +1,4 @@
-"""The folder of one run: what lies where, and that nobody's earlier results are overwritten.
-
-What is wrong with a disk, in one sentence.
-
-The final weights as a safetensors file that plain PyTorch loads.
-"""
+"""The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
 
 import errno
 import json
@@ -11,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 from convoy.training import lock
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -42,8 +37,10 @@ def disk_explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+def save_weights(weights: Mapping[str, "Tensor"], path: Path) -> None:
     """Write a model's parameters and buffers, whole and under its own names."""
+    from safetensors.torch import save_file
+
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
 

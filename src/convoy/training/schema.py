@@ -1,7 +1,4 @@
-"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted.
-
-Walks over the classes of a document's sections: which keys there are, and what each accepts.
-"""
+"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted."""
 
 import difflib
 import types
@@ -12,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from convoy.training.documents import dotted, show
+from convoy.documents import dotted, show
 
 Path = Sequence[str | int]
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from convoy import models
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
 from convoy.engine import Probe
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived, Quantities
-from convoy.training.devices import Devices
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.finite import Guard
+from convoy.training.finite import FiniteGuard
 from convoy.training.loss import ClassificationLoss
 from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import autocast_of
@@ -32,7 +32,7 @@ class Session:
     """The live objects of one run.
 
     Attributes:
-        devices: the ranks.
+        ranks: the ranks.
         plan: how they divide the work.
         division: which microbatches are whose.
         network: the model as it is trained under the plan.
@@ -45,7 +45,7 @@ class Session:
     """
 
     recipe: Recipe
-    devices: Devices
+    ranks: Ranks
     plan: Plan
     division: Division
     data: DataSet
@@ -78,19 +78,19 @@ class Session:
         Raises:
             StoppedError: it was asked to stop. Nothing has changed.
         """
-        devices, size = self.devices, self._evaluation_batch()
+        ranks, size = self.ranks, self._evaluation_batch()
         samples = range(len(self.data.test))
 
         def announce(number: int) -> int:
-            first = number * devices.num_sample_ranks
-            chunks = range(first, first + devices.num_sample_ranks)
+            first = number * ranks.num_sample_ranks
+            chunks = range(first, first + ranks.num_sample_ranks)
             parts = tuple(len(samples[chunk * size : (chunk + 1) * size]) for chunk in chunks)
             self.network.enter_evaluation(parts)
-            return parts[devices.sample_rank]
+            return parts[ranks.sample_rank]
 
         self.network.synchronize()
         batches = evaluation_batches(
-            self.data, self.recipe.data, batch=size, part=devices.sample_rank, num_parts=devices.num_sample_ranks
+            self.data, self.recipe.data, batch=size, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
         )
         with closing(batches), self.state.delivered() as model:
             return evaluate(
@@ -99,7 +99,7 @@ class Session:
                 self.pipeline,
                 len(self.data.classes),
                 self.autocast,
-                devices,
+                ranks,
                 announce,
                 self.network.joint,
                 is_asked_to_stop,
@@ -111,7 +111,7 @@ class Session:
         largest = sum(self.quantities.sizes[: -(-num // -(-num // merge))])
         if self.recipe.reproducible:
             return largest
-        return max(1, min(largest, -(-len(self.data.test) // self.devices.num_sample_ranks)))
+        return max(1, min(largest, -(-len(self.data.test) // self.ranks.num_sample_ranks)))
 
     def batches(self, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
         """This rank's samples of the batches of some updates."""
@@ -122,13 +122,13 @@ class Session:
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
-            positions=self.division.positions(self.devices.sample_rank),
+            positions=self.division.positions(self.ranks.sample_rank),
             pin_memory=self.device.type == "cuda",
         )
 
-    def guard(self) -> Guard:
+    def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
-        return Guard(self.network, self.devices, gradients=not self.state.scaler.is_enabled())
+        return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
@@ -146,10 +146,10 @@ class Session:
             autocast=self.autocast,
             scaler=self.state.scaler,
             passes=passes,
-            rank=self.devices.sample_rank,
+            rank=self.ranks.sample_rank,
             num_samples=recipe.batch,
             reseed=self.probe.draws,
             clip_norm=recipe.clip_norm,
-            last_waits=recipe.reproducible and self.devices.num > 1,
+            last_waits=recipe.reproducible and self.ranks.num > 1,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )

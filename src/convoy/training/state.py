@@ -135,7 +135,6 @@ class RunState:
         return saved
 
     def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's version of an optimizer's state; the first one where there are fewer than ranks."""
         own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
         return tensors.get(own, tensors[key])
 

@@ -17,7 +17,7 @@ from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training.division import Pass
-from convoy.training.finite import Bad, Guard
+from convoy.training.finite import FiniteGuard, NonFiniteUpdate
 from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.parallel import TrainedNetwork
 
@@ -51,7 +51,7 @@ class StepResult:
     correct: list[Tensor]
     seconds: float
     own_s: float = 0.0
-    bad: Bad | None = None
+    bad: NonFiniteUpdate | None = None
 
 
 class Mark(Protocol):
@@ -98,7 +98,7 @@ class TrainingStep:
     timed: bool = False
     last_waits: bool = False
     mark: Mark = unmarked
-    guard: Guard | None = None
+    guard: FiniteGuard | None = None
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -133,7 +133,7 @@ class TrainingStep:
         self._begin("rest")
         return result
 
-    def _left_out(self, batch: Batch, update: int, result: StepResult, guard: Guard) -> StepResult:
+    def _left_out(self, batch: Batch, update: int, result: StepResult, guard: FiniteGuard) -> StepResult:
         """Change nothing, and find out why."""
         guard.restore()
         bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update))
@@ -143,7 +143,6 @@ class TrainingStep:
         return StepResult([], [], result.seconds, bad=bad)
 
     def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
-        """A part of the update begins."""
         here.to(part)
         self.mark(part)
 
@@ -193,7 +192,6 @@ class TrainingStep:
 
     @property
     def _share(self) -> float:
-        """This rank's part of the global batch."""
         return sum(len(piece.parts[self.rank]) for piece in self.passes) / self.num_samples
 
     def _input(

@@ -1,29 +1,23 @@
-"""What a run that fails leaves behind: why, in one sentence, without waiting for a disk that does not answer.
-
-How a run stands, in one file: `summary.json`.
-
-Updates that are left out because loss or gradient is not finite: counted, told of, and not without end.
-"""
+"""`summary.json`, which says how a run stands, also when it fails; and updates that are skipped, with their limit."""
 
 import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
-from convoy.training.finite import ADVICE, Bad
+from convoy.training.finite import ADVICE, NonFiniteUpdate
+from convoy.training.records import DerivedQuantity, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 
-Status = Literal["running", "stopped", "finished", "failed"]
-
 
 @dataclass
-class Progress:
+class RunProgress:
     """What the loop remembers over a stop; stored in every checkpoint.
 
     Attributes:
@@ -35,7 +29,7 @@ class Progress:
         to_evaluate: an evaluation was stopped, and is to be done again.
         left_out: updates that were not made, because loss or gradient were not finite.
         bad_images: pictures that could not be read: name, reason, split.
-        checkpoints: what they have cost (`convoy.training.checkpoints.Tally`).
+        checkpoints: what they have cost (`convoy.training.checkpoints.CheckpointTally`).
     """
 
     time_s: float = 0.0
@@ -59,7 +53,7 @@ class Progress:
 def write_summary(
     run: RunDirectory,
     session: Session,
-    progress: Progress,
+    progress: RunProgress,
     status: Status,
     steps: int,
     evaluation: Evaluation | None,
@@ -67,36 +61,36 @@ def write_summary(
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     recipe, data, counts = session.recipe, session.data, session.counts
-    summary: dict[str, Any] = {
-        "status": status,
-        "error": error,
-        "model": recipe.model.name,
-        "data": data.name,
-        "devices": session.devices.num,
-        "plan": str(session.plan),
-        "approximate": recipe.parallel.approximate if session.devices.num > 1 else None,
-        "parameters": counts.parameters,
-        "flops": counts.flops,
-        "num_train": len(data.train),
-        "num_test": len(data.test),
-        "steps": steps,
-        "total_steps": session.quantities.total_updates,
-        "epochs": steps / session.quantities.updates_per_epoch,
-        "top1": evaluation and evaluation.top1,
-        "top5": evaluation and evaluation.top5,
-        "loss": evaluation and evaluation.loss,
-        "best_top1": progress.best_top1,
-        "best_step": progress.best_step,
-        "time_s": progress.time_s,
-        "images_per_s": progress.num_images / progress.train_s if progress.train_s else None,
-        "data_wait_share": progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
-        "checkpoints": progress.checkpoints,
-        "left_out": progress.left_out,
-        "bad_images": progress.bad_images,
-        "derived": [asdict(row) for row in session.derived],
-        "notes": session.notes,
-    }
-    write_json(run.summary_file, summary)
+    summary = RunSummary.model_construct(  # nothing in it may end a run
+        status=status,
+        error=error,
+        model=recipe.model.name,
+        data=data.name,
+        devices=session.ranks.num,
+        plan=str(session.plan),
+        approximate=recipe.parallel.approximate if session.ranks.num > 1 else None,
+        parameters=counts.parameters,
+        flops=counts.flops,
+        num_train=len(data.train),
+        num_test=len(data.test),
+        steps=steps,
+        total_steps=session.quantities.total_updates,
+        epochs=steps / session.quantities.updates_per_epoch,
+        top1=evaluation.top1 if evaluation else None,
+        top5=evaluation.top5 if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
+        best_top1=progress.best_top1,
+        best_step=progress.best_step,
+        time_s=progress.time_s,
+        images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
+        data_wait_share=progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
+        checkpoints=progress.checkpoints,
+        left_out=progress.left_out,
+        bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
+        derived=[DerivedQuantity(**asdict(row)) for row in session.derived],
+        notes=session.notes,
+    )
+    write_json(run.summary_file, summary.model_dump())
 
 
 def note_failure(run: RunDirectory, sentence: str) -> None:
@@ -116,7 +110,7 @@ TOLD = 5
 """Updates that were left out, of which something is said."""
 
 
-class LeftOut:
+class SkippedUpdates:
     """Knows how many there were in a row; all of them are counted in the run's progress.
 
     Args:
@@ -131,7 +125,7 @@ class LeftOut:
         """An update was made."""
         self._in_a_row = 0
 
-    def add(self, bad: Bad, progress: Progress) -> None:
+    def add(self, bad: NonFiniteUpdate, progress: RunProgress) -> None:
         """An update was not made.
 
         Raises:

@@ -25,8 +25,8 @@ from typing import Self
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from convoy.comm.position import Position, here
-from convoy.training.devices import Devices
-from convoy.training.timespan import in_words
+from convoy.comm.ranks import Ranks
+from convoy.training.config import in_words
 
 TIMEOUT_S = 300.0
 """Seconds without any movement that a run is given, unless the user says otherwise."""
@@ -157,7 +157,7 @@ class Watchdog:
 
     def __init__(
         self,
-        devices: Devices,
+        ranks: Ranks,
         store: Store | None,
         end: Callable[[str], None] = say_and_end,
         timeout_s: float = TIMEOUT_S,
@@ -166,7 +166,7 @@ class Watchdog:
     ) -> None:
         self.timeout_s = timeout_s
         self._patient = patient
-        self._rank, self._num = devices.rank, devices.num
+        self._rank, self._num = ranks.rank, ranks.num
         self.end, self._position = end, position
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
         self._store: Store | None = None
@@ -174,13 +174,13 @@ class Watchdog:
         self._stop = threading.Event()
         self._host = socket.gethostname()
         self._known: dict[int, tuple[Seen, float]] = {}
-        if store is None or devices.num == 1:
+        if store is None or ranks.num == 1:
             return
-        prefix = devices.broadcast(uuid.uuid4().hex)
+        prefix = ranks.broadcast(uuid.uuid4().hex)
         self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self._interval_s)))
         self._write()
-        devices.barrier()
+        ranks.barrier()
 
     def __enter__(self) -> Self:
         self._position.moved = time.monotonic()
@@ -232,7 +232,6 @@ class Watchdog:
         return [seen for rank, seen in self._as_seen().items() if rank != self._rank]
 
     def _as_seen(self) -> dict[int, Seen]:
-        """Those that are known, with the time since they wrote."""
         now = time.monotonic()
         return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
 

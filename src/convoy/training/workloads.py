@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from convoy.engine import microbatch_sizes
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
+from convoy.training.build import merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
-from convoy.training.trial import merged, probed
 
 
 def workload_of_recipe(

@@ -7,7 +7,7 @@ with emulate(cluster) as places:
     os.environ |= places[rank].environment
 """
 
-from convoy.bench.emulated.cluster import Cluster, Device
-from convoy.bench.emulated.emulation import Place, emulate
+from convoy.bench.emulated.cluster import Cluster, ClusterDevice
+from convoy.bench.emulated.emulation import EmulatedDevice, emulate
 
-__all__ = ["Cluster", "Device", "Place", "emulate"]
+__all__ = ["Cluster", "ClusterDevice", "EmulatedDevice", "emulate"]

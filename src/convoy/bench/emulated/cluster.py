@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from convoy import documents
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 
@@ -35,7 +34,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 
 
 @dataclass(frozen=True)
-class Device:
+class ClusterDevice:
     """One of a cluster.
 
     Attributes:
@@ -47,7 +46,7 @@ class Device:
     host: str
 
 
-def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
+def alike(count: int, speed: float, hosts: int | None) -> tuple[ClusterDevice, ...]:
     """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
 
     Raises:
@@ -58,7 +57,7 @@ def alike(count: int, speed: float, hosts: int | None) -> tuple[Device, ...]:
     hosts = count if hosts is None else hosts
     if not 1 <= hosts <= count:
         raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
-    return tuple(Device(speed, f"host{number * hosts // count}") for number in range(count))
+    return tuple(ClusterDevice(speed, f"host{number * hosts // count}") for number in range(count))
 
 
 def check_speed(speed: object, what: str) -> float:
@@ -89,25 +88,7 @@ def check_rate(rate: object) -> None:
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
 
-def read_yaml(path: Path) -> Any:
-    """What a YAML file says.
-
-    Raises:
-        ConvoyError: it cannot be read or is no YAML; the sentence has the file.
-    """
-    text = read_text(path, "cluster")
-    try:
-        _check_twice(yaml.compose(text, yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConvoyError(f"{path}{line}: this is no YAML ({error.problem}): {_FORM}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConvoyError(f"{path}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
-
-
-def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
+def parse(document: Any) -> tuple[tuple[ClusterDevice, ...], str, dict[str, str]]:
     """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
 
     Raises:
@@ -133,9 +114,9 @@ def parse(document: Any) -> tuple[tuple[Device, ...], str, dict[str, str]]:
     raise ConvoyError(f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices")
 
 
-def _listed(entries: list[Any]) -> list[Device]:
+def _listed(entries: list[Any]) -> list[ClusterDevice]:
     """Devices one by one; those that name no host are in one of their own."""
-    found: list[Device] = []
+    found: list[ClusterDevice] = []
     for number, entry in enumerate(entries):
         what = f"entry {number + 1} of devices"
         if not isinstance(entry, Mapping):
@@ -144,7 +125,7 @@ def _listed(entries: list[Any]) -> list[Device]:
         speed = check_speed(entry.get("speed", 1.0), what)
         for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
             host = entry.get("host")
-            found.append(Device(speed, f"host{len(found)}" if host is None else str(host)))
+            found.append(ClusterDevice(speed, f"host{len(found)}" if host is None else str(host)))
     return found
 
 
@@ -166,18 +147,6 @@ def _links(links: Any) -> tuple[str, dict[str, str]]:
     for given in (*([] if rate is None else [rate]), *hosts.values()):
         check_rate(given)
     return rate or "", {str(host): given for host, given in hosts.items()}
-
-
-def _check_twice(node: yaml.Node | None) -> None:
-    """Refuse a key that is there twice, of which YAML would silently take the last."""
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key!r} is there twice")
-    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-        for part in child if isinstance(child, tuple) else (child,):
-            _check_twice(part)
 
 
 def _check_keys(given: Mapping[Any, Any], known: Collection[str], what: str) -> None:
@@ -213,7 +182,7 @@ class Cluster:
         ConvoyError: speeds, names or rates that cannot be.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[ClusterDevice, ...]
     rate: str = ""
     rates: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -258,7 +227,7 @@ class Cluster:
         Raises:
             ConvoyError: it cannot be read or is no cluster; the sentence has the file.
         """
-        document = read_yaml(expanded(path))
+        document = documents.parse(read_text(expanded(path), "cluster"), str(path))
         try:
             return Cluster(*parse(document))
         except ConvoyError as error:

@@ -1,7 +1,4 @@
-"""Makes an emulated cluster, and removes it.
-
-What the process of a rank has to do to run on an emulated device.
-"""
+"""Makes an emulated cluster, removes it, and puts the process of a rank onto one of its devices."""
 
 import os
 import signal
@@ -14,7 +11,7 @@ from pathlib import Path
 
 from convoy.bench.emulated import network, quota
 from convoy.bench.emulated.cluster import Cluster
-from convoy.bench.emulated.network import INTERFACE, Host, prefix
+from convoy.bench.emulated.network import INTERFACE, EmulatedHost, prefix
 from convoy.bench.emulated.pulse import pulses
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
@@ -24,7 +21,7 @@ PORT = 29_500
 
 
 @dataclass(frozen=True)
-class Place:
+class EmulatedDevice:
     """An emulated device, for the process of one rank.
 
     Attributes:
@@ -40,7 +37,7 @@ class Place:
     rank: int
     speed: float
     name: str
-    host: Host
+    host: EmulatedHost
     master: str
     core: int
     group: Path | None
@@ -107,7 +104,7 @@ def cores_for(speeds: Sequence[float], own: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def emulate(cluster: Cluster) -> Iterator[list[Place]]:
+def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
     """A cluster on this machine, gone when the context is left.
 
     What a process that was killed has left of its own cluster is removed by the next that makes one.
@@ -136,7 +133,7 @@ def emulate(cluster: Cluster) -> Iterator[list[Place]]:
             made.enter_context(pulses(sorted(shared)))
         master = hosts[cluster.devices[0].host].address
         yield [
-            Place(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
+            EmulatedDevice(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
             for rank, device in enumerate(cluster.devices)
         ]
     finally:

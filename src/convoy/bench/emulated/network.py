@@ -55,7 +55,7 @@ _NEW_NETWORK = 0x40000000
 
 
 @dataclass(frozen=True)
-class Host:
+class EmulatedHost:
     """One of them.
 
     Attributes:
@@ -96,7 +96,7 @@ def check_tools() -> None:
 
 
 @contextmanager
-def made_hosts(prefix: str, rates: Mapping[str, str]) -> Iterator[dict[str, Host]]:
+def made_hosts(prefix: str, rates: Mapping[str, str]) -> Iterator[dict[str, EmulatedHost]]:
     """Hosts joined by links, gone when the context is left.
 
     Args:
@@ -107,7 +107,7 @@ def made_hosts(prefix: str, rates: Mapping[str, str]) -> Iterator[dict[str, Host
         ConvoyError: they cannot be made here.
     """
     switch = f"{prefix}switch"
-    hosts = {name: Host(f"{prefix}host{place}", f"10.213.0.{place + 1}") for place, name in enumerate(rates)}
+    hosts = {name: EmulatedHost(f"{prefix}host{place}", f"10.213.0.{place + 1}") for place, name in enumerate(rates)}
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -127,7 +127,7 @@ def sweep() -> None:
             _delete(path.name)
 
 
-def _connect(host: Host, switch: str, port: str, rate: str) -> None:
+def _connect(host: EmulatedHost, switch: str, port: str, rate: str) -> None:
     space = host.namespace
     _run("ip", "netns", "add", space)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", space)

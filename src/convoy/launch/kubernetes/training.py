@@ -1,19 +1,93 @@
-"""The arguments of `convoy train` in a pod: the user's, and those without which a restarted pod would begin anew.
-
-What must not stand in a manifest, which is kept in repositories and read by many.
-
-What a training on Kubernetes needs to be told.
-"""
+"""What a training on Kubernetes needs to be told, checked: names, amounts, arguments, and that nothing is secret."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import names
-from convoy.launch.kubernetes.names import label_of
+
+LONGEST_NAME = 63
+_IMAGE = re.compile(
+    r"(?:[a-zA-Z0-9](?:[-a-zA-Z0-9.]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry
+    r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"  # path
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"  # tag, digest
+)
+_FORMS = {
+    "label": (
+        re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"),  # RFC 1035, of jobs and services
+        10_000,
+        "is no name for Kubernetes: use small letters, digits and '-', beginning with a letter and ending with a "
+        "letter or a digit",
+    ),
+    "subdomain": (
+        re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"),  # RFC 1123, of claims, secrets
+        253,
+        "is no name for Kubernetes: use small letters, digits, '-' and '.', beginning and ending with a letter or a "
+        "digit",
+    ),
+    "variable": (
+        re.compile(r"[A-Za-z_][A-Za-z0-9_]*"),
+        10_000,
+        "is no name of a variable: use letters, digits and '_', beginning with no digit",
+    ),
+    "secret key": (
+        re.compile(r"[-._a-zA-Z0-9]+"),
+        253,
+        "is no key of a Secret: use letters, digits, '-', '_' and '.'",
+    ),
+    "image": (_IMAGE, 500, "is no image: write it like registry.example/team/convoy:1.0"),
+    "resource": (
+        re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"),
+        10_000,
+        "is no resource: write it like nvidia.com/gpu, or none for CPUs",
+    ),
+}
+"""What Kubernetes takes for a name of some kind: a pattern, the longest, and the sentence for all others."""
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+_UNITS = {
+    "": Decimal(1),
+    "m": Decimal("0.001"),
+    **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGT", 1)},
+    **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGT", 1)},
+}
+
+
+def check(option: str, text: str, form: str) -> None:
+    """Refuse what Kubernetes would not take.
+
+    Raises:
+        ConvoyError: the text has not the form.
+    """
+    pattern, longest, problem = _FORMS[form]
+    if not pattern.fullmatch(text) or len(text) > longest:
+        raise ConvoyError(f"{option} {text!r} {problem}")
+
+
+def check_label(option: str, name: str, longest: int = LONGEST_NAME) -> None:
+    """Refuse a name of a job that is no DNS label, or too long.
+
+    Raises:
+        ConvoyError: it is such.
+    """
+    check(option, name, "label")
+    if len(name) > longest:
+        raise ConvoyError(f"{option} {name!r} has {len(name)} characters: use at most {longest}")
+
+
+def amount(option: str, text: str) -> Decimal:
+    """What an amount of CPUs or bytes says: `500m` is a half, `2Gi` is 2 · 1024³.
+
+    Raises:
+        ConvoyError: it is no amount, or zero.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None or not Decimal(match[1]):
+        raise ConvoyError(f"{option} {text!r} is no amount: write CPUs like 8 or 500m, and memory like 32Gi")
+    return Decimal(match[1]) * _UNITS[match[2] or ""]
+
 
 _NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|(?:KEYS?|_PWD|_PAT|_AUTH)$")
 _VALUE = re.compile(
@@ -21,33 +95,6 @@ _VALUE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|\b(?:hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{20,})"
 )
-
-
-def check_not_secret(option: str, name: str, value: str) -> None:
-    """Refuse a variable that by its name or its value holds a secret.
-
-    Raises:
-        ConvoyError: it does; the value is not repeated.
-    """
-    if _NAME.search(name.upper()) or _VALUE.search(value):
-        raise ConvoyError(
-            f"{option} {name} looks like a secret, and a manifest is no place for one: put it into a Kubernetes "
-            f"Secret and give --env-from-secret {name}=SECRET/KEY"
-        )
-
-
-def check_arguments(arguments: tuple[str, ...]) -> None:
-    """Refuse an argument for `convoy train` that holds a secret.
-
-    Raises:
-        ConvoyError: it does; the argument is not repeated.
-    """
-    for number, argument in enumerate(arguments, 1):
-        if _VALUE.search(argument):
-            raise ConvoyError(
-                f"argument {number} after -- looks like it holds a password or a token, and a manifest is no place for "
-                "one: mount the data as a claim, or give the secret by --env-from-secret"
-            )
 
 
 DATA_PATH, RUN_PATH = "/data", "/runs"
@@ -65,9 +112,9 @@ class SecretVariable:
     key: str
 
     def __post_init__(self) -> None:
-        names.check_variable("--env-from-secret", self.name)
-        names.check_subdomain("--env-from-secret", self.secret)
-        names.check_secret_key("--env-from-secret", self.key)
+        check("--env-from-secret", self.name, "variable")
+        check("--env-from-secret", self.secret, "subdomain")
+        check("--env-from-secret", self.key, "secret key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +163,15 @@ class Training:
     user: int = 1000
 
     def __post_init__(self) -> None:
-        names.check_label("--name", self.name, names.LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
-        names.check_image("--image", self.image)
-        names.check_subdomain("--run-claim", self.run_claim)
+        check_label("--name", self.name, LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
+        check("--image", self.image, "image")
+        check("--run-claim", self.run_claim, "subdomain")
         if self.data_claim is not None:
-            names.check_subdomain("--data-claim", self.data_claim)
+            check("--data-claim", self.data_claim, "subdomain")
         if self.namespace is not None:
-            names.check_label("--namespace", self.namespace)
+            check_label("--namespace", self.namespace)
         if self.accelerator is not None:
-            names.check_resource("--accelerator", self.accelerator)
+            check("--accelerator", self.accelerator, "resource")
         for option, value, least in (
             ("--nodes", self.num_nodes, 1),
             ("--devices-per-node", self.devices_per_node, 1),
@@ -136,8 +183,8 @@ class Training:
                 raise ConvoyError(f"{option} {value} must be at least {least}{why}")
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.num_nodes:
             raise ConvoyError(f"--min-nodes {self.least_nodes} must be between 1 and --nodes {self.num_nodes}")
-        names.amount("--cpu", self.cpu)
-        if names.amount("--shared-memory", self.shared_memory) > names.amount("--memory", self.memory):
+        amount("--cpu", self.cpu)
+        if amount("--shared-memory", self.shared_memory) > amount("--memory", self.memory):
             raise ConvoyError(
                 f"--shared-memory {self.shared_memory} is part of --memory {self.memory}, and cannot be more: raise "
                 "--memory"
@@ -153,11 +200,15 @@ class Training:
     def _check_environment(self) -> None:
         secret = [variable.name for variable in self.secrets]
         for name in [*self.environment, *secret]:
-            names.check_variable("--env", name)
+            check("--env", name, "variable")
             if name in _OWN or name.startswith(_RESERVED):
                 raise ConvoyError(f"--env {name} is set by the launcher: leave it away")
         for name, value in self.environment.items():
-            check_not_secret("--env", name, value)
+            if _NAME.search(name.upper()) or _VALUE.search(value):
+                raise ConvoyError(
+                    f"--env {name} looks like a secret, and a manifest is no place for one: put it into a Kubernetes "
+                    f"Secret and give --env-from-secret {name}=SECRET/KEY"
+                )
             _check_text(f"--env {name}", value)
         twice = [name for name in secret if secret.count(name) > 1 or name in self.environment]
         if twice:
@@ -166,7 +217,12 @@ class Training:
     def _check_arguments(self) -> None:
         for argument in self.arguments:
             _check_text("an argument after --", argument)
-        check_arguments(self.arguments)
+        for number, argument in enumerate(self.arguments, 1):
+            if _VALUE.search(argument):
+                raise ConvoyError(
+                    f"argument {number} after -- looks like it holds a password or a token, and a manifest is no place "
+                    "for one: mount the data as a claim, or give the secret by --env-from-secret"
+                )
 
 
 def _check_text(what: str, text: str) -> None:
@@ -227,8 +283,9 @@ def complete(
 
 
 def name_for(model: str | None, recipe: str | None) -> str:
-    """A name for the job, made from that of the model or the recipe."""
-    return label_of(model or recipe or "convoy")
+    """A name for the job that resembles that of the model or the recipe: `timm:ViT_B` becomes `timm-vit-b`."""
+    label = re.sub(r"[^a-z0-9]+", "-", (model or recipe or "convoy").lower()).strip("-")[:40].strip("-")
+    return label if label[:1].isalpha() else f"convoy-{label}".strip("-")
 
 
 def _below(path: str, folder: str, itself: bool = False) -> bool:

@@ -1,0 +1,208 @@
+"""The ranks of a run, of a plan in the making or of a measurement: this one's place among them, and what they tell
+each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from convoy.comm import messages
+from convoy.comm.collectives import Group, gather_ints, place, size
+from convoy.comm.groups import everyone, num_local, temporary
+from convoy.errors import ConvoyError, MachineError
+from convoy.plans.mesh import Axes, Mesh
+
+T = TypeVar("T")
+
+
+class RankFailedError(MachineError):
+    """What all ranks tried together failed on one of them.
+
+    Attributes:
+        out_of_memory: whether for want of memory.
+    """
+
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.out_of_memory)
+
+
+@dataclass
+class Ranks:
+    """This rank among all: who does what once for all, and what they tell each other; alone without a process group.
+
+    Attributes:
+        rank: number of this one, from 0.
+        num: how many ranks there are.
+        on_host: how many of them share this host.
+        group: process group through which they talk.
+        sample_rank: place of this rank on the plan's sample axes: which part of every batch it computes.
+        num_sample_ranks: how many parts a batch has.
+        is_group_leader: whether this rank speaks for its model group, whose ranks compute the same samples together.
+    """
+
+    rank: int = 0
+    num: int = 1
+    on_host: int = 1
+    group: Group = field(default=None, repr=False)
+    sample_rank: int = 0
+    num_sample_ranks: int = 1
+    is_group_leader: bool = True
+    _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
+
+    @staticmethod
+    def here() -> "Ranks":
+        """All ranks that have joined; each of them calls it."""
+        group = everyone()
+        num = size(group)
+        return Ranks(place(group), num, num_local(num), group)
+
+    def follow(self, mesh: Mesh, axes: Axes) -> None:
+        """Take this rank's place on a mesh whose `axes` divide the samples."""
+        assert mesh.num_devices == self.num
+        places = [mesh.coordinates(rank) for rank in range(self.num)]
+        self.num_sample_ranks = mesh.size(axes)
+        self.sample_rank = mesh.index(places[self.rank], axes)
+        self._leaders = [
+            next(rank for rank, place in enumerate(places) if mesh.index(place, axes) == part)
+            for part in range(self.num_sample_ranks)
+        ]
+        self.is_group_leader = self.rank in self._leaders
+
+    def places(self, mesh: Mesh) -> list[int]:
+        """The place on a mesh that each rank takes while it profiles: spread out, where the mesh has more."""
+        return [rank * mesh.num_devices // self.num for rank in range(self.num)]
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        gather_ints([0], self.group)
+
+    def agree(self, done: bool) -> bool:
+        """Whether something holds on all ranks."""
+        return all(row[0] for row in gather_ints([int(done)], self.group))
+
+    def any(self, here: bool) -> bool:
+        """Whether something holds on any rank."""
+        return self.largest(int(here))[0] == 1
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of every rank's numbers, one by one."""
+        return tuple(map(max, *gather_ints(numbers, self.group), numbers))
+
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0."""
+        return messages.broadcast_object(value, self.group)
+
+    def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The named tensors of rank 0, on the CPU; others give None."""
+        return messages.broadcast_tensors(tensors, self.group)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+        return messages.gather_objects(value, self.group)
+
+    def gather_samples(self, value: T) -> list[T]:
+        """The values for each part of the batch, in the order of the parts; model groups speak once."""
+        return self.of_parts(self.gather(value))
+
+    def of_parts(self, values: list[T]) -> list[T]:
+        """Of the values of all ranks, those of one rank for each part of the batch."""
+        return [values[rank] for rank in self._leaders]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank.
+
+        Raises:
+            ConvoyError: it was rank 0's mistake.
+            RuntimeError: rank 0 failed otherwise; there, what it failed with.
+        """
+        if self.num == 1:
+            return work()
+        found: T | ConvoyError | RuntimeError | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                found = work()
+            except ConvoyError as error:
+                found = error
+            except Exception as error:  # the others wait for an answer
+                failure = error
+                found = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+        known = self.broadcast(found)
+        if failure is not None:
+            raise failure
+        if isinstance(known, ConvoyError | RuntimeError):
+            raise known
+        return cast(T, known)
+
+    def trying(self, what: str, work: Callable[["Ranks"], T]) -> T:
+        """What this rank finds in what all try together; where one of them fails, all do. All ranks call it.
+
+        Args:
+            what: is tried, as it follows "while": `measuring the links`.
+            work: is given the ranks to talk to meanwhile. Groups that it makes end with it, so that nobody waits for a
+                rank that has failed.
+
+        Raises:
+            RankFailedError: one of them has failed.
+            ConvoyError: it was a mistake of the user.
+        """
+        found: T | None = None
+        failure: Exception | None = None
+        said: list[_Failure | None] = []
+        done = False
+        try:
+            with temporary():
+                found = work(self if self.num == 1 else replace(self, group=everyone()))
+                done = True
+                said = self.gather(None)  # before the groups end: somebody may still read its last messages
+        except Exception as error:
+            if done:
+                raise
+            failure = error
+            said = self.gather(_Failure.of(error))
+        failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
+        if failed:
+            first, rank = min(failed, key=lambda each: (each[0].sort, each[1]))
+            raise first.error(rank, what) from failure
+        return cast(T, found)
+
+
+_LOST_MEMORY, _MISTAKE, _MACHINE, _BROKEN, _CUT_OFF = range(5)
+_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank has failed; the sort says which of several ranks' failures is the cause of the others'."""
+
+    sort: int
+    text: str
+
+    @staticmethod
+    def of(error: Exception) -> "_Failure":
+        first_line = str(error).partition("\n")[0].rstrip(".")
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+            words in str(error) for words in _NO_MEMORY if isinstance(error, RuntimeError)
+        ):
+            return _Failure(_LOST_MEMORY, first_line)
+        if isinstance(error, ConvoyError):
+            return _Failure(_MACHINE if isinstance(error, MachineError) else _MISTAKE, str(error))
+        cut_off = isinstance(error, RuntimeError) and any(words in str(error) for words in _ENDED)
+        return _Failure(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
+
+    def error(self, rank: int, what: str) -> ConvoyError:
+        """For every rank."""
+        if self.sort == _MISTAKE:
+            return ConvoyError(self.text)
+        if self.sort == _MACHINE:
+            return MachineError(self.text)
+        if self.sort == _LOST_MEMORY:
+            return RankFailedError(f"rank {rank} ran out of memory while {what}", True)
+        return RankFailedError(f"rank {rank} failed while {what} ({self.text}): -v shows where")

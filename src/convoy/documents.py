@@ -1,0 +1,139 @@
+"""YAML as people expect it: `1e-3` is a number, `no` is a word, a key written twice is a mistake.
+
+PyYAML reads YAML 1.1. This follows the core schema of YAML 1.2 instead, for reading and for writing, so that a recipe
+that was written reads back as the same values.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from convoy.errors import ConvoyError
+from convoy.files import read_text
+from convoy.terminal import brief
+
+_TYPES = [
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+]
+
+
+DEEPEST = 20
+"""Sections and lists within each other."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own form
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} is twice here", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value)
+
+
+for _tag, _pattern, _first in _TYPES:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, *([""] if _tag == "null" else [])]
+        )
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        path: the file.
+        what: what the file should be, for the sentences ("recipe").
+
+    Raises:
+        ConvoyError: it cannot be read or is no YAML mapping; the sentence has the file and the line.
+    """
+    if path.is_dir():
+        raise ConvoyError(f"{path} is a folder: name the {what} file itself, for a run its config.yaml")
+    document = parse(read_text(path, what), str(path))
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConvoyError(f"{path} is not a {what}: write one `key: value` a line")
+    return document
+
+
+def parse(text: str, source: str) -> Any:
+    """The value of a YAML text.
+
+    Args:
+        text: the YAML.
+        source: where it stands, for the sentence.
+
+    Raises:
+        ConvoyError: it is no YAML; the sentence has the source and the line.
+    """
+    try:
+        found = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark and "\n" in text else ""
+        raise ConvoyError(f"{source}{line}: {error.problem or 'this is no YAML'}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConvoyError(f"{source}: this is no YAML ({reason})") from error
+    if _is_deeper(found, DEEPEST):
+        raise ConvoyError(f"{source}: more than {DEEPEST} sections or lists within each other, which no key has")
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
+
+
+def dump(document: dict[str, Any]) -> str:
+    """A mapping as YAML, in its own order; `parse` gives back the same values."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def show(value: Any) -> str:
+    """A value as it is written in YAML, on one line and not too long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return brief(f"[{', '.join(map(show, value))}]")
+    if isinstance(value, dict):
+        return brief(f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}")
+    return brief(str(value))
+
+
+def dotted(keys: Iterable[str | int]) -> str:
+    """`optimizer.betas.0` from its parts."""
+    return brief(".".join(map(str, keys)))

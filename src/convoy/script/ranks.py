@@ -1,0 +1,94 @@
+"""The ranks of a script: their numbers, what is printed once, and that they are refused alike."""
+
+import builtins
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from convoy.comm.messages import gather_objects
+from convoy.engine.network import Network
+from convoy.errors import ConvoyError
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0; before `parallelize` too, and 0 on one device.
+
+    >>> weights = convoy.state_dict(net)  # on every rank
+    >>> if convoy.rank() == 0:
+    ...     torch.save(weights, "weights.pt")
+    """
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+
+
+def num_ranks() -> int:
+    """How many ranks there are; before `parallelize` too, and 1 on one device.
+
+    >>> plan = f"sample={convoy.num_ranks()}" if convoy.num_ranks() > 1 else "serial"
+    >>> plan
+    'sample=2'
+    """
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def print(*values: object, **options: Any) -> None:
+    """Python's `print` on rank 0, nothing on the others. What is printed must not need the other ranks.
+
+    >>> convoy.print("epoch", 1)
+    epoch 1
+    """
+    if rank() == 0:
+        builtins.print(*values, **options)
+
+
+@contextmanager
+def together(network: Network) -> Iterator[None]:
+    """What one rank is refused within, all are, with the first rank's sentence. All ranks enter it.
+
+    Raises:
+        ConvoyError: one of them was refused.
+    """
+    group = network.groups.of(tuple(network.groups.mesh.axes))
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    said = gather_objects(None if failure is None else _sentence(failure), group)
+    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if failure is not None and (not isinstance(failure, ConvoyError) or group is None):
+        raise failure
+    if first is not None:
+        raise ConvoyError(first[1] if said.count(first[1]) == len(said) else f"rank {first[0]}: {first[1]}")
+
+
+def alike(network: Network, facts: Mapping[str, str]) -> None:
+    """See that all ranks have the same facts. All ranks call it.
+
+    Args:
+        network: whose ranks they are.
+        facts: what is to be the same, by names that people understand.
+
+    Raises:
+        ConvoyError: names the first that is not.
+    """
+    group = network.groups.of(tuple(network.groups.mesh.axes))
+    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
+    if len(set(gather_objects(digest, group))) == 1:
+        return
+    for rank, theirs in enumerate(found := gather_objects(dict(facts), group)):
+        odd = next((name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)), None)
+        if odd is not None:
+            raise ConvoyError(
+                f"{odd} is not the same on rank {rank} as on rank 0, but a checkpoint holds one for all ranks: let all "
+                "ranks do the same, and of networks give what convoy.parallelize returned, or copies of it"
+            )
+    raise ConvoyError("ranks give the same things in another order: give them in one order on all ranks")
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,113 @@
+"""What a run leaves for its report, written by the trainer and read, checked, by whoever shows it."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+"""A number of a run: null, NaN and infinity all mean that there was no finite value."""
+
+Status = Literal["running", "stopped", "finished", "failed"]
+
+Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_finite)]
+"""A number between 0 and 1, or null."""
+
+
+class Record(BaseModel):
+    """A part of a file of a run; keys that this version does not know are passed over."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class MetricsLine(Record):
+    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
+
+    split: Literal["train", "test"]
+    step: int = Field(ge=0)
+    epoch: Number = None
+    loss: Number = None
+    top1: Share = None
+    top5: Share = None
+    lr: Number = None
+    images: int | None = Field(default=None, ge=0)
+    images_per_s: Number = None
+    data_wait_s: Number = None
+    time_s: Number = None
+
+
+class SkippedImage(Record):
+    """An image that could not be read and was skipped."""
+
+    name: str
+    reason: str = ""
+    split: str = ""
+
+
+class DerivedQuantity(Record):
+    """A number that follows from the recipe, with the formula and the source it comes from."""
+
+    name: str
+    value: Any = None
+    formula: str | None = ""
+    source: str | None = ""
+
+
+class RunSummary(Record):
+    """`summary.json`: what came out of the run so far."""
+
+    status: Status | None = None
+    error: str | None = None
+    model: str | None = None
+    data: str | None = None
+    devices: int | None = None
+    plan: str | None = None
+    approximate: str | None = None
+    parameters: int | None = None
+    flops: int | None = None
+    num_train: int | None = None
+    num_test: int | None = None
+    steps: int | None = None
+    total_steps: int | None = None
+    epochs: Number = None
+    top1: Share = None
+    top5: Share = None
+    loss: Number = None
+    best_top1: Share = None
+    best_step: int | None = None
+    time_s: Number = None
+    images_per_s: Number = None
+    data_wait_share: Share = None
+    checkpoints: dict[str, Any] = {}
+    left_out: int = 0
+    bad_images: list[SkippedImage] = []
+    derived: list[DerivedQuantity] = []
+    notes: list[str] = []
+
+
+class Mistake(Record):
+    """A test image that the net got wrong, and how sure it was (`probability` of the predicted class)."""
+
+    sample: int
+    name: str = ""
+    label: int = Field(ge=0)
+    predicted: int = Field(ge=0)
+    probability: Share = None
+    picture: str | None = None
+
+
+class EvaluationFile(Record):
+    """`evaluation.json`: the latest evaluation of the test split."""
+
+    classes: list[str] = []
+    confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
+    images: int | None = None
+    top1: Share = None
+    top5: Share = None
+    loss: Number = None
+    mistakes: list[Mistake] = []

@@ -1,0 +1,131 @@
+"""Studies as convoy bench writes them, made from formulas: any plans, devices, rounds and damage."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convoy.bench.configuration import Configuration, configurations
+from convoy.bench.forecast import Forecast, PlanPrediction
+from convoy.bench.measurement import Lap, RankTimes
+from convoy.bench.store import Store
+from convoy.bench.study import Made, Study
+from convoy.training import load_recipe
+
+MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}
+AUTO = "mesh: {gpu: 4}\nlayers:\n  features.*: {gpu: sample}\n  '*': {gpu: filter}\n"
+
+
+def study(**changes: Any) -> Study:
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", "batch=64"])
+    plain = Study(
+        recipe=recipe,
+        made=Made((1, 28, 28), 10),
+        weak=False,
+        device_type="cpu",
+        cores_per_device=1,
+        cluster="",
+        updates=4,
+        warm_up=1,
+    )
+    return replace(plain, **changes)
+
+
+def ranks(seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0) -> list[RankTimes]:
+    """Every rank of a measurement; the first waits least for others."""
+    found = []
+    for rank in range(num):
+        communication = 0.0 if num == 1 else seconds * (wait + 0.05 * rank)
+        laps = [Lap(seconds + noise * place, communication, 0.02 * seconds, 0.1 * seconds) for place in (-1, 0, 0, 1)]
+        without = [seconds * (1 - wait)] * 4 if peer and num > 1 else []
+        found.append(RankTimes(laps, 10**8 + rank, 2.3 / num, 1e-6, without))
+    return found
+
+
+def seconds_of(row: Configuration) -> float:
+    """A tenth of a second on one device, less on more."""
+    losses = {"sample": 0.9, "auto": 0.97, "filter": 0.6, "ddp": 0.8, "fabric": 0.78, "torch": 0.95, "": 1.0}
+    return (
+        0.1 / (1 + (row.devices - 1) * losses.get(row.series, 0.85)) / (losses["torch"] if row.kind == "torch" else 1)
+    )
+
+
+def write_study(
+    folder: Path,
+    *,
+    devices: Sequence[int] = (1, 2, 4),
+    plans: Sequence[str] = ("sample", "filter", "auto"),
+    peers: Sequence[str] = ("ddp", "fabric"),
+    rounds: int = 5,
+    waiting: Sequence[str] = (),
+    failed: Sequence[str] = (),
+    epochs: float | None = 90.0,
+    spread: float = 0.02,
+    **changes: Any,
+) -> Path:
+    """The folder of a study in which nothing but bench.json is; times differ by `spread`, a part of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store.open(folder, study(**changes), MACHINE)
+    store.document["table"] = {"epochs": epochs, "dataset_size": 1_281_167}
+    store.begin("convoy bench lenet", "2026-11-21T20:00:00+00:00")
+    rows = configurations(devices, plans, peers)
+    store.add(rows)
+    for number in devices:
+        texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
+        named = {AUTO if text == "auto" else str(text): text for text in texts}
+        predictions = {text: PlanPrediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
+        store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions=predictions, notes=("a note",)))
+    noise = np.random.default_rng(0)
+    for round_ in range(1, rounds + 1):
+        for row in rows:
+            if row.key in failed:
+                store.row(row)["failed"] = "a layer cannot be divided: use fewer devices"
+            elif row.key not in waiting:
+                own = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
+                store.put_measurement(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
+    store.spent(100.0, 20.0)
+    store.save()
+    return folder
+
+
+def write_trainings(
+    folder: Path, *, apart: float = 1e-3, same: Sequence[str] = (), finished: bool = True, failed: Sequence[str] = ()
+) -> Path:
+    """Trainings in the folder of a study: falling errors, that of each row after the first by `apart` higher in the
+    middle.
+
+    Args:
+        same: keys of rows that end with the very curve and weights of the first.
+        finished: whether they came to their ends.
+        failed: keys of rows that could not be trained.
+    """
+    store = Store.open(folder, study(), {})
+    store.begin_training(5.0)
+    rows = [row for row in store.document["configurations"] if row["kind"] == "convoy"]
+    for number, row in enumerate(rows):
+        off = 0.0 if number == 0 or row["key"] in same else apart * number
+        evaluations = [
+            {
+                "step": 100 * place,
+                "epoch": place / 2,
+                "error": round(0.9 / place**1.5 + off * (place == 5), 9),
+                "loss": 2.3 / place + 2 * off * (place == 4),
+                "train_s": 12.0 * place / row["devices"],
+            }
+            for place in range(1, 11)
+        ]
+        kept = {"run": "run", "finished": finished, "failed": None, "wall_s": 60.0, "images": 10_000}
+        weights = f"{0 if not off else number:064x}"
+        row["training"] = {**kept, "sha256": weights if finished else "", "evaluations": evaluations}
+        if row["key"] in failed:
+            row["training"] |= {"failed": "a layer is odd: use another", "finished": False, "evaluations": []}
+    store.save()
+    return folder
+
+
+def document(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    return found

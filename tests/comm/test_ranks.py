@@ -1,0 +1,120 @@
+"""Ranks that plan together: what one finds all know, and what one fails with nobody waits for."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.comm.collectives import all_reduce
+from convoy.comm.groups import Groups
+from convoy.comm.ranks import RankFailedError, Ranks
+from convoy.errors import ConvoyError, MachineError
+from convoy.plans.mesh import Mesh
+from ranks import run_ranks
+
+
+def failing(kind: type[Exception]) -> tuple[str, str]:
+    ranks = Ranks.here()
+
+    def work() -> None:
+        raise kind("no such thing")
+
+    try:
+        ranks.first(work)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (ConvoyError, ("ConvoyError", "no such thing")),
+        (MachineError, ("MachineError", "no such thing")),
+        (ValueError, ("RuntimeError", "rank 0 failed: ValueError: no such thing")),
+    ],
+)
+def test_a_failure_of_the_first_is_one_of_all(kind: type[Exception], others: tuple[str, str]) -> None:
+    first, second = run_ranks(failing, 2, kind)
+    assert first == (kind.__name__, "no such thing")
+    assert second == others
+
+
+def agreeing() -> tuple[bool, bool]:
+    ranks = Ranks.here()
+    return ranks.agree(ranks.rank == 0), ranks.agree(True)
+
+
+def test_all_must_agree() -> None:
+    assert run_ranks(agreeing, 2) == [(False, True), (False, True)]
+
+
+MESH = Mesh(("gpu",), (2,))
+
+
+def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, float]:
+    """Rank 1 fails while rank 0 waits for its message; what both then know, and whether they can still talk."""
+    os.environ["CONVOY_SHARED_MEMORY"] = shared
+    ranks = Ranks.here()
+
+    def work(meanwhile: Ranks) -> float:
+        group = Groups(MESH).of((0,))
+        all_reduce(torch.ones(1 << 20), group)
+        if ranks.rank == 1:
+            raise error
+        return meanwhile.gather(1.0)[0] if talking else float(all_reduce(torch.ones(1 << 20), group)[0])
+
+    try:
+        ranks.trying("adding", work)
+    except ConvoyError as failure:
+        total = all_reduce(torch.ones(1), Groups(MESH).of((0,)))
+        return str(failure), isinstance(failure, RankFailedError) and failure.out_of_memory, float(total)
+    return "", False, 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "words", "out_of_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "rank 1 ran out of memory while adding", True),
+        (RuntimeError("can't allocate memory: you tried"), "rank 1 ran out of memory while adding", True),
+        (ValueError("odd\nmore"), "rank 1 failed while adding (ValueError: odd): -v shows where", False),
+        (RuntimeError("odd"), "rank 1 failed while adding (RuntimeError: odd): -v shows where", False),
+        (ConvoyError("change the plan"), "change the plan", False),
+    ],
+)
+@pytest.mark.parametrize(("shared", "talking"), [("1", False), ("0", False), ("1", True)])
+def test_nobody_waits_for_a_rank_that_has_failed(
+    error: Exception, words: str, out_of_memory: bool, shared: str, talking: bool
+) -> None:
+    assert run_ranks(waiting, 2, error, shared, talking, timeout=40) == [(words, out_of_memory, 2.0)] * 2
+
+
+def trying_often() -> tuple[list[int], float]:
+    """Open files after each of several tries, and what came of the last."""
+    ranks, opened, found = Ranks.here(), [], 0.0
+    for _ in range(4):
+        found = ranks.trying("adding", lambda _: float(all_reduce(torch.ones(1 << 20), Groups(MESH).of((0,)))[0]))
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    return opened, found
+
+
+def test_groups_end_with_what_they_were_made_for() -> None:
+    for opened, found in run_ranks(trying_often, 2):
+        assert found == 2.0
+        assert opened[1] == opened[-1]
+
+
+def test_one_rank_alone_fails_in_the_same_words() -> None:
+    with pytest.raises(RankFailedError, match="rank 0 ran out of memory while adding"):
+        Ranks().trying("adding", lambda _: torch.empty(1 << 60))
+    assert Ranks().trying("adding", lambda ranks: ranks.num) == 1
+
+
+def test_what_a_machine_did_while_ranks_tried_is_no_mistake() -> None:
+    def fail(_: Ranks) -> None:
+        raise MachineError("a process died")
+
+    with pytest.raises(MachineError, match=r"^a process died$"):
+        Ranks().trying("adding", fail)

@@ -1,0 +1,241 @@
+"""`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from convoy.data import Batch
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.planner import Planned, make_plan, measured
+from convoy.planner.cost.costs import HostCost
+from convoy.plans.plan import Plan
+from convoy.training import Session, auto_plan, load_recipe
+from convoy.training.environment import join_ranks
+from convoy.training.set_up import set_up
+from convoy.training.step import TrainingStep
+from ranks import run_ranks
+from tiny import write_mnist
+
+PASS = 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("auto") / "data")
+
+
+def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
+    """The session of a run on the ranks that are there."""
+    ranks, device = join_ranks()
+    common = [
+        f"data.path={data}",
+        "model.name=tiny:TinyNet",
+        f"batch={batch}",
+        f"microbatch={PASS}",
+        "optimizer.lr=0.1",
+    ]
+    recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
+    with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
+        return set_up(recipe, device, ranks=ranks, keep=keep)
+
+
+def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:
+    """Whole weights after some updates."""
+    step = found.step()
+    for update, batch in enumerate(found.batches(0, updates)):
+        step(batch, update)
+    return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
+
+
+def slowed(planned: Planned, seconds: float) -> Planned:
+    """With plain `sample` as the only other candidate."""
+    others = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
+    return replace(planned, candidates=(replace(planned.best, plan=Plan.parse("filter=2")), *others))
+
+
+def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tuple[str, list[str], float]:
+    """The plan, the notes, and how far the weights are from those under plain `sample`."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    remaining = list(times)
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", clear),
+        patch.object(auto_plan, "measure_input", lambda *args: None),
+        patch.object(auto_plan.Choice, "_time", lambda self, step: (step(*batch_of(self, step)), remaining.pop(0))[1]),
+    ):
+        found = session(data, cache, "auto")
+    plan, notes = str(found.plan), found.notes
+    assert found.one_device_s is not None and found.one_device_s > 0
+    own, plain = weights(found), weights(session(data, cache, "sample=2"))
+    distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
+    return plan, notes, distance
+
+
+def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:
+    samples = sum(len(piece.parts[step.rank]) for piece in step.passes)  # type: ignore[attr-defined]
+    size = choice.data.image_size
+    images = torch.zeros(samples, choice.data.channels, size, size, dtype=torch.uint8)
+    return Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples)), 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
+def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
+        assert plan == winner, notes
+        assert any(
+            "in a race over" in note and "filter=2 1,000.0 ms" in note.replace("2,000", "1,000") for note in notes
+        )
+        assert distance < 1e-5
+
+
+def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, float("inf"), ()):
+        assert plan == "filter=2"
+        assert any("predicted to be fastest" in note for note in notes)
+        assert not any("race" in note for note in notes)
+        assert distance < 1e-5
+
+
+def last_of_four(data: Path, cache: Path) -> list[str]:
+    """The notes of a race in which plain `sample` is predicted to be slowest of four."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, **options)  # type: ignore[arg-type]
+        plans = ("filter=2", "height=2", "width=2", "sample=2")
+        return replace(planned, candidates=tuple(replace(planned.best, plan=Plan.parse(plan)) for plan in plans))
+
+    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan.Choice, "_time", lambda self, step: 1.0):
+        return session(data, cache, "auto").notes
+
+
+@pytest.mark.slow
+def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(last_of_four, 2, data, tmp_path):
+        (race,) = [note for note in notes if "in a race over" in note]
+        assert "filter=2" in race and "height=2" in race and "sample=2" in race
+        assert "width=2" not in race
+
+
+def reproducible(data: Path, cache: Path) -> tuple[str, list[str]]:
+    found = session(data, cache, "auto", "reproducible=true")
+    assert found.one_device_s is None  # nothing was measured
+    return str(found.plan), found.notes
+
+
+def test_a_reproducible_run_divides_samples(data: Path, tmp_path: Path) -> None:
+    for plan, notes in run_ranks(reproducible, 2, data, tmp_path):
+        assert plan == "sample=2"
+        assert any("reproducible runs divide samples alone" in note for note in notes)
+
+
+def whole_way(data: Path, cache: Path, keep: bool) -> tuple[str, list[str], bool]:
+    found = session(data, cache, "auto", keep=keep)
+    return str(found.plan), found.notes, any(cache.rglob("*.sqlite"))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path, keep: bool) -> None:
+    (first, notes, kept), (second, _, _) = run_ranks(whole_way, 2, data, tmp_path, keep)
+    assert first == second
+    assert any(note.startswith("plan auto: ") for note in notes)
+    assert kept == keep
+
+
+def too_small(data: Path, cache: Path) -> str:
+    with patch.object(auto_plan, "device_memory", lambda device, on_host: (1e4, "as said")):
+        try:
+            session(data, cache, "auto")
+        except TooLargeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(data: Path, tmp_path: Path) -> None:
+    for said in run_ranks(too_small, 2, data, tmp_path):
+        assert said.startswith("no plan fits")
+        assert "more than the 10 kB there are" in said
+        assert "what the network itself computes takes most" in said
+
+
+def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[str, list[str], float, str]:
+    """A race in which some plans run out of memory on rank 1, in their second update."""
+    step = TrainingStep.__call__
+
+    def failing(self: TrainingStep, batch: Batch, update: int) -> object:
+        if self.network.engine.groups.rank == 1 and str(self.network.engine.plan) in losers and update == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, batch, update)
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", 0.0),
+        patch.object(TrainingStep, "__call__", failing),
+    ):
+        try:
+            found = session(data, cache, "auto")
+        except ConvoyError as error:
+            return "", [], 0.0, str(error)
+    return str(found.plan), found.notes, sum(float(each.sum()) for each in weights(found).values()), ""
+
+
+@pytest.mark.slow
+def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
+    found = run_ranks(without_memory, 2, data, tmp_path, ("filter=2",))
+    assert len({(plan, total) for plan, _, total, _ in found}) == 1
+    for plan, notes, total, _ in found:
+        assert plan == "sample=2" and total == total
+        assert "filter=2 left the race: rank 1 ran out of memory while racing filter=2" in notes
+        assert any("in a race" in note and "filter=2" not in note for note in notes)
+
+
+@pytest.mark.slow
+def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
+    for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
+        assert failure == "rank 1 ran out of memory while racing filter=2"
+
+
+def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
+    """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, **options)  # type: ignore[arg-type]
+        plain = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
+        return replace(planned, candidates=tuple(plain))
+
+    with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)):
+        found = session(data, cache, "auto", batch=48)
+    own, plain = weights(found), weights(session(data, cache, "sample=2", batch=48))
+    distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
+    (row,) = [row for row in found.derived if row.name == "microbatches of each part"]
+    return row.formula, found.division.counts, distance
+
+
+@pytest.mark.slow
+def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_path: Path) -> None:
+    for rule, counts, distance in run_ranks(by_speed, 2, data, tmp_path):
+        assert counts == (5, 1)
+        assert rule == "6 over 2, by the speeds that the planner measured"
+        assert distance < 1e-5
+
+
+def slow_input(data: Path, cache: Path) -> list[str]:
+    with patch.object(auto_plan, "measure_input", lambda *args: HostCost(per_sample=1.0)):
+        return session(data, cache, "auto").notes
+
+
+@pytest.mark.slow
+def test_input_is_part_of_the_prediction(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(slow_input, 2, data, tmp_path):
+        assert any("Input-bound" in note for note in notes), notes
+        assert any("of memory a device" in note for note in notes)
