@@ -85,7 +85,7 @@ class InternalMessages:
 def internal_messages(
     placed: PlacedCall, graph: Graph, mesh: Mesh, own: LocalOp, batch_norm: BatchNorm = "sync"
 ) -> InternalMessages:
-    """The messages inside a call, on a rank whose operation of it is `own`: those of the engine's kernels."""
+    """The messages inside a call, on a rank whose operation of it is `own`: those of its kernel."""
     call = placed.call
     operation = OPERATIONS[call.op]
     if operation.statistics is None:

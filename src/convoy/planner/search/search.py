@@ -8,7 +8,7 @@ Minimized is the sum, over one update, of
   + seconds of the optimizer for a rank's part of it             Costs.update
 
 over a mesh (every ordered factorization of the devices into one or two axes), the set of its axes that divide the
-samples, and for every layer one strategy on each axis. The rules of the operations (`RULES`) say which strategies a
+samples, and for every layer one strategy on each axis. The operations (`ops`) say which strategies a
 layer can have, and in which layouts it takes and gives its tensors. Constraints: fixes of the user; with a memory
 limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, the one with
 the fewest redistributions is taken.
