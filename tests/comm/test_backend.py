@@ -10,7 +10,7 @@ import torch
 
 from convoy.comm import backend
 from convoy.comm.backend import GLOO, NCCL, Seen
-from convoy.comm.groups import fresh, open_store
+from convoy.comm.groups import generation_store, open_store
 from ranks import run_ranks
 
 LIMIT = timedelta(seconds=30)
@@ -47,7 +47,7 @@ def agree(ranks: list[str], alone: bool = False) -> str:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if alone:
         return backend.choose([seen(other) for other in ranks if other[0] == ranks[rank][0]]).backend
-    store = fresh(open_store(rank, world, LIMIT), rank, world, LIMIT)
+    store = generation_store(open_store(rank, world, LIMIT), rank, world, LIMIT)
     found = backend.agreed(store, rank, world, seen(ranks[rank])).backend
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < world:  # it keeps the store
