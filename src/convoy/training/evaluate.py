@@ -185,7 +185,7 @@ def evaluate(
         ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
-        exchanges_in_forward: run the network for a batch without samples too, because other ranks' passes need this one.
+        exchanges_in_forward: whether other ranks' passes need this one, so that a batch without samples is run too.
         is_asked_to_stop: called before each batch; the same on all ranks.
 
     Raises:
