@@ -16,7 +16,7 @@ from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import MeasurementTask
 from convoy.bench.store import Store
 from convoy.bench.study import Study
-from convoy.engine.profiling import CallTimes, Rehearsal
+from convoy.engine.profiling import CallTimes, Profiler
 from convoy.planner import make_plan
 from convoy.planner.cost.link import Links, Rate
 from convoy.plans.plan import Plan
@@ -42,18 +42,18 @@ def nothing(what: str, done: int, total: int) -> None:
 
 
 def planned(folder: str, slower: float, bound: tuple[str, ...]) -> Forecast:
-    run = Rehearsal.run
+    run = Profiler.run
 
-    def taking(rehearsal: Rehearsal, *args: object) -> dict[str, CallTimes]:
+    def taking(profiler: Profiler, *args: object) -> dict[str, CallTimes]:
         factor = 1e-3 * (slower if dist.get_rank() else 1.0)
-        return {name: CallTimes(factor, factor) for name in run(rehearsal, *args)}  # type: ignore[arg-type]
+        return {name: CallTimes(factor, factor) for name in run(profiler, *args)}  # type: ignore[arg-type]
 
     links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
-    with_links = partial(make_plan, links=links)
+    with_links = partial(make_plan, link=links)
     only = partial(with_links, plans=[Plan.parse("sample=2")])
     with (
         pytest.MonkeyPatch.context() as patched,
-        patch.object(Rehearsal, "run", taking),
+        patch.object(Profiler, "run", taking),
         patch.object(auto_plan, "make_plan", only),
         patch.object(sys.modules[forecast.__module__], "make_plan", with_links),
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.made_study import AUTO, document, ranks, study, write_study
+from convoy import units
 from convoy.bench.configuration import configurations
 from convoy.bench.forecast import Forecast, PlanPrediction
 from convoy.bench.page import write_files
@@ -15,7 +16,6 @@ from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
 from convoy.bench.results import Results, results
 from convoy.bench.store import Store
 from convoy.bench.table import csv_text, latex_text, lines, plus_minus
-from convoy.report import formats
 
 
 def found(folder: Path) -> Results:
@@ -93,7 +93,7 @@ def test_slower_is_what_is_so_beyond_its_spread(tmp_path: Path, rounds: list[flo
 )
 def test_more_than_the_ideal_is_explained(tmp_path: Path, seconds: float, weak: bool, said: str) -> None:
     study = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [seconds]}, weak=weak)
-    sentence = _above_ideal(study, weak).replace(formats.SPACE, " ")
+    sentence = _above_ideal(study, weak).replace(units.SPACE, " ")
     assert sentence.startswith(said) and bool(sentence) == bool(said)
 
 

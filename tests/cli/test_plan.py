@@ -13,11 +13,11 @@ import pytest
 from convoy.cli import main, plan_answer
 from convoy.errors import ConvoyError
 from convoy.planner.cost.device import Device
-from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
-from convoy.planner.words import extra
 from convoy.plans.plan import Plan
+from convoy.units import extra
 
 LINE = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--link", "10gbit"]
 
@@ -213,7 +213,7 @@ def test_mistakes_are_one_sentence(line: str, words: str, capsys: pytest.Capture
         error = said(capsys, *line.split(), status=2)
     finally:
         os.chdir(before)
-    lines = [each for each in error.splitlines() if not each.startswith(("rehearsing", "measuring", "searching"))]
+    lines = [each for each in error.splitlines() if not each.startswith(("profiling", "measuring", "searching"))]
     assert len(lines) == 1 and lines[0].startswith("convoy: ")
     assert words in lines[0]
     assert not any(tmp_path.iterdir())
@@ -286,7 +286,7 @@ def test_profile_says_what_came_from_runs(
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     store, device = ProfileStore(), Device("Some CPU", "2.13", "0.1", 1)
     small, large = (
-        Piece("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
+        LocalOp("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
     )
     store.put(device, {small: Times(1e-3, 0.0), large: Times(2e-3, 0.0)})
     store.put(device, {small: Times(3e-3, 0.0)}, "run")
@@ -294,7 +294,7 @@ def test_profile_says_what_came_from_runs(
     assert (found["pieces"], found["from_runs"]) == (2, 1)
     assert "from runs" in said(capsys, "profile")
     pieces = json.loads(said(capsys, "profile", "1", "--json"))
-    assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("rehearsal", 2e-3)]
+    assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("profiling", 2e-3)]
     assert "a run" in said(capsys, "profile", "1")
 
 

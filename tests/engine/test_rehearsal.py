@@ -1,11 +1,11 @@
-"""A rehearsal computes what the rank would compute, call by call, without the others."""
+"""A profiling computes what the rank would compute, call by call, without the others."""
 
 import pytest
 import torch
 
 from convoy.comm.groups import Groups
 from convoy.engine.fake_inputs import tiled
-from convoy.engine.profiling import OUTSIDE, Rehearsal
+from convoy.engine.profiling import OUTSIDE, Profiler
 from convoy.planner import Workload, workload_of
 from convoy.planner.link_probe import measure_links
 from convoy.plans.mesh import Mesh
@@ -26,7 +26,7 @@ def workload(name: str, **options: object) -> Workload:
 def test_every_call_takes_some_time_on_every_rank(name: str, plan: str) -> None:
     placement = workload(name).place(Plan.parse(plan))
     for rank in range(placement.mesh.num_devices):
-        times = Rehearsal(placement, rank, torch.device("cpu")).run(enough=1)
+        times = Profiler(placement, rank, torch.device("cpu")).run(enough=1)
         assert set(times) == {OUTSIDE, *(placed.call.name for placed in placement.calls)}
         convolutions = [placed.call.name for placed in placement.calls if placed.call.op in ("conv", "linear")]
         assert all(times[call].forward > 0 and times[call].backward > 0 for call in convolutions)
@@ -35,7 +35,7 @@ def test_every_call_takes_some_time_on_every_rank(name: str, plan: str) -> None:
 @pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
 def test_batch_norm_in_every_mode(batch_norm: str) -> None:
     found = workload("shuffle", batch_norm=batch_norm, microbatch=2)
-    rehearsal = Rehearsal(
+    profiler = Profiler(
         found.place(Plan.parse("sample=2")),
         1,
         torch.device("cpu"),
@@ -43,14 +43,14 @@ def test_batch_norm_in_every_mode(batch_norm: str) -> None:
         batch_norm=batch_norm,
         microbatches=found.sizes,
     )
-    first, second = (rehearsal.run(enough=1) for _ in range(2))
+    first, second = (profiler.run(enough=1) for _ in range(2))
     assert set(first) == set(second)
 
 
 def test_images_are_arranged_as_in_training() -> None:
     placement = workload("depthwise").place(Plan.parse("filter=2"))
-    rehearsal = Rehearsal(placement, 0, torch.device("cpu"), channels_last=True)
-    images = [t for t in rehearsal._tensors if t.dim() == 4 and not t.requires_grad]
+    profiler = Profiler(placement, 0, torch.device("cpu"), channels_last=True)
+    images = [t for t in profiler._tensors if t.dim() == 4 and not t.requires_grad]
     assert len(images) == 1
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in images)
 
@@ -60,8 +60,8 @@ def test_what_is_at_hand_is_used() -> None:
     model = SMALL_NETS["depthwise"]()
     found = workload_of(model, torch.randn(1, 3, 16, 16), 8)
     placement = found.place(Plan.parse("filter=2"))
-    rehearsal = Rehearsal(placement, 1, torch.device("cpu"), contents=found.contents)
-    parts = dict(zip(rehearsal._program.sources, rehearsal._tensors, strict=True))
+    profiler = Profiler(placement, 1, torch.device("cpu"), contents=found.contents)
+    parts = dict(zip(profiler._program.sources, profiler._tensors, strict=True))
     weights = {name: tensor for name, tensor in parts.items() if tensor.dim() == 4 and tensor.requires_grad}
     assert weights
     whole = dict(model.named_parameters())
@@ -89,7 +89,7 @@ def test_it_ends_when_all_agree() -> None:
         return len(said) == 5
 
     placement = workload("depthwise").place(Plan.parse("serial"))
-    Rehearsal(placement, 0, torch.device("cpu")).run(agree, enough=1)
+    Profiler(placement, 0, torch.device("cpu")).run(agree, enough=1)
     assert len(said) == 5
     assert said[0]
 

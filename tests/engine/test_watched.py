@@ -8,7 +8,7 @@ from torch import nn
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
-from convoy.engine.watched import DeviceClock, Stretch, WatchedUpdate
+from convoy.engine.watched import DeviceClock, Segment, WatchedUpdate
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Stretch]]:
+def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Segment]]:
     """Gradients, and what was seen, of a pass forward and backward."""
     net = parallelize(network(), plan, example=torch.ones(2, 6), seed=0)
     engine = network_of(net)
@@ -47,15 +47,15 @@ def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Stre
         else:
             net(mine).square().mean().backward()
     found = {name: plain(p.grad).clone() for name, p in net.named_parameters() if p.grad is not None}
-    return found, watch.stretches()
+    return found, watch.segments()
 
 
 def seen(plan: str) -> tuple[bool, list[tuple[str, str]]]:
     plain, _ = update(plan, False)
-    own, stretches = update(plan, True)
+    own, segments = update(plan, True)
     names = {}
-    for stretch in stretches:
-        names.setdefault((stretch.kind, stretch.call), None)
+    for segment in segments:
+        names.setdefault((segment.kind, segment.call), None)
     return all(torch.equal(plain[name], own[name]) for name in plain), list(names)
 
 
@@ -92,9 +92,9 @@ def test_an_optimizer_that_has_stepped_gathers() -> None:
         watch.mark("update")
         optimizer.step()
         watch.mark("rest")
-    assert [stretch.kind for stretch in watch.stretches()][-2:] == ["update", "gradient"]
-    assert not any(stretch.seconds != 1 for stretch in watch.stretches())
-    before = len(watch.stretches())
+    assert [segment.kind for segment in watch.segments()][-2:] == ["update", "gradient"]
+    assert not any(segment.seconds != 1 for segment in watch.segments())
+    before = len(watch.segments())
     optimizer.step()
     model(torch.ones(1, 6)).sum().backward()
-    assert len(watch.stretches()) == before  # nobody looks any more
+    assert len(watch.segments()) == before  # nobody looks any more

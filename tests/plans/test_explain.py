@@ -3,8 +3,9 @@
 import pytest
 
 from convoy.ops.memory import predict_memory
-from convoy.plans.explain import explain, explanation, size, table
+from convoy.plans.explain import explain, explanation
 from convoy.plans.plan import Plan
+from convoy.units import size, table
 from plans.made_graph import Chain, placed, small_net
 
 OWT = """\

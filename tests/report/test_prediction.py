@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from convoy import units
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import GRADIENTS, Both, Comparison, Group
-from convoy.report import formats
 from convoy.report.prediction import compared
 from convoy.report.report import write_report
 from convoy.report.run_directory import read_run
@@ -125,7 +125,7 @@ def test_it_is_said_whether_several_devices_were_faster(tmp_path: Path, one: flo
     right = comparison(update=Both(17e-3, 17e-3), one_device_s=one)
     run = with_prediction(tmp_path, right)
     (run / "summary.json").write_text(json.dumps(summary(devices=2, plan="sample=2")), encoding="utf-8")
-    html = write_report(run).read_text(encoding="utf-8").replace(formats.SPACE, " ")
+    html = write_report(run).read_text(encoding="utf-8").replace(units.SPACE, " ")
     assert said in html
     assert ("convoy bench lenet" in html) == (one is None)
     wrong = comparison(update=Both(9e-3, 17e-3), one_device_s=one)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import formats, report
+from convoy.report import report
 from convoy.report.pages import running
 from convoy.report.report import write_report
 from report.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
@@ -43,7 +44,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.stack[-1:] not in (["style"], ["script"]):
-            self.text += data.replace(formats.SPACE, " ")
+            self.text += data.replace(units.SPACE, " ")
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]

@@ -10,7 +10,7 @@ import torch
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
-from convoy.planner.cost.costs import Around
+from convoy.planner.cost.costs import HostCost
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan, load_recipe
 from convoy.training.environment import join_ranks
@@ -137,7 +137,7 @@ def test_a_reproducible_run_divides_samples(data: Path, tmp_path: Path) -> None:
 
 def whole_way(data: Path, cache: Path, keep: bool) -> tuple[str, list[str], bool]:
     found = session(data, cache, "auto", keep=keep)
-    return str(found.plan), found.notes, any(cache.rglob("*.jsonl"))
+    return str(found.plan), found.notes, any(cache.rglob("*.sqlite"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -213,7 +213,7 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
         plain = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
         return replace(planned, candidates=tuple(plain))
 
-    with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "paces", lambda *of: (0.5, 1.5)):
+    with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)):
         found = session(data, cache, "auto", batch=48)
     own, plain = weights(found), weights(session(data, cache, "sample=2", batch=48))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
@@ -230,7 +230,7 @@ def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_
 
 
 def slow_input(data: Path, cache: Path) -> list[str]:
-    with patch.object(auto_plan, "measure_input", lambda *args: Around(per_sample=1.0)):
+    with patch.object(auto_plan, "measure_input", lambda *args: HostCost(per_sample=1.0)):
         return session(data, cache, "auto").notes
 
 

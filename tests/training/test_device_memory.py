@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.planner.cost.device import memory_limits
-from convoy.training.workloads import SHARE, device_memory
+from convoy.planner.cost.device import SHARE, device_memory, memory_limits
 
 
 def write(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, open_data
 from convoy.errors import ConvoyError
-from convoy.planner.cost.costs import Around
+from convoy.planner.cost.costs import HostCost
 from convoy.training import auto_plan, load_recipe
 from convoy.training.auto_plan import measure_input
 from tiny import write_mnist
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("input") / "data")
 
 
-def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 16) -> Around | None:
+def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 16) -> HostCost | None:
     recipe = load_recipe("default", [f"data.path={data}", "model.name=lenet", "batch=16", f"data.workers={workers}"])
     opened = open_data(recipe.data, None)
     if not seconds:
@@ -42,7 +42,7 @@ def measured(data: Path, workers: int = 0, seconds: float = 0.0, samples: int = 
 
 def test_a_sample_takes_its_part_of_a_batch(data: Path) -> None:
     found = measured(data, seconds=0.32)
-    assert found == Around(per_sample=pytest.approx(0.02))  # type: ignore[arg-type]
+    assert found == HostCost(per_sample=pytest.approx(0.02))  # type: ignore[arg-type]
     assert found is not None and not found.beside
 
 

@@ -16,7 +16,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Roofline
-from convoy.planner.profiling import piece_of
+from convoy.planner.profiling import local_op_of
 from convoy.training import Session, load_recipe
 from convoy.training.build import build_model
 from convoy.training.environment import join_ranks
@@ -98,7 +98,7 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     plain, _ = build_model(found.recipe, found.data)
     workload = workload_in_passes(found.recipe, plain, shape, (8, 8), found.merge, 2, found.device)
     placement = workload.place(found.plan)
-    wanted = {piece_of(workload, placement, placed, found.ranks.rank) for placed in placement.calls}
+    wanted = {local_op_of(workload, placement, placed, found.ranks.rank) for placed in placement.calls}
     known = {one for one in wanted if one in learned}
     weights = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")}
     link = Link(Curve(((1, 0.0),)), Curve(((1, 0.0),)))
@@ -138,7 +138,7 @@ def traced(data: Path, file: Path, plan: str, with_prediction: bool) -> tuple[li
     found = session(data, plan)
     observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
     run(found, WATCHED[1] + 1, observation)
-    watched = [sum(stretch.seconds for stretch in one.stretches()) for one in observation._watched]
+    watched = [sum(segment.seconds for segment in one.segments()) for one in observation._watched]
     scored = predicted(found) if with_prediction else None
     observation.conclude(scored, None, file)
     return watched, scored.seconds if scored is not None else None
@@ -209,7 +209,7 @@ def kept(data: Path, out: Path, keep: bool) -> bool:
     cache = out.with_name(f"{out.name}-cache")
     with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
         train_here(data, out, {"epochs": f"{APART[0] + 1}ba", "parallel.plan": "filter=2"}, keep=keep)
-    return any(cache.rglob("*.jsonl"))
+    return any(cache.rglob("*.sqlite"))
 
 
 @pytest.mark.slow

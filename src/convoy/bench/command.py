@@ -21,9 +21,9 @@ from convoy.bench.study import IMAGENET, Prepared, Study, assumed, prepare, too_
 from convoy.bench.training_runs import TrainingRuns, recipe_for_training
 from convoy.data import open_data
 from convoy.errors import ConvoyError
-from convoy.report.formats import plural
 from convoy.training import RunDirectory
 from convoy.training.derived import num_microbatches
+from convoy.units import plural
 
 TIMED_S, LEAST, MOST = 2.0, 3, 100
 """Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from convoy.bench.configuration import CONVOY
-from convoy.report.formats import plural
 from convoy.report.run_directory import column, read_metrics
+from convoy.units import plural
 
 EVALUATION = ("step", "epoch", "error", "loss", "train_s")
 """What is kept of an evaluation: updates and epochs done, test error (0 to 1), test loss, seconds of training."""

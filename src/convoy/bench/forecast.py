@@ -1,7 +1,7 @@
 """What is predicted of the configurations, before any of them is measured; and which plan `auto` is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,16 +14,16 @@ from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.planner import make_plan, score
+from convoy.planner import make_plan
+from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.planner import Scored
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.build import build_model
 from convoy.training.division import text as text_of
 from convoy.training.precision import set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.workloads import device_memory, workload_of_recipe
+from convoy.training.workloads import workload_of_recipe
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,17 @@ def forecast(
                 wanted[text] = Plan.parse(text)
             except ConvoyError as error:
                 notes.append(f"{text}: {error}")
-        ranks = Ranks.here() if ranks.num > 1 else Ranks()
         planned = make_plan(
-            workload,
+            replace(workload, by_speed=None),
             ranks.num,
-            ranks,
+            Ranks.here() if ranks.num > 1 else Ranks(),
             store=ProfileStore() if keep else None,
             plans=list(wanted.values()),
             progress=say,
-            room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
         )
+        by_plan = {one.plan: one for one in planned.candidates}
         for text, plan in wanted.items():
-            scored = planned.serial if ranks.num == 1 else score(workload, plan, planned.costs)
-            found[text] = _prediction(scored)
+            found[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
         notes += planned.notes
     except ConvoyError as error:
         notes.append(f"nothing is predicted: {error}")

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 import convoy
+from convoy import units
 from convoy.bench.configuration import CONVOY, short
 from convoy.bench.curves import Convergence, convergence
 from convoy.bench.measurement import COMMUNICATION, INPUT, OPTIMIZER
@@ -35,13 +36,13 @@ from convoy.bench.table import (
 from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
-from convoy.planner.words import seconds as time_of
-from convoy.plans.explain import size
-from convoy.report import axes, formats, pages
+from convoy.report import axes, pages
 from convoy.report.pages import data_uri, inline_svg
 from convoy.report.plots import Panel
 from convoy.report.report import COMPRESS_FROM, Download
 from convoy.report.tiles import Tile
+from convoy.units import seconds as time_of
+from convoy.units import size
 
 _KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 
@@ -89,7 +90,7 @@ def _content(
     numbers = sorted({row["devices"] for row in document["configurations"]})
     whole = not found.waiting and not found.failed and not (trained and (trained.waiting or trained.failed))
     return {
-        "model": formats.shorten(study["model"], 60),
+        "model": units.shorten(study["model"], 60),
         "devices": _devices(numbers),
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
@@ -98,7 +99,7 @@ def _content(
         "reference": _reference(found),
         "panels": [(one.panel, _inline(one.panel), _links(one.files)) for one in pictures],
         "rows": [_cells(row, found) for row in found.rows],
-        "epochs": None if table["epochs"] is None else formats.value(table["epochs"]),
+        "epochs": None if table["epochs"] is None else units.value(table["epochs"]),
         "dataset_size": table["dataset_size"],
         "timed": bool(found.rows) or trained is None,
         "remarks": remarks(document, found) if found.rows or trained is None else [],
@@ -119,13 +120,13 @@ def _content(
 
 def _devices(numbers: Sequence[int]) -> str:
     if len(numbers) < 2:
-        return formats.plural(numbers[0] if numbers else 1, "device")
+        return units.plural(numbers[0] if numbers else 1, "device")
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]} devices"
 
 
 def _facts(document: Mapping[str, Any], found: Results) -> list[str]:
     study, machine = document["study"], document["machine"]
-    batch = f"batch {formats.count(study['batch'])}{' a device' if study['weak'] else ''}"
+    batch = f"batch {units.count(study['batch'])}{' a device' if study['weak'] else ''}"
     started = next((session["started"][:16].replace("T", " ") for session in document["sessions"]), "")
     facts = ["weak scaling" if study["weak"] else "strong scaling", batch, f"{machine['machine']}"]
     facts += [f"PyTorch {machine['torch']}", f"started {started} UTC" if started else ""]
@@ -148,19 +149,19 @@ def _tiles(found: Results) -> list[Tile]:
         return []
     own = [row for row in found.rows if row.kind == CONVOY] or found.rows
     best = max([row for row in own if row.devices > 1] or own, key=lambda row: row.speedup)
-    where = f"{formats.shorten(short(best.label), 40)} on {formats.plural(best.devices, 'device')}"
+    where = f"{units.shorten(short(best.label), 40)} on {units.plural(best.devices, 'device')}"
     one = found.reference
     if best.efficiency is None and one is not None:
-        where += f", over {formats.shorten(short(one.label), 40)} on {one.devices}"
+        where += f", over {units.shorten(short(one.label), 40)} on {one.devices}"
     spread = "" if best.speedup_spread is None else f"± {best.speedup_spread:.2f}, "
-    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{formats.SPACE}×", f"{spread}{where}", main=True)]
+    tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{units.SPACE}×", f"{spread}{where}", main=True)]
     if best.efficiency is not None:
-        ideal = f"of {formats.significant(best.ideal)} times one device"
-        tiles.append(Tile("Efficiency", formats.percent(best.efficiency, 0), ideal))
-    tiles.append(Tile("Images per second", formats.significant(best.images_per_s), where))
+        ideal = f"of {units.significant(best.ideal)} times one device"
+        tiles.append(Tile("Efficiency", units.percent(best.efficiency, 0), ideal))
+    tiles.append(Tile("Images per second", units.significant(best.images_per_s), where))
     if best.days is not None:
-        alone = f"{formats.significant(one.days)} on {formats.plural(one.devices, 'device')}" if one is not None else ""
-        tiles.append(Tile("Days of training", formats.significant(best.days), alone))
+        alone = f"{units.significant(one.days)} on {units.plural(one.devices, 'device')}" if one is not None else ""
+        tiles.append(Tile("Days of training", units.significant(best.days), alone))
     return tiles
 
 
@@ -190,16 +191,16 @@ def _cells(row: StudyRow, found: Results) -> dict[str, Any]:
         "devices": row.devices,
         "step": step,
         "spread": spread.partition(" ")[0],
-        "images": formats.significant(row.images_per_s),
+        "images": units.significant(row.images_per_s),
         "speedup": f"{row.speedup:.2f}",
         "speedup_spread": "" if row.speedup_spread is None else f"{row.speedup_spread:.2f}",
-        "efficiency": formats.percent(row.efficiency, 0),
-        "days": None if row.days is None else formats.significant(row.days),
+        "efficiency": units.percent(row.efficiency, 0),
+        "days": None if row.days is None else units.significant(row.days),
         "exposed": _or_none(row.parts[COMMUNICATION]),
         "wait": _or_none(row.parts[INPUT]),
         "optimizer": _or_none(row.parts[OPTIMIZER]),
         "memory": size(row.memory),
-        "predicted": formats.UNKNOWN if row.predicted is None else time_of(row.predicted),
+        "predicted": units.UNKNOWN if row.predicted is None else time_of(row.predicted),
         "error": "" if row.error is None else signed(row.error),
     }
 
@@ -216,11 +217,11 @@ def _chosen(found: Results) -> list[tuple[str, str]]:
     plans = {
         row.devices: row.plan for row in found.rows if row.plan is not None and "\n" in row.plan and _own_plan(row)
     }
-    return [(formats.plural(devices, "device"), plan.strip()) for devices, plan in plans.items()]
+    return [(units.plural(devices, "device"), plan.strip()) for devices, plan in plans.items()]
 
 
 def _or_none(seconds: float) -> str:
-    return formats.UNKNOWN if seconds <= 0 else time_of(seconds)
+    return units.UNKNOWN if seconds <= 0 else time_of(seconds)
 
 
 def _inline(panel: Panel) -> Markup | None:
@@ -234,7 +235,7 @@ def _links(files: Mapping[str, bytes]) -> list[tuple[str, str]]:
 
 
 def _download(name: str, content: bytes) -> Download:
-    length = formats.prefixed(len(content), "B")
+    length = units.prefixed(len(content), "B")
     if len(content) >= COMPRESS_FROM:
         return Download(
             f"{name}.gz", f"{length}, packed", data_uri(gzip.compress(content, mtime=0), "application/gzip")

@@ -13,15 +13,15 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from convoy import units
 from convoy.bench.configuration import CONVOY, TORCH, short
 from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
 from convoy.bench.results import Results, StudyRow
 from convoy.bench.table import signed
-from convoy.planner.words import seconds as time_of
 from convoy.report import axes as ax
-from convoy.report import formats
 from convoy.report.plots import Panel
+from convoy.units import seconds as time_of
 
 COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
@@ -89,9 +89,9 @@ def speedups(found: Results) -> Panel:
     axes.set_ylim(0, 1.05 * top)
     axes.set_xlim(numbers[0] - 0.04 * largest, 1.04 * largest)
     axes.xaxis.set_major_locator(FixedLocator(numbers))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = [
         f"{line.name}: {row.speedup:.2f} on {row.devices}." for line in lines for row in line.rows if row.devices > 1
@@ -184,7 +184,7 @@ def _rows_figure(
     axes.yaxis.set_major_locator(NullLocator())
     axes.grid(axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(round(value * factor, 6))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(round(value * factor, 6))))
     for level, row in enumerate(rows):
         axes.text(0, level - 0.14, name_of(row), va="bottom", ha="left", size=10.5)
         axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=10.5, color=ax.MUTED)
@@ -246,7 +246,7 @@ def legend_above(
 def name_of(row: StudyRow | ErrorCurve) -> str:
     """A row or its curve in a picture: short, with its devices."""
     devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
-    return f"{formats.shorten(short(row.label), 38)}{devices}"
+    return f"{units.shorten(short(row.label), 38)}{devices}"
 
 
 _COLORS = tuple(color for color in COLORS if color != ax.INK)  # which the reference has
@@ -274,7 +274,7 @@ def _over_time(found: Convergence) -> Panel:
     ax.time_axis(axes, max(curve.seconds[-1] for curve in found.curves) / size)
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = (
-        f"{name_of(curve)}: {_percent(curve.errors[-1])} after {formats.duration(curve.seconds[-1])}."
+        f"{name_of(curve)}: {_percent(curve.errors[-1])} after {units.duration(curve.seconds[-1])}."
         for curve in found.curves
     )
     return Panel(name, title, " ".join(said), figure)
@@ -307,7 +307,7 @@ def _over_updates(found: Convergence) -> Panel:
     )
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = (
-        f"{name_of(curve)}: at most {formats.significant(100 * curve.distance.error)} points from {_of(found)}."
+        f"{name_of(curve)}: at most {units.significant(100 * curve.distance.error)} points from {_of(found)}."
         for curve in found.others
         if curve.distance is not None
     )
@@ -361,7 +361,7 @@ def _draw_distances(axes: Axes, found: Convergence) -> None:
         axes.plot(steps, apart, clip_on=False, **_look(found, number, len(steps)))  # type: ignore[arg-type]
     axes.set_ylim(-1.15 * largest or -1, 1.15 * largest or 1)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3, symmetric=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(round(value, 9))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(round(value, 9))))
 
 
 def _error_axis(axes: Axes, found: Convergence) -> None:
@@ -374,4 +374,4 @@ def _of(found: Convergence) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{formats.significant(100 * share)}{formats.SPACE}%"
+    return f"{units.significant(100 * share)}{units.SPACE}%"

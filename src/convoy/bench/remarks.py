@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from convoy import units
 from convoy.bench.configuration import CONVOY, parts_of
 from convoy.bench.results import Results, StudyRow
 from convoy.bench.study import too_coarse
 from convoy.bench.table import plan_label
-from convoy.report import formats
 
 _RESTLESS = 0.25
 """Part of its time by which a configuration, measured again, may differ before nothing follows from a study."""
@@ -38,7 +38,7 @@ def doubts(found: Results) -> list[str]:
     if not spreads or statistics.median(spreads) < _RESTLESS:
         return []
     typical = statistics.median(spreads)
-    by = f"by {formats.percent(typical, 0)}" if typical < 1 else "by more than its own time"
+    by = f"by {units.percent(typical, 0)}" if typical < 1 else "by more than its own time"
     return [
         "The machine was busy with other work, or too few rounds were measured: the same configuration, measured "
         f"again, may differ {by}. Neither speed-ups nor predictions can be judged by this study: measure again when "
@@ -57,23 +57,23 @@ def missing(found: Results) -> list[str]:
 def _devices(document: Mapping[str, Any]) -> str:
     study, machine = document["study"], document["machine"]
     if study["cluster"]:
-        speeds = ", ".join(formats.significant(speed, 2) for speed in study["speeds"])
+        speeds = ", ".join(units.significant(speed, 2) for speed in study["speeds"])
         return f"The devices are emulated, each with a share of a core of this machine: {speeds}."
     if study["device_type"] != "cpu":
         return f"A device is a {machine['machine']}."
     each = study["cores_per_device"]
     largest = max((row["devices"] for row in document["configurations"]), default=1)
     left = machine["cores"] - each * largest
-    rest = f"; {formats.plural(left, 'core')} stay idle" if left else ""
+    rest = f"; {units.plural(left, 'core')} stay idle" if left else ""
     return (
-        f"A device is {formats.plural(each, 'core')} of {machine['machine']}, also where it is alone: the machine has "
-        f"{machine['cores']}, and {formats.plural(largest, 'device')} at most{rest}."
+        f"A device is {units.plural(each, 'core')} of {machine['machine']}, also where it is alone: the machine has "
+        f"{machine['cores']}, and {units.plural(largest, 'device')} at most{rest}."
     )
 
 
 def _work(document: Mapping[str, Any]) -> str:
     study = document["study"]
-    batch = f"{formats.count(study['batch'])} images {'on each device' if study['weak'] else 'on all devices together'}"
+    batch = f"{units.count(study['batch'])} images {'on each device' if study['weak'] else 'on all devices together'}"
     images = study["images"]
     source = (
         f"made-up ones of {'×'.join(map(str, images['shape']))} in memory"
@@ -102,9 +102,9 @@ def _cost(found: Results) -> str:
         return ""
     overhead = max((row.overhead / row.seconds for row in found.rows), default=0.0)
     return (
-        f"The measuring took {formats.duration(cost.wall)}: {formats.percent(cost.timed / cost.wall, 0)} were updates "
-        f"that count, {formats.percent(cost.planning / cost.wall, 0)} planning, the rest starting, building and "
-        f"warming up. Taking the time of parts makes an update at most {formats.percent(overhead, 2)} longer."
+        f"The measuring took {units.duration(cost.wall)}: {units.percent(cost.timed / cost.wall, 0)} were updates "
+        f"that count, {units.percent(cost.planning / cost.wall, 0)} planning, the rest starting, building and "
+        f"warming up. Taking the time of parts makes an update at most {units.percent(overhead, 2)} longer."
     )
 
 
@@ -112,7 +112,7 @@ def _same(found: Results) -> str:
     difference = found.loss_difference
     if difference is None:
         return ""
-    by = f"differs by {formats.significant(difference, 2)} of itself at most" if difference else "is the same number"
+    by = f"differs by {units.significant(difference, 2)} of itself at most" if difference else "is the same number"
     return f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
@@ -121,11 +121,11 @@ def _unequal(document: Mapping[str, Any], found: Results) -> list[str]:
     if not found.alone:
         return []
     speeds = found.alone
-    rates = ", ".join(formats.significant(speed) for speed in speeds)
+    rates = ", ".join(units.significant(speed) for speed in speeds)
     rows = [row for row in found.rows if row.kind == CONVOY and row.devices == len(speeds)]
-    reached = ", ".join(f"{plan_label(row)} {formats.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
+    reached = ", ".join(f"{plan_label(row)} {units.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
     said = [
-        f"Alone the devices train {rates} images/s, {formats.significant(sum(speeds))} together, which efficiency is "
+        f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     ]
     even = {row.plan: row for row in rows if not row.uneven}
@@ -149,8 +149,8 @@ def _predictions(found: Results) -> str:
     errors = [abs(row.error) for row in found.rows if row.error is not None]
     if not errors:
         return ""
-    mean, worst = formats.percent(statistics.mean(errors)), formats.percent(max(errors), 0)
-    number = formats.plural(len(errors), "prediction")
+    mean, worst = units.percent(statistics.mean(errors)), units.percent(max(errors), 0)
+    number = units.plural(len(errors), "prediction")
     said = f"The planner's {number} of an update were off by {mean} in the mean, by {worst} at most"
     doubt = ", as far as times so different can tell" if doubts(found) else ""
     return f"{said}{doubt}; they were made before anything was measured, as if nothing else ran here."
@@ -204,7 +204,7 @@ def _above_ideal(found: Results, weak: bool) -> str:
         return ""
     caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
     return (
-        f"Efficiency above {formats.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
+        f"Efficiency above {units.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
         "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
     )
 

@@ -10,7 +10,7 @@ from convoy.bench.configuration import AUTO, CONVOY, PEERS
 from convoy.bench.curves import where
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
 from convoy.bench.store import found_shares, plan_of
-from convoy.report.formats import plural
+from convoy.units import plural
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from convoy import models
+from convoy import models, units
 from convoy.bench.ask import Ask
 from convoy.bench.configuration import Configuration, check_recipe, configurations
 from convoy.bench.emulated import Cluster
@@ -17,7 +17,6 @@ from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.launch.place import own_cores
-from convoy.report import formats
 from convoy.training import choose_device
 from convoy.training.division import soonest
 from convoy.training.environment import describe
@@ -130,15 +129,15 @@ def too_coarse(batch: int, num: int, speeds: Sequence[float]) -> str:
     if now >= GOAL:
         return ""
     said = (
-        f"A batch of {batch} in {formats.plural(num, 'microbatch', 'microbatches')} lets devices of speed "
-        f"{' : '.join(formats.significant(speed / max(speeds), 2) for speed in speeds)} reach "
-        f"{formats.percent(now, 0)} of the sum of their speeds at most"
+        f"A batch of {batch} in {units.plural(num, 'microbatch', 'microbatches')} lets devices of speed "
+        f"{' : '.join(units.significant(speed / max(speeds), 2) for speed in speeds)} reach "
+        f"{units.percent(now, 0)} of the sum of their speeds at most"
     )
     finer = next((more for more in range(num + 1, batch + 1) if best_reach(more, speeds) >= GOAL), None)
     if finer is None:
         return f"{said}: raise --batch."
     return (
-        f"{said}; --set microbatches={finer} allows {formats.percent(best_reach(finer, speeds), 0)} (another "
+        f"{said}; --set microbatches={finer} allows {units.percent(best_reach(finer, speeds), 0)} (another "
         "experiment only where batch norm takes its statistics over microbatches)."
     )
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from convoy import units
 from convoy.bench.configuration import short
 from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
 from convoy.bench.results import Results, StudyRow
-from convoy.planner.words import seconds as time_of
-from convoy.plans.explain import size
-from convoy.report import formats
 from convoy.terminal import printable
+from convoy.units import seconds as time_of
+from convoy.units import size
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -77,10 +77,10 @@ def _line(row: StudyRow) -> dict[str, str]:
         "configuration": plan_label(row),
         "devices": str(row.devices),
         "step": plus_minus(row.seconds, row.spread),
-        "images/s": formats.significant(row.images_per_s),
+        "images/s": units.significant(row.images_per_s),
         "speed-up": _ratio(row.speedup, row.speedup_spread),
-        "efficiency": formats.percent(row.efficiency, 0),
-        **({} if row.days is None else {"days": formats.significant(row.days)}),
+        "efficiency": units.percent(row.efficiency, 0),
+        **({} if row.days is None else {"days": units.significant(row.days)}),
         "exposed": time_of(row.parts[COMMUNICATION]),
         "data wait": time_of(row.parts[INPUT]),
         "memory": size(row.memory),
@@ -117,7 +117,7 @@ def signed(share: float | None) -> str:
     """A relative error: `+3.1 %`."""
     if share is None:
         return "–"
-    return f"{'+' if share >= 0 else formats.MINUS}{100 * abs(share):.1f}{formats.SPACE}%"
+    return f"{'+' if share >= 0 else units.MINUS}{100 * abs(share):.1f}{units.SPACE}%"
 
 
 def csv_text(found: Results) -> str:
@@ -172,7 +172,7 @@ def _tabular(note: str, alignment: str, columns: Sequence[str], rows: Iterable[I
 
 def escaped(text: str) -> str:
     """Text for LaTeX."""
-    signs = {"±": r"$\pm$", formats.MINUS: "$-$", formats.SPACE: r"\,", "×": r"$\times$", "µ": r"\textmu{}", "–": "--"}
+    signs = {"±": r"$\pm$", units.MINUS: "$-$", units.SPACE: r"\,", "×": r"$\times$", "µ": r"\textmu{}", "–": "--"}
     table = str.maketrans({**_LATEX, **signs})
     return printable(text).translate(table)
 
@@ -211,17 +211,17 @@ def convergence_lines(found: Convergence) -> list[dict[str, str]]:
 
 def _cells(found: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
     distance = curve.distance
-    places = formats.percent_places(found.images)
+    places = units.percent_places(found.images)
     reference = curve is found.reference
     return (
         short(curve.label),
         str(curve.devices),
-        formats.count(curve.steps[-1]),
-        f"{formats.decimal(100 * curve.errors[-1], places)}{formats.SPACE}%",
-        formats.significant(curve.losses[-1]),
-        formats.duration(curve.seconds[-1]),
-        formats.UNKNOWN if distance is None else points(distance.error),
-        formats.UNKNOWN if distance is None else _exactly(distance.loss),
+        units.count(curve.steps[-1]),
+        f"{units.decimal(100 * curve.errors[-1], places)}{units.SPACE}%",
+        units.significant(curve.losses[-1]),
+        units.duration(curve.seconds[-1]),
+        units.UNKNOWN if distance is None else points(distance.error),
+        units.UNKNOWN if distance is None else _exactly(distance.loss),
         "the reference" if reference else _weights(found, curve),
     )
 
@@ -234,11 +234,11 @@ def _weights(found: Convergence, curve: ErrorCurve) -> str:
 
 def points(share: float) -> str:
     """A difference of two test errors, in percentage points."""
-    return f"{_exactly(100 * share)}{formats.SPACE}points" if share else "0"
+    return f"{_exactly(100 * share)}{units.SPACE}points" if share else "0"
 
 
 def _exactly(value: float) -> str:
-    return formats.significant(value, 2) if value else "0"
+    return units.significant(value, 2) if value else "0"
 
 
 def convergence_remarks(found: Convergence) -> list[str]:
@@ -271,9 +271,9 @@ def _distance(found: Convergence) -> str:
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(error.distance.error)} "
-        f"({_where(error)}, after {formats.count(error.distance.error_at)} updates), the test loss never farther than "
-        f"{_exactly(loss.distance.loss)} ({_where(loss)}, after {formats.count(loss.distance.loss_at)}), over {number} "
-        f"evaluations of {formats.plural(len(found.others), 'other configuration')}.{apart}"
+        f"({_where(error)}, after {units.count(error.distance.error_at)} updates), the test loss never farther than "
+        f"{_exactly(loss.distance.loss)} ({_where(loss)}, after {units.count(loss.distance.loss_at)}), over {number} "
+        f"evaluations of {units.plural(len(found.others), 'other configuration')}.{apart}"
     )
 
 
@@ -324,7 +324,7 @@ def _scale(found: Convergence) -> str:
     share = found.reference.errors[-1]
     deviation = math.sqrt(share * (1 - share) / found.images)
     return (
-        f"To compare: {formats.percent(share, formats.percent_places(found.images))} of {formats.count(found.images)} "
+        f"To compare: {units.percent(share, units.percent_places(found.images))} of {units.count(found.images)} "
         f"test images is known to ± {points(deviation)} (one standard deviation), and one image is "
         f"{points(1 / found.images)}."
     )
@@ -332,7 +332,7 @@ def _scale(found: Convergence) -> str:
 
 def _how(found: Convergence) -> str:
     return (
-        f"Each configuration was trained once, for {formats.value(found.epochs)} epochs from the same seed, by the "
+        f"Each configuration was trained once, for {units.value(found.epochs)} epochs from the same seed, by the "
         "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
         "are left out."
     )

@@ -21,8 +21,8 @@ from convoy.bench.table import (
     records,
 )
 from convoy.cli.measuring_progress import Progress
-from convoy.plans.explain import table
 from convoy.terminal import Console
+from convoy.units import table
 
 
 def answer(ask: Ask, as_json: bool) -> int:

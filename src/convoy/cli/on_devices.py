@@ -47,7 +47,7 @@ def on_devices(
             if ranks.num > 1:
                 cores.take_share(ranks.gather, ranks.rank, None)
                 ranks = Ranks.here()
-                ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
+                ranks.follow(Plan.by_samples(ranks.num).mesh, (0,))
             status = work(ranks, device_of(device, own, ranks.num))
             ranks.barrier()
             leave()

@@ -6,7 +6,6 @@ How `convoy plan` answers: plans on this rank, and on the first one prints and w
 """
 
 import json
-from dataclasses import replace
 
 import click
 import torch
@@ -21,14 +20,11 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.launch import place as cores
 from convoy.planner import Planned, make_plan
-from convoy.planner.cost.costs import Around
-from convoy.planner.cost.link import links_named
+from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.trace import events, trace
-from convoy.planner.interface import document
-from convoy.planner.remembered import remember
+from convoy.planner.cost.trace import trace
 from convoy.planner.search.layers import Layers
-from convoy.planner.text import explanation_text
+from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import Explained, explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE
@@ -39,7 +35,7 @@ from convoy.training.derived import num_microbatches
 from convoy.training.environment import join_ranks
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
-from convoy.training.workloads import device_memory, measuring, workload_of_recipe
+from convoy.training.workloads import workload_of_recipe
 
 ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
@@ -97,10 +93,7 @@ def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device:
     scores = request.plans
     for plan in scores:
         check_patterns(plan, layers, [name for name, _ in model.named_modules()])
-    links, notes = None, [guess] if guess is not None else []
-    if request.link is not None:
-        links, note = links_named(request.link, device.type == "cpu")
-        notes.append(note)
+    notes = [guess] if guess is not None else []
     pieces = num_microbatches(recipe)
     if recipe.batch_norm == "microbatch" and pieces < devices:
         notes.append(
@@ -114,27 +107,24 @@ def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device:
             workload,
             devices,
             ranks,
-            links=links,
+            link=request.link,
             store=ProfileStore() if request.keep else None,
             fixes=request.fixes,
             memory_limit=request.memory,
-            room=min(ranks.gather(device_memory(device, ranks.on_host)[0])),
             plans=scores,
             input=_input(request, device),
+            notes=notes,
             progress=progress,
         )
     if ranks.rank == 0:
-        if request.keep and ranks.num == devices > 1:
-            here = measuring(recipe, device, ranks.on_host)
-            remember(ProfileStore(), here, devices, recipe.optimizer.name, planned.costs)
-        _show(request, replace(planned, notes=(*notes, *planned.notes)))
+        _show(request, planned)
 
 
-def _input(request: Request, device: torch.device) -> Around | None:
+def _input(request: Request, device: torch.device) -> HostCost | None:
     """What the input takes: beside the computation on a GPU, from the cores that compute on a CPU."""
     if request.images_per_second is None:
         return None
-    return Around(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
+    return HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
 
 
 def _show(request: Request, planned: Planned) -> None:
@@ -145,7 +135,7 @@ def _show(request: Request, planned: Planned) -> None:
     if files.html is not None:
         written("--html", files.html, plan_page(found, request.command))
     if files.trace is not None:
-        written("--trace", files.trace, json.dumps(trace(predicted=events(found.scored.timeline)), allow_nan=False))
+        written("--trace", files.trace, json.dumps(trace(predicted=found.scored.timeline), allow_nan=False))
     if request.as_json:
         click.echo(json.dumps(document(found), indent=2, allow_nan=False))
         return

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from convoy.cli.options import bytes_of, check_writable, command_of
+from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
 from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.parallel_config import check_shares
 from convoy.training.recipe import Recipe, check_names, load_recipe
+from convoy.units import bytes_of
 
 
 @dataclass(frozen=True)

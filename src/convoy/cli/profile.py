@@ -21,7 +21,7 @@ Examples:
 def command(device: str | None, clear: bool, as_json: bool) -> None:
     """List the devices of which times are kept, or the measured pieces of DEVICE: its number in the list, or its key.
 
-    What runs have measured counts before what was rehearsed for a plan. The store is a folder:
+    What runs have measured counts before what was profiled for a plan. The store is a folder:
     $CONVOY_CACHE/profiles, or convoy/profiles in the user's cache.
     """
     from convoy.cli.profile_answer import answer  # with torch, for which no help is to wait

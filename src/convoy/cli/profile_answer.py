@@ -9,7 +9,7 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.store import ProfileStore, Row
-from convoy.planner.words import seconds
+from convoy.units import seconds
 
 
 def answer(device: str | None, clear: bool, as_json: bool) -> None:
@@ -90,19 +90,19 @@ def _show_pieces(store: ProfileStore, device: Device, as_json: bool) -> None:
 def _piece(row: Row, as_json: bool) -> dict[str, Any]:
     if as_json:
         return {
-            "piece": row.piece.describe(),
-            "key": row.piece.key,
-            "op": row.piece.op,
+            "piece": row.local_op.describe(),
+            "key": row.local_op.key,
+            "op": row.local_op.op,
             "forward_s": row.times.forward,
             "backward_s": row.times.backward,
             "source": row.source,
             "measured": row.measured,
         }
     return {
-        "piece": row.piece.describe(),
+        "piece": row.local_op.describe(),
         "forward": seconds(row.times.forward),
         "backward": seconds(row.times.backward),
-        "by": "a run" if row.source == "run" else "rehearsal",
+        "by": "a run" if row.source == "run" else "profiling",
         "measured": _ago(row.measured),
     }
 

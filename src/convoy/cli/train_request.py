@@ -74,8 +74,8 @@ class TrainRequest:
         section = fitted(
             recipe.parallel, number, "parallel.plan" in self.explicit_keys, "parallel.shares" in self.explicit_keys
         )
-        if plan_of(section, number)[0] is None and isinstance(section.shares, tuple):
-            check_shares(section.shares, number)
+        plan, _ = plan_of(section, number)
+        check_shares(section.shares if isinstance(section.shares, tuple) else None, number, plan)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
             RunDirectory(self.out).check_writable()

@@ -15,7 +15,6 @@ from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
 from convoy.planner.comparison import comparison_text, headline
-from convoy.planner.words import shortened
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.checks import check_devices, check_run
@@ -25,6 +24,7 @@ from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices
 from convoy.training.summary import Witness
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
+from convoy.units import shorten
 
 LONGEST_PLAN = 90
 """Characters of a plan in one line; `plan.yaml` has all of it."""
@@ -216,9 +216,9 @@ def start_lines(session: Session, out: Path) -> list[str]:
     kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
     epochs = f" ({_counted(length.value, 'epoch')})" if length.unit == "ep" else ""
     if session.ranks.num == 1:
-        where = f"on  device ({kind})"
+        where = f"on one device ({kind})"
     else:
-        where = f"on {session.ranks.num} devices ({kind}), plan {shortened(str(session.plan), LONGEST_PLAN)}"
+        where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     return [
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",

@@ -150,7 +150,7 @@ class Alone(Groups):
         """Nobody."""
 
 
-class Rehearsal:
+class Profiler:
     """Runs a rank's part of a placement.
 
     Args:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from convoy.engine.gradients.backward import at_end_of_backward
 from convoy.plans.place import Placement
+from convoy.plans.timeline import Kind as TaskKind
+from convoy.plans.timeline import Span, Stream, Task, Timeline
 
 Kind = Literal["input", "forward", "backward", "copy", "transfer", "gradient", "update", "rest"]
-"""What began: as in `convoy.planner.cost.timeline`, with `input`, and `rest` for all that has no name of its own."""
+"""What began: as in `convoy.plans.timeline`, with `input`, and `rest` for all that has no name of its own."""
+_STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "gradient": "gradients"}
 
 
 class DeviceClock:
@@ -50,7 +53,7 @@ class DeviceClock:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Time between two marks.
 
     Attributes:
@@ -107,15 +110,47 @@ class WatchedUpdate:
             for handle in handles:
                 handle.remove()
 
-    def stretches(self) -> list[Stretch]:
+    def segments(self) -> list[Segment]:
         """The update from its first mark to its last; transfers are those of the call that asked for them."""
         found = []
         for number, (mark, after) in enumerate(itertools.pairwise(self._marks)):
             kind, call, run, start = mark
             if kind == "transfer":
                 call = self._asked(number, run, call == "backward")
-            found.append(Stretch(kind, call, self._clock.between(start, after[3]), run))
+            found.append(Segment(kind, call, self._clock.between(start, after[3]), run))
         return found
+
+    def timeline(self, rank: int, alone: bool = False) -> Timeline:
+        """The update as a timeline, one thing after the other, in the words of a prediction.
+
+        A message is the time for which the rank had nothing to do but to send it, or to wait for it; what is sent
+        beside the computation has no marks.
+
+        Args:
+            rank: this one.
+            alone: a device that waits for nobody.
+        """
+        layers = {placed.call.name: placed.call.layer for one in self.placements for placed in one.calls}
+
+        def what(segment: Segment) -> tuple[Kind, str]:
+            kind = segment.kind
+            if alone and kind in _STREAMS:
+                return "rest", ""
+            if self.placements and kind in ("forward", "backward") and not segment.call:
+                return "rest", ""  # around the calls of the network: its loss, and the beginnings of its passes
+            return kind, segment.call
+
+        spans: list[Span] = []
+        now = 0.0
+        for (kind, call), those in itertools.groupby(self.segments(), what):
+            seconds = sum(one.seconds for one in those)
+            layer = layers.get(call, "")
+            name = (layer if kind == "transfer" else call) or ("optimizer" if kind == "update" else kind)
+            task = cast(TaskKind, "around" if kind in ("input", "rest") else kind)
+            stream = _STREAMS.get(kind, "compute")
+            spans.append(Span(Task(rank, stream, task, layer, name, seconds), now, now, now + seconds))
+            now += seconds
+        return Timeline(tuple(spans))
 
     def _asked(self, number: int, run: int, backward: bool) -> str:
         """The call that a transfer is for: forward the one after it, backward the one before."""

@@ -1,9 +1,8 @@
 """How much memory a plan takes on each rank: parameters, their gradients, and what the backward pass needs kept.
 
-Counted from the layouts: what autograd keeps for each kind of call, tensors that several calls keep once. What a kernel
-holds while it runs, the optimizer's state and the framework itself come on top.
-
-Which calls may overwrite an input: those whose input nobody else reads, in no backward pass either.
+Counted from the layouts: what autograd keeps for each kind of call, tensors that several calls keep once, and which
+inputs a call may overwrite as nobody else reads them. What a kernel holds while it runs, the optimizer's state and the
+framework itself come on top.
 """
 
 import math

@@ -1,11 +1,12 @@
-"""The planner at work: measures the devices at hand, searches for the fastest plan, and explains it."""
+"""The planner: measures the devices at hand, searches for the fastest plan, and explains it."""
 
 from typing import TYPE_CHECKING
 
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.planner.planner import Planned, Scored, make_plan, score
+    from convoy.planner.cost.step import Scored
+    from convoy.planner.planner import Planned, make_plan, score
     from convoy.planner.workload import Workload, workload_of
 
 __all__ = ["Planned", "Scored", "Workload", "make_plan", "score", "workload_of"]
@@ -15,7 +16,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Planned": "planner",
-        "Scored": "planner",
+        "Scored": "cost.step",
         "Workload": "workload",
         "make_plan": "planner",
         "score": "planner",

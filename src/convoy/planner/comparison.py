@@ -1,20 +1,12 @@
-"""What was predicted of a run beside what was measured, for a terminal.
+"""Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
-Layers in groups that a person can look over: single layers of a small network, blocks of a large one.
-
-Predicted beside measured: an update of a run, its parts, and its layers in groups.
-"""
-
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from convoy.planner.observed import PARTS, LayerSeconds, Observed
-from convoy.planner.planner import Scored
-from convoy.planner.words import seconds
-from convoy.plans.explain import table
 from convoy.plans.place import Placement
+from convoy.plans.timeline import PARTS, LayerSeconds, Summary
+from convoy.units import seconds, table
 
 MOST = 20
 """Groups that still fit into a table."""
@@ -64,7 +56,6 @@ def _cut(layer: str, depth: int) -> str:
 VERSION = 1
 """Of `prediction.json`."""
 GRADIENTS = "gradients of all layers"
-_KINDS = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -98,9 +89,9 @@ class Comparison:
         batch: samples of an update.
         rank: whose seconds they are: of the prediction's, the one that computes longest.
         update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
-        parts: by name, as `convoy.planner.observed.PARTS` has them; measured, the medians of `watched` updates.
+        parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
         groups: in the order of the network; empty where its layers were not watched.
-        learned: pieces whose times the profile store has taken over.
+        learned: operations whose times the profile store has taken over.
         notes: sentences on what there is not.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """
@@ -130,35 +121,12 @@ class Comparison:
         return {"version": VERSION, **asdict(self)}
 
 
-def predicted(scored: Scored) -> Observed:
-    """What is predicted of the rank that computes longest, in the words of what is observed."""
-    timeline = scored.timeline
-    rank, kinds = timeline.busiest, timeline.by_kind()
-    parts = dict.fromkeys(PARTS, 0.0)
-    layers: dict[str, LayerSeconds] = defaultdict(LayerSeconds)
-    for span in timeline.spans:
-        task, seconds = span.task, span.end - span.start
-        if task.rank != rank or task.stream != "compute":
-            continue
-        parts[_KINDS.get(task.kind, "input" if task.name == "input" else "rest")] += seconds
-        if task.kind in ("forward", "backward", "copy"):
-            layers[task.layer] += LayerSeconds(computes=seconds)
-    gradients = 0.0
-    for span, seconds in timeline.exposed_spans():
-        if span.task.kind == "gradient":
-            gradients += seconds
-        else:
-            layers[span.task.layer] += LayerSeconds(waits=seconds)
-    parts["waiting"] = kinds["exposed"] + kinds["idle"]
-    return Observed(parts, dict(layers), gradients)
-
-
-def parts_beside(before: Observed | None, after: Observed | None) -> dict[str, Both]:
+def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update."""
     return {part: Both(before.parts[part] if before else None, after.parts[part] if after else None) for part in PARTS}
 
 
-def groups_beside(placement: Placement, before: Observed | None, after: Observed | None) -> tuple[Group, ...]:
+def groups_beside(placement: Placement, before: Summary | None, after: Summary | None) -> tuple[Group, ...]:
     """The layers in groups, and what gradients of all of them take; without what nobody knows.
 
     Args:
@@ -171,7 +139,7 @@ def groups_beside(placement: Placement, before: Observed | None, after: Observed
     return tuple(_groups(layer_groups(placement), before, after))
 
 
-def _groups(of_layer: Mapping[str, str], before: Observed | None, after: Observed) -> Iterator[Group]:
+def _groups(of_layer: Mapping[str, str], before: Summary | None, after: Summary) -> Iterator[Group]:
     members: dict[str, list[str]] = {}
     for layer, group in of_layer.items():
         members.setdefault(group, []).append(layer)
@@ -186,7 +154,7 @@ def _groups(of_layer: Mapping[str, str], before: Observed | None, after: Observe
     yield Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits)
 
 
-def _total(one: Observed, layers: Sequence[str]) -> LayerSeconds:
+def _total(one: Summary, layers: Sequence[str]) -> LayerSeconds:
     return sum((one.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
 

@@ -1,10 +1,7 @@
-"""`convoy.plan`: the planner for a script of one's own.
-
-The explanation of a plan as JSON has it.
-"""
+"""`convoy.plan`: the planner for a script of one's own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,96 +11,14 @@ from torch import Tensor, nn
 from convoy.comm.groups import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner.cost.link import Links, links_named
+from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.layers import Layer
-from convoy.planner.planner import Planned, Scored, make_plan
-from convoy.planner.text import explanation_text
-from convoy.planner.verdict import Explained, explained
+from convoy.planner.planner import Planned, make_plan
+from convoy.planner.text import document, explanation_text
+from convoy.planner.verdict import explained
 from convoy.planner.workload import MakeOptimizer, momentum, workload_of
 from convoy.plans.plan import Plan
-
-
-def document(found: Explained) -> dict[str, Any]:
-    """Everything that the explanation says, in seconds and bytes; lists stand in the order of the network."""
-    planned, scored = found.planned, found.scored
-    workload, search = planned.workload, planned.search
-    return {
-        "model": workload.name,
-        "devices": planned.devices,
-        "batch": workload.samples * workload.passes,
-        "passes": workload.passes,
-        "sample": list(workload.sample),
-        "plan": _plan(scored),
-        "shares": planned.shares(scored.plan),
-        "pace": list(planned.costs.pace),
-        "update_s": scored.seconds,
-        "samples_per_s": found.samples_per_second,
-        "speedup": found.speedup,
-        "efficiency": found.efficiency,
-        "serial_s": planned.serial.seconds,
-        "memory": _memory(scored),
-        "verdict": {
-            "kind": found.verdict.kind,
-            "layer": found.verdict.layer,
-            "sentence": found.verdict.sentence,
-            "advice": found.verdict.advice,
-        },
-        "time": [{"part": part.name, "seconds": part.seconds, "even_share_s": part.ideal} for part in found.parts],
-        "changes": [
-            {"kind": change.kind, "change": change.text, "gain": change.gain, "update_s": change.seconds}
-            for change in found.changes
-        ],
-        "candidates": [
-            {
-                "plan": _plan(one),
-                "update_s": one.seconds,
-                "speedup": planned.serial.seconds / one.seconds if one.seconds else 1.0,
-                "memory": _memory(one),
-            }
-            for one in planned.candidates
-        ],
-        "layers": [_layer(layer) for layer in found.layers],
-        "exact": search.exact if search is not None else None,
-        "notes": list(found.notes),
-    }
-
-
-def _plan(scored: Scored) -> dict[str, Any]:
-    return {"text": str(scored.plan), **scored.plan.to_dict()}
-
-
-def _memory(scored: Scored) -> dict[str, int]:
-    memory = scored.memory
-    return {
-        "total": memory.total,
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "buffers": memory.buffers,
-        "messages": memory.messages,
-    }
-
-
-def _layer(layer: Layer) -> dict[str, Any]:
-    other = layer.other
-    return {
-        "layer": layer.name,
-        "ops": list(layer.ops),
-        "strategy": list(layer.strategy),
-        "takes": list(layer.takes),
-        "gives": list(layer.gives),
-        "forward_s": layer.forward,
-        "backward_s": layer.backward,
-        "copies_s": layer.copies,
-        "exposed_s": layer.exposed,
-        "messages_s": layer.messages,
-        "sent_bytes": layer.sent,
-        "parameter_bytes": layer.parameters,
-        "next_best": {"strategy": list(other.strategy), "extra_s": other.seconds} if other is not None else None,
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,26 +143,15 @@ def plan(
         optimizer=optimizer,
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
-    links, notes = (link, ()) if not isinstance(link, str) else _named(link, first.device)
     planned = make_plan(
         workload,
         devices,
         Ranks.here() if here > 1 else Ranks(),
-        links=links,
+        link=link,
         store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
         memory_limit=memory_limit,
         plans=[Plan.parse(one, num_devices=devices) for one in given],
     )
-    return found_plan(replace(planned, notes=(*notes, *planned.notes)))
-
-
-def found_plan(planned: Planned) -> FoundPlan:
-    """The best plan with what is known of it."""
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, planned)
-
-
-def _named(text: str, device: torch.device) -> tuple[Links, tuple[str, ...]]:
-    links, note = links_named(text, device.type == "cpu")
-    return links, (note,)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.step import predict
-from convoy.planner.planner import Planned, Scored
+from convoy.planner.cost.step import Scored, predict
+from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.layout import WHOLE

@@ -1,9 +1,9 @@
 """How long the collectives take over the groups of a mesh, measured on the ranks at hand."""
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, cycle
 from statistics import median
 
 import torch
@@ -15,8 +15,9 @@ from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer
 from convoy.engine.gradients.buckets import ReduceScatter, start_gather
 from convoy.engine.profiling import steady
+from convoy.planner.cost.link import Curve, Link, Links, first_group
 from convoy.plans.layout import WHOLE, Layout, Split
-from convoy.plans.mesh import Axes
+from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.transfer import Step
 
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
@@ -71,6 +72,41 @@ def measure_links(
     return found
 
 
+def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
+    """Measure the groups of all meshes on the ranks that have joined; all ranks call it.
+
+    Args:
+        meshes: whose groups exchange.
+        largest: bytes of the largest tensor that will be sent; much larger ones are not tried.
+        device: where the tensors are.
+
+    Returns:
+        The links, and the seconds that the engine takes for a redistribution in one direction, beside the collective.
+    """
+    sizes = [size for size in SIZES if size <= 4 * largest]
+    found: dict[tuple[int, ...], Link] = {}
+    overhead = 0.0
+    for mesh in meshes:
+        missing: dict[Axes, tuple[int, ...]] = {}
+        for axes in chain.from_iterable(combinations(mesh.axes, count + 1) for count in mesh.axes):
+            ranks = first_group(mesh, axes)
+            if len(ranks) > 1 and ranks not in found and ranks not in missing.values():
+                missing[axes] = ranks
+        if not missing:
+            continue
+        for axes, times in measure_links(Groups(mesh), missing, device, sizes).items():
+            overhead = max(overhead, times.overhead)
+            found[missing[axes]] = Link(
+                Curve.through(times.all_reduce),
+                Curve.through(times.exchange),
+                times.overlap,
+                times.cpu_share,
+                Curve.through(times.reduce_scatter),
+                Curve.through(times.gather),
+            )
+    return Links(found), overhead
+
+
 class _Probe:
     """Measures one group, while the others over the same axes do so too."""
 
@@ -109,7 +145,7 @@ class _Probe:
     def _time(self, run: Callable[[Tensor], object], numbers: int) -> float:
         """Seconds of one collective, of the slowest rank."""
         like = torch.ones(numbers, device=self._device)
-        buffers = itertools.cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
+        buffers = cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
 
         def measure() -> tuple[float, float]:
             buffer = next(buffers)

@@ -1,10 +1,7 @@
-"""What the planner knows of the devices at hand: measured here, or in the profile store from before.
+"""What the planner knows of the devices at hand: measured here, or looked up in the profile store.
 
-Devices that are not equally fast: how long each computes.
-
-The placements that are rehearsed: together they show every layer with every strategy at its own sizes.
-
-Measures the optimizer: seconds for a byte and for a tensor.
+The network is profiled under a few placements, which together show every layer with every strategy at its own sizes;
+the optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found out here, too.
 """
 
 import contextlib
@@ -29,27 +26,27 @@ from convoy.graph.graph import Call
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device, this_device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local_op import VIEWS, Piece
+from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
-from convoy.planner.profiling import Rehearsed, mean, piece_of, rehearse, with_overhead
+from convoy.planner.profiling import Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
-from convoy.planner.words import shortened
 from convoy.planner.workload import MakeOptimizer, Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan
+from convoy.units import shorten
 
 ALIKE = 1.1
 """Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
 
 
-def paces(
+def slowdowns_of(
     measured: Sequence[tuple[float, ...]], ranks: Ranks, store: ProfileStore | None, device: Device
 ) -> tuple[float, ...]:
     """How many times as long as in the mean each rank computes; empty where they are about equally fast.
@@ -57,12 +54,12 @@ def paces(
     All ranks call it. Of ranks that nobody has measured it is empty too.
 
     Args:
-        measured: of each rehearsal, the seconds that each rank took for the same; empty where only one rehearsed.
-        ranks: who rehearsed.
-        store: knows it from before where nothing had to be rehearsed.
+        measured: of each profiling, the seconds that each rank took for the same; empty where only one profiled.
+        ranks: who profiled.
+        store: knows it from before where nothing had to be profiled.
         device: of the first rank.
     """
-    name = "pace of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
+    name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
     rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
 
     def known() -> tuple[float, ...]:
@@ -86,7 +83,6 @@ def paces(
 
 
 def _place() -> tuple[object, ...]:
-    """Where this rank computes."""
     return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 
 
@@ -97,7 +93,7 @@ TOGETHER = (("sample", "filter"), ("sample", "channel"), ("sample", "height"), (
 
 
 def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """Placements to rehearse on a mesh, each with a name; a layer that cannot have the strategy is by samples, or
+    """Placements to profile on a mesh, each with a name; a layer that cannot have the strategy is by samples, or
     whole where that cannot be either."""
     wanted: list[Strategy]
     match len(mesh.sizes):
@@ -196,7 +192,7 @@ def _time(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
 
 _ROOM = 0.6
 _LONGEST = 60
-"""Characters of a plan in what is said of a rehearsal."""
+"""Characters of a plan in what is said of a profiling."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and of how much."""
@@ -207,21 +203,21 @@ class Knowledge:
     """Times on the devices at hand.
 
     Attributes:
-        alone: of pieces, where one device computes and the others of the host rest.
+        alone: of operations, where one device computes and the others of the host rest.
         together: where all devices of the host compute at the same time.
         notes: sentences on what could not be measured.
-        pace: how many times as long as in the mean each rank computes; empty where they are about equally fast.
+        slowdowns: how many times as long as in the mean each rank computes; empty where they are about equally fast.
     """
 
     alone: Costs
     together: Costs
     notes: tuple[str, ...] = ()
-    pace: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A rehearsal.
+    """A profiling.
 
     Attributes:
         name: for people.
@@ -236,12 +232,12 @@ class Job:
 
 
 def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:
-    """What is rehearsed: one device by itself, and the plans that are given, or what a search of the meshes needs."""
+    """What is profiled: one device by itself, and the plans that are given, or what a search of the meshes needs."""
     alone = workload.alone or workload
     jobs = [Job(f"{name}, one device", alone, placement, True) for name, placement in placements(alone, Mesh((), ()))]
     for plan in plans:
         if plan.mesh.num_devices > 1:
-            jobs.append(Job(shortened(str(plan), _LONGEST), workload, workload.place(plan), False))
+            jobs.append(Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False))
     for mesh in () if plans else meshes:
         if mesh.num_devices > 1:
             jobs += [Job(name, workload, placement, False) for name, placement in placements(workload, mesh)]
@@ -258,19 +254,19 @@ def measure(
     per_transfer: float = 0.0,
     room: float | None = None,
 ) -> Knowledge:
-    """Rehearse the network on the devices at hand; all ranks call it.
+    """Profile the network on the devices at hand; all ranks call it.
 
     What the store has is not measured again, and what takes more memory than there is is left out.
 
     Args:
         workload: what is to be trained.
-        jobs: the rehearsals that times are needed from.
+        jobs: the profiling runs that times are needed from.
         ranks: the devices at hand.
         links: between the devices of the meshes.
         store: of what was measured before; None keeps nothing.
-        progress: is told of every rehearsal.
+        progress: is told of every profiling.
         per_transfer: seconds of the engine for a redistribution in one direction.
-        room: bytes that a rank has; what needs more than `_ROOM` of them is not rehearsed, as what kernels hold while
+        room: bytes that a rank has; what needs more than `_ROOM` of them is not profiled, as what kernels hold while
             they run comes on top.
 
     Raises:
@@ -278,25 +274,25 @@ def measure(
     """
     if room is not None:
         jobs = [job for job in jobs if max(each.total for each in predict_memory(job.placement)) <= _ROOM * room]
-    devices = {alone: _device(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
+    devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
     known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
     outside: dict[bool, list[Times]] = {True: [], False: []}
     notes: list[str] = []
     seconds: list[tuple[float, ...]] = []
     _give_back(workload.device)  # what was planned or trained before, whose blocks are of other sizes
     for number, job in enumerate(jobs):
-        progress(f"rehearsing {job.name}", number, len(jobs))
+        progress(f"profiling {job.name}", number, len(jobs))
         if all(one in known[job.alone] for one in _pieces(job, ranks)):
             continue
-        rehearsed = partial(_rehearsed, job, links, partial(_passed, progress, job, number, len(jobs)))
+        profiled = partial(_profiled, job, links, partial(_passed, progress, job, number, len(jobs)))
         try:
-            found = ranks.trying(f"rehearsing {job.name}", rehearsed)
+            found = ranks.trying(f"profiling {job.name}", profiled)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
-            notes.append(f"{error}: its layers are predicted from what else was rehearsed")
+            notes.append(f"{error}: its layers are predicted from what else was profiled")
             continue
-        known[job.alone] = found.times | known[job.alone]  # of several places of a piece the first counts: `sample`
+        known[job.alone] = found.times | known[job.alone]  # of several the first counts: `sample`
         outside[job.alone].append(found.around)
         seconds.append(found.by_rank)
         if store is not None and ranks.rank == 0:
@@ -305,9 +301,9 @@ def measure(
                 around = [found.around.forward, found.around.backward]
                 store.note(devices[job.alone], _around_of(job.workload, job.alone), around)
     _give_back(workload.device)
-    progress("rehearsing", len(jobs), len(jobs))
+    progress("profiling", len(jobs), len(jobs))
     if not any(known.values()):
-        notes.append("nothing could be rehearsed in the memory there is: times are those of a typical slow core")
+        notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
     timed = partial(measure_update, workload.optimizer, workload.device)
     updates = {True: ranks.first(timed)}
     everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
@@ -327,7 +323,7 @@ def measure(
             per_transfer=Times() if moved else Times(per_transfer, per_transfer),
         )
     together = with_overhead(found_costs[False], workload, ranks)
-    return Knowledge(found_costs[True], together, tuple(notes), paces(seconds, ranks, store, devices[False]))
+    return Knowledge(found_costs[True], together, tuple(notes), slowdowns_of(seconds, ranks, store, devices[False]))
 
 
 def _give_back(device: torch.device) -> None:
@@ -335,24 +331,25 @@ def _give_back(device: torch.device) -> None:
         release_freed_memory()
 
 
-def _rehearsed(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> Rehearsed:
+def _profiled(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> Profiled:
     together = not job.alone and job.placement.mesh.num_devices == ranks.num
-    return rehearse(job.workload, job.placement, ranks, job.alone, links, together, passed=passed)
+    return profile(job.workload, job.placement, ranks, job.alone, links, together, passed=passed)
 
 
 def _passed(progress: Progress, job: Job, done: int, total: int, number: int) -> None:
-    progress(f"rehearsing {job.name}, pass {number}", done, total)
+    progress(f"profiling {job.name}, pass {number}", done, total)
 
 
-def _pieces(job: Job, ranks: Ranks) -> set[Piece]:
-    """What the ranks compute in a rehearsal, but for what takes no time."""
+def _pieces(job: Job, ranks: Ranks) -> set[LocalOp]:
+    """What the ranks compute in a profiling, but for what takes no time."""
     placement = job.placement
     places = {0} if job.alone else set(ranks.places(placement.mesh))
-    found = (piece_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
+    found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
     return {one for one in found if not one.is_empty and one.op not in VIEWS}
 
 
-def _device(workload: Workload, neighbours: int) -> Device:
+def device_of(workload: Workload, neighbours: int) -> Device:
+    """The device here as the store names it, where so many ranks of the host compute at once."""
     weights = next((value.dtype for value in workload.graph.parameters()), torch.float32)
     precision = str(workload.precision or weights).removeprefix("torch.")
     return this_device(
@@ -360,17 +357,16 @@ def _device(workload: Workload, neighbours: int) -> Device:
     )
 
 
-def _stored(store: ProfileStore | None, device: Device) -> dict[Piece, Times]:
+def _stored(store: ProfileStore | None, device: Device) -> dict[LocalOp, Times]:
     return {} if store is None else store.times(device)
 
 
 def _around_of(workload: Workload, alone: bool) -> str:
-    """Under which name it is kept what a pass of a network takes outside of its calls."""
     return f"around {workload.name} {workload.samples} {'alone' if alone else 'together'}"
 
 
-def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> Around:
+def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> HostCost:
     if measured:
-        return Around(per_pass=mean(measured).total)
+        return HostCost(per_pass=mean(measured).total)
     noted = store.noted(device, name) if store is not None else None
-    return Around(per_pass=sum(noted)) if isinstance(noted, list) else Around()
+    return HostCost(per_pass=sum(noted)) if isinstance(noted, list) else HostCost()

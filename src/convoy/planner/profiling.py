@@ -1,7 +1,6 @@
-"""What the engine itself takes in an update, beside computing, sending and updating: measured on networks so small that
-there is little else.
+"""Profiling on the devices at hand: how long every operation of a placement takes, and what the engine itself takes.
 
-Rehearsals on the devices at hand: how long every piece of a placement takes.
+The engine's own time in an update shows on networks so small that there is little else.
 """
 
 import statistics
@@ -19,12 +18,12 @@ from torch import nn
 from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import local_samples, take_part
-from convoy.engine.profiling import OUTSIDE, CallTimes, Rehearsal
+from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Kind, Links
-from convoy.planner.cost.local import piece
-from convoy.planner.cost.local_op import VIEWS, Piece, dtype_name
-from convoy.planner.cost.program import Inside, inside, moved
+from convoy.planner.cost.local import local_op
+from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
+from convoy.planner.cost.program import InternalMessages, internal_messages, moved
 from convoy.planner.cost.step import predict
 from convoy.planner.cost.times import Table, Times
 from convoy.planner.workload import Workload, momentum, workload_of
@@ -35,25 +34,25 @@ from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
 _SMALL = 0.01
-"""Pieces that take less than this part of the time say nothing about how fast a rank is."""
+"""Operations that take less than this part of the time say nothing about how fast a rank is."""
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """What a rehearsal has shown.
+class Profiled:
+    """What a profiling has shown.
 
     Attributes:
-        times: of the pieces.
+        times: of the operations.
         around: of a pass, outside of its calls.
-        by_rank: seconds that each rank takes for the pieces that all of them had; empty where only one rehearsed.
+        by_rank: seconds that each rank takes for the operations that all of them had; empty where only one profiled.
     """
 
-    times: dict[Piece, Times]
+    times: dict[LocalOp, Times]
     around: Times
     by_rank: tuple[float, ...] = ()
 
 
-def rehearse(
+def profile(
     workload: Workload,
     placement: Placement,
     ranks: Ranks,
@@ -62,18 +61,18 @@ def rehearse(
     together: bool = False,
     enough: int = 3,
     passed: Callable[[int], None] = lambda number: None,
-) -> "Rehearsed":
-    """Times of the pieces on all ranks, the mean where several have the same, and of what belongs to no call.
+) -> "Profiled":
+    """Times of the operations on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
     Where they do so together they exchange what they will exchange. What that takes beside the time of its messages on
-    the links, with waiting for the slower rank, is the time of the redistribution's piece or the call's.
+    the links, with waiting for the slower rank, is the time of the redistribution's operation or the call's.
 
     Args:
-        workload: what is rehearsed.
+        workload: what is profiled.
         placement: of it.
         ranks: the devices at hand.
-        alone: whether the first rehearses by itself.
+        alone: whether the first profiles by itself.
         links: between the ranks of the mesh.
         together: whether they are the ranks of the mesh.
         enough: passes of each rank that must be near its fastest.
@@ -87,11 +86,11 @@ def rehearse(
         return done if alone else ranks.agree(done)
 
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
-    own: list[tuple[Piece, Times]] = []
-    waited: set[Piece] = set()  # in which a rank waits for others, so that they say nothing about its speed
+    own: list[tuple[LocalOp, Times]] = []
+    waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around = (0.0, 0.0)
     if not alone or ranks.rank == 0:
-        rehearsal = Rehearsal(
+        profiler = Profiler(
             placement,
             place,
             workload.device,
@@ -102,21 +101,25 @@ def rehearse(
             groups=Groups(mesh) if together else None,
         )
         with _precision(workload):
-            times = rehearsal.run(agree, enough)
+            times = profiler.run(agree, enough)
         for placed in placement.calls:
-            one = piece_of(workload, placement, placed, place)
+            one = local_op_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
                 of_call = times[placed.call.name]
-                messages = inside(placed, placement.graph, mesh, one, workload.batch_norm) if together else Inside()
+                messages = (
+                    internal_messages(placed, placement.graph, mesh, one, workload.batch_norm)
+                    if together
+                    else InternalMessages()
+                )
                 own.append((one, _without(of_call, messages, mesh, links)))
                 waited |= {one} if messages.axes else set()
         if together:
-            for step, shape, dtype, taken in rehearsal.transfers:
+            for step, shape, dtype, taken in profiler.transfers:
                 own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
                 waited.add(own[-1][0])
         rest = times[OUTSIDE]
         around = rest.forward, rest.backward
-    measured: dict[Piece, list[Times]] = {}
+    measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
     said = ranks.gather((own, around, waited))
     for rows, other, _ in said:
@@ -125,13 +128,13 @@ def rehearse(
         if rows:
             arounds.append(Times(*other))
     by_rank = () if alone else _of_each_rank([rows for rows, _, _ in said], set().union(*(names for *_, names in said)))
-    return Rehearsed({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+    return Profiled({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
 
 
-def _of_each_rank(said: Sequence[Sequence[tuple[Piece, Times]]], without: set[Piece]) -> tuple[float, ...]:
+def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
     """Seconds that each rank takes for what all of them computed, each sort of it once.
 
-    How fast a rank is shows in all pieces alike: the median over the pieces tells it from what has disturbed one.
+    The median over all operations tells how fast a rank is from what has disturbed a single one.
     """
     means = [
         {one: mean([times for other, times in rows if other == one]).total for one in {one for one, _ in rows}}
@@ -146,7 +149,7 @@ def _of_each_rank(said: Sequence[Sequence[tuple[Piece, Times]]], without: set[Pi
     return tuple(total * statistics.median(found[one] / usual[one] for one in large) for found in means)
 
 
-def _without(found: CallTimes, messages: Inside, mesh: Mesh, links: Links) -> Times:
+def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
     """Times without what the messages inside take."""
     if not messages.axes:
         return Times(found.forward, found.backward)
@@ -163,7 +166,7 @@ def _redistribution(
     dtype: torch.dtype,
     found: CallTimes,
     links: Links,
-) -> tuple[Piece, Times]:
+) -> tuple[LocalOp, Times]:
     """What a rank copies for a redistribution, and how long that takes."""
     mesh = placement.mesh
     place = mesh.coordinates(rank)
@@ -174,7 +177,9 @@ def _redistribution(
     reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
     kind: Kind = "exchange" if reduced is None else "all_reduce"
     sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
-    return one, _without(found, Inside(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links)
+    return one, _without(
+        found, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
+    )
 
 
 def mean(times: Sequence[Times]) -> Times:
@@ -183,9 +188,9 @@ def mean(times: Sequence[Times]) -> Times:
     return total * (1 / max(1, len(times)))
 
 
-def piece_of(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> Piece:
+def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> LocalOp:
     """What a rank computes for a call of a workload."""
-    return piece(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
+    return local_op(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
 
 
 @contextmanager
@@ -219,12 +224,12 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
 
 def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
     """Seconds of an update of a chain of layers that are not predicted."""
-    plan = Plan.parse(f"sample={ranks.num}")
+    plan = Plan.by_samples(ranks.num)
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found = rehearse(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: taken for one, taken in found.times.items()}, lambda piece: Times())
+    found = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
+    times = Table({one.key: taken for one, taken in found.times.items()}, lambda local_op: Times())
     known = replace(costs, times=times, loss=replace(costs.loss, per_pass=found.around.total))
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), known).total

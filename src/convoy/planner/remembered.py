@@ -1,26 +1,29 @@
-"""What was known of several devices when a plan was made, kept beside the times of pieces: links, optimizer, engine.
+"""What plans and runs leave in the profile store for later predictions, beside the times of single operations.
 
-With it, a plan that is given can be predicted without measuring anything, once all its pieces have been measured.
+Of several devices: links, optimizer and engine, so that a given plan can be predicted without measuring anything once
+all its operations have been measured. Of watched updates: how long each operation took in training.
 """
 
 import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any
 
+from convoy.engine.watched import WatchedUpdate
 from convoy.errors import ConvoyError
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local import BatchNorm, piece
-from convoy.planner.cost.local_op import VIEWS
-from convoy.planner.cost.memory import most, rank_memory
-from convoy.planner.cost.step import predict
+from convoy.planner.cost.local import BatchNorm, local_op
+from convoy.planner.cost.local_op import VIEWS, LocalOp
+from convoy.planner.cost.program import internal_messages
+from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.timeline import apart
 from convoy.planner.cost.times import Times
-from convoy.planner.planner import Scored
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 
@@ -45,7 +48,7 @@ def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, 
                 "loss": asdict(costs.loss),
                 "per_transfer": asdict(costs.per_transfer),
                 "per_parameter": costs.per_parameter,
-                "pace": list(costs.pace),
+                "pace": list(costs.slowdowns),
                 "on_cpu": costs.on_cpu,
             },
         )
@@ -78,12 +81,11 @@ def recalled(
     known = store.times(device)
     for rank in range(placement.mesh.num_devices):
         for placed in placement.calls:
-            one = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
             if one not in known and not one.is_empty and one.op not in VIEWS:
                 return None
     costs = replace(costs, times=Calibrated(known))
-    timeline = apart(predict(placement, costs, passes), costs.update.fixed)
-    return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
+    return scored(plan, placement, costs, passes)
 
 
 def _name(devices: int, optimizer: str) -> str:
@@ -100,9 +102,64 @@ def _costs(noted: Any) -> Costs:
         times=Calibrated({}),
         links=Links.from_list(noted["links"]),
         update=Update(**noted["update"]),
-        loss=Around(**noted["loss"]),
+        loss=HostCost(**noted["loss"]),
         on_cpu=bool(noted["on_cpu"]),
         per_transfer=Times(**noted["per_transfer"]),
         per_parameter=float(noted["per_parameter"]),
-        pace=tuple(map(float, noted.get("pace", ()))),
+        slowdowns=tuple(map(float, noted.get("pace", ()))),
     )
+
+
+def measured_ops(
+    updates: Sequence[WatchedUpdate],
+    rank: int,
+    batch_norm: BatchNorm,
+    microbatch: int,
+    typed: Callable[[Placement], Placement] = lambda placement: placement,
+) -> dict[LocalOp, Times]:
+    """How long the operations of a rank took: the mean over calls and passes, the median over updates.
+
+    Left out are views, empty operations, and calls inside of which ranks wait for each other.
+
+    Args:
+        updates: in which gradients were sent after the backward pass, so that none took cycles from it.
+        rank: this one.
+        batch_norm, microbatch: as for `convoy.planner.cost.local.local_op`.
+        typed: gives a placement the types that its values have under autocast.
+    """
+    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    for update in updates:
+        for own, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
+            found[own].append(mean(times))
+    return {
+        own: Times(median(one.forward for one in times), median(one.backward for one in times))
+        for own, times in found.items()
+    }
+
+
+def mean(times: Sequence[Times]) -> Times:
+    """The mean of some times."""
+    return sum(times, Times()) * (1 / len(times))
+
+
+def _of_update(
+    update: WatchedUpdate,
+    rank: int,
+    batch_norm: BatchNorm,
+    microbatch: int,
+    typed: Callable[[Placement], Placement],
+) -> dict[LocalOp, list[Times]]:
+    spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for segment in update.segments():
+        if segment.kind in ("forward", "backward") and segment.call:
+            spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
+    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    for run, placement in enumerate(map(typed, update.placements)):
+        for placed in placement.calls:
+            if (run, placed.call.name) not in spent:
+                continue
+            own = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
+            talks = internal_messages(placed, placement.graph, placement.mesh, own, batch_norm).axes
+            if not talks and not own.is_empty and own.op not in VIEWS:
+                found[own].append(Times(*spent[run, placed.call.name]))
+    return found

@@ -1,13 +1,14 @@
-"""The explanation of a plan for a terminal."""
+"""The explanation of a plan as text for a terminal, and as JSON has it."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
+from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer
-from convoy.planner.planner import Scored
 from convoy.planner.verdict import Explained
-from convoy.planner.words import extra, per_second, percent, seconds, shape, shortened
-from convoy.plans.explain import size, table
 from convoy.plans.place import COMPUTE
+from convoy.units import extra, per_second, rough_percent, seconds, shape, shorten, size, table
 
 _LONGEST = 90
 """Characters of a plan in the table of candidates."""
@@ -26,7 +27,9 @@ def _lines(found: Explained) -> Iterator[str]:
     batch = workload.samples * workload.passes
     passes = f" in {workload.passes} passes of {workload.samples}" if workload.passes > 1 else ""
     devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
-    yield f"{workload.name} on {devices}, {batch} samples an update{passes}, images of {shape(workload.sample)}"
+    warning = planned.warning(scored.seconds)
+    lead = f"{workload.name} on {devices}, {batch} samples an update{passes}, images of {shape(workload.sample)}"
+    yield f"{lead}; {warning}" if warning else lead
     yield ""
     yield f"plan {scored.plan}"
     shares = planned.shares(scored.plan)
@@ -68,7 +71,7 @@ def _figures(found: Explained) -> Iterator[str]:
     rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s")]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {percent(found.efficiency)}"))
+        rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
     parts = ", ".join(f"{name} {size(number)}" for number, name in held if number)
     rows.append(("memory", f"{size(memory.total)} on the rank that needs most: {parts}"))
     width = max(len(name) for name, _ in rows)
@@ -79,7 +82,8 @@ def _figures(found: Explained) -> Iterator[str]:
 def _parts(found: Explained) -> Iterator[str]:
     total = found.scored.seconds or 1.0
     rows = [
-        (part.name, seconds(part.seconds), percent(part.seconds / total), seconds(part.ideal)) for part in found.parts
+        (part.name, seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
+        for part in found.parts
     ]
     if found.planned.devices == 1:
         yield from table(("time", "seconds", "share"), [row[:3] for row in rows], ("seconds", "share"))
@@ -100,7 +104,7 @@ def _candidates(found: Explained) -> Iterator[str]:
 
 def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
     gain = f"{serial / one.seconds:.2f} ×" if one.seconds else "-"
-    short = shortened(str(one.plan), _LONGEST)
+    short = shorten(str(one.plan), _LONGEST)
     return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
 
 
@@ -146,3 +150,75 @@ def _row(layer: Layer) -> tuple[str, ...]:
         ",".join(other.strategy) if other is not None else "-",
         extra(other.seconds) if other is not None else "-",
     )
+
+
+def document(found: Explained) -> dict[str, Any]:
+    """Everything that the explanation says, in seconds and bytes; lists stand in the order of the network."""
+    planned, scored = found.planned, found.scored
+    workload, search = planned.workload, planned.search
+    return {
+        "model": workload.name,
+        "devices": planned.devices,
+        "batch": workload.samples * workload.passes,
+        "passes": workload.passes,
+        "sample": list(workload.sample),
+        "plan": _plan(scored),
+        "shares": planned.shares(scored.plan),
+        "pace": list(planned.costs.slowdowns),
+        "update_s": scored.seconds,
+        "samples_per_s": found.samples_per_second,
+        "speedup": found.speedup,
+        "efficiency": found.efficiency,
+        "serial_s": planned.serial.seconds,
+        "memory": _memory(scored),
+        "verdict": {
+            "kind": found.verdict.kind,
+            "layer": found.verdict.layer,
+            "sentence": found.verdict.sentence,
+            "advice": found.verdict.advice,
+        },
+        "time": [{"part": part.name, "seconds": part.seconds, "even_share_s": part.ideal} for part in found.parts],
+        "changes": [
+            {"kind": change.kind, "change": change.text, "gain": change.gain, "update_s": change.seconds}
+            for change in found.changes
+        ],
+        "candidates": [
+            {
+                "plan": _plan(one),
+                "update_s": one.seconds,
+                "speedup": planned.serial.seconds / one.seconds if one.seconds else 1.0,
+                "memory": _memory(one),
+            }
+            for one in planned.candidates
+        ],
+        "layers": [_layer_document(layer) for layer in found.layers],
+        "exact": search.exact if search is not None else None,
+        "notes": list(found.notes),
+    }
+
+
+def _plan(scored: Scored) -> dict[str, Any]:
+    return {"text": str(scored.plan), **scored.plan.to_dict()}
+
+
+def _memory(scored: Scored) -> dict[str, int]:
+    return {"total": scored.memory.total, **asdict(scored.memory)}
+
+
+def _layer_document(layer: Layer) -> dict[str, Any]:
+    other = layer.other
+    return {
+        "layer": layer.name,
+        "ops": list(layer.ops),
+        "strategy": list(layer.strategy),
+        "takes": list(layer.takes),
+        "gives": list(layer.gives),
+        "forward_s": layer.forward,
+        "backward_s": layer.backward,
+        "copies_s": layer.copies,
+        "exposed_s": layer.exposed,
+        "messages_s": layer.messages,
+        "sent_bytes": layer.sent,
+        "parameter_bytes": layer.parameters,
+        "next_best": {"strategy": list(other.strategy), "extra_s": other.seconds} if other is not None else None,
+    }

@@ -1,14 +1,106 @@
 """Where the time of a plan goes, what holds it up, and the one change that would help most."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from convoy.planner.changes import Change, changes
-from convoy.planner.cost.timeline import ENGINE, is_engine
-from convoy.planner.layers import Layer, layers_of
-from convoy.planner.planner import Planned, Scored
-from convoy.planner.words import percent, seconds, times_as_fast
+from convoy.errors import ConvoyError
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.link import Kind as MessageKind
+from convoy.planner.cost.step import Scored, predict
+from convoy.planner.layers import Layer, alternatives, layers_of
+from convoy.planner.planner import Planned
+from convoy.plans.timeline import ENGINE, is_engine
+from convoy.units import rough_percent, seconds, times_as_fast
+
+ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
+_LAYERS = 3
+"""Layers that are tried with other strategies: those that keep others waiting longest."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that could be other than it is.
+
+    Attributes:
+        text: what, as a noun.
+        gain: how many times as many samples a second there would be.
+        seconds: of an update.
+    """
+
+    kind: ChangeKind
+    text: str
+    gain: float
+    seconds: float
+
+
+def changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> tuple[Change, ...]:
+    """What would make the plan faster, the most helpful first; what would not is left out."""
+    found = [change for change in _all(planned, scored, layers) if change.gain > 1.005]
+    return tuple(sorted(found, key=lambda change: -change.gain))
+
+
+def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterator[Change]:
+    workload, costs, total = planned.workload, planned.costs, scored.seconds
+
+    def again(kind: ChangeKind, text: str, other: Costs) -> Change:
+        seconds = predict(scored.placement, other, workload.passes).total
+        return Change(kind, text, total / seconds if seconds else 1.0, seconds)
+
+    if any(span.task.stream != "compute" for span in scored.timeline.spans):
+        yield again("links", "links twice as fast", replace(costs, links=faster(costs.links, 2.0)))
+    yield from _batch(planned, scored)
+    waiting = sorted((layer for layer in layers if layer.exposed > 0), key=lambda layer: -layer.exposed)
+    for name, other in alternatives(planned, scored, [layer.name for layer in waiting[:_LAYERS]]).items():
+        seconds = total + other.seconds
+        yield Change("strategy", f"{name or 'the network'} by {','.join(other.strategy)}", total / seconds, seconds)
+    yield again(
+        "compute",
+        "devices that compute the layers twice as fast",
+        replace(costs, times=lambda one: costs.times(one) * 0.5),
+    )
+    updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
+    update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
+    yield again("optimizer", "an optimizer that is twice as fast", replace(costs, update=update))
+    given = costs.input
+    if given.per_pass or given.per_sample:
+        given = replace(given, per_pass=given.per_pass / 2, per_sample=given.per_sample / 2)
+        yield again("input", "input that is ready twice as fast", replace(costs, input=given))
+
+
+def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
+    """Twice the batch: in twice as many passes where there are several, in a larger pass where there is one."""
+    workload, costs = planned.workload, planned.costs
+    if workload.passes > 1:
+        seconds = predict(scored.placement, costs, 2 * workload.passes).total
+    elif workload.resized is not None:
+        try:
+            seconds = predict(workload.resized(2 * workload.samples).place(scored.plan), costs).total
+        except ConvoyError:
+            return
+    else:
+        return
+    batch = 2 * workload.samples * workload.passes
+    yield Change("batch", f"a batch of {batch} (another training)", 2 * scored.seconds / seconds, seconds)
+
+
+def faster(links: Links, factor: float) -> Links:
+    """Links that carry every message in 1/`factor` of the time."""
+
+    def curve(given: Curve | None) -> Curve | None:
+        return given and Curve(tuple((size, seconds / factor) for size, seconds in given.points))
+
+    def link(given: Link) -> Link:
+        curves: dict[str, Any] = {kind: curve(getattr(given, kind)) for kind in get_args(MessageKind)}
+        return replace(given, **curves)
+
+    otherwise = links.otherwise
+    return Links(
+        {ranks: link(given) for ranks, given in links.measured.items()},
+        None if otherwise is None else lambda ranks: link(otherwise(ranks)),
+    )
+
 
 Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
@@ -232,17 +324,17 @@ def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, p
     name = (layer.name or "the network itself") if layer is not None else ""
 
     def share(*names: str) -> str:
-        return percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+        return rough_percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
 
     computing = share(*_COMPUTING)
     match kind:
         case "compute":
-            own = percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            own = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
             most = f", most of all in {name} ({own})" if layer is not None else ""
             return f"Compute-bound: {computing} of an update is computing{most}."
         case "communication":
             assert layer is not None
-            own = percent((layer.exposed + layer.copies) / total)
+            own = rough_percent((layer.exposed + layer.copies) / total)
             waits = share("exposed communication", "packing for messages")
             if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
                 return (

@@ -43,6 +43,7 @@ class Workload:
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimizer for some parameters.
+        optimizer_name: under which what is known of its updates is kept; empty where nothing is to be.
         shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
             stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
         bound: whether the batch may have no other number of parts than there are shares.
@@ -63,6 +64,7 @@ class Workload:
     microbatch: int = 0
     precision: torch.dtype | None = None
     optimizer: MakeOptimizer = momentum
+    optimizer_name: str = ""
     shares: tuple[int, ...] | None = None
     bound: bool = False
     by_speed: "Callable[[Sequence[float]], Workload] | None" = field(default=None, repr=False, compare=False)
@@ -133,6 +135,7 @@ def workload_of(
     microbatch: int = 0,
     precision: torch.dtype | None = None,
     optimizer: MakeOptimizer = momentum,
+    optimizer_name: str = "",
 ) -> Workload:
     """Look at a network without changing it.
 
@@ -143,7 +146,7 @@ def workload_of(
         name: of the network, for people; by default that of its class.
         passes: into which the update is divided.
         channels_last: memory format; None takes that of the example and the weights.
-        batch_norm, microbatch, precision, optimizer: as in `Workload`.
+        batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
 
     Raises:
         ConvoyError: the network cannot be seen as one graph, or the batch is too small.
@@ -181,6 +184,7 @@ def workload_of(
             microbatch=microbatch,
             precision=precision,
             optimizer=optimizer,
+            optimizer_name=optimizer_name,
         )
 
     return Workload(
@@ -194,6 +198,7 @@ def workload_of(
         microbatch=microbatch,
         precision=precision,
         optimizer=optimizer,
+        optimizer_name=optimizer_name,
         contents=_contents(model, dict(zip(graph.inputs, examples, strict=True))),
         resized=resized,
     )

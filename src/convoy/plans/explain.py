@@ -1,7 +1,4 @@
-"""A plan's explanation for people: a table of the layers, and what the plan costs in all.
-
-What every layer does under a plan, what is sent for it and what each rank holds, in numbers.
-"""
+"""What every layer does under a plan, what is sent for it and what each rank holds: in numbers, and as a table."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,6 +8,7 @@ from convoy.plans.check import axis_names
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic
+from convoy.units import size, table
 
 
 @dataclass(frozen=True)
@@ -249,36 +247,6 @@ def text_of(found: Explanation, setting: Setting, name: str, notes: Iterable[str
         notes: lines about layers that the plan does not divide.
     """
     return "\n".join(_lines(found, setting, name, notes)) + "\n"
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes for people: `1.5 MB`, or `-` for none."""
-    if not num_bytes:
-        return "-"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        number = num_bytes / factor
-        if number >= 0.9995:
-            return f"{number:.0f} {unit}" if number >= 99.95 else f"{number:.3g} {unit}"
-    return f"{num_bytes} B"
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as they must be.
-
-    Args:
-        headers: of the columns.
-        rows: the cells.
-        right: headers of the columns that are set flush right.
-    """
-    lines = [headers, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    return [
-        "  ".join(
-            cell.rjust(width) if header in right else cell.ljust(width)
-            for header, cell, width in zip(headers, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
 
 
 def _lines(found: Explanation, setting: Setting, name: str, notes: Iterable[str]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Whether a plan fits: its patterns the layers of a network, its sizes a number of devices, its axes the hosts."""
+"""Plans and what they meet: the names of a network's layers, another number of devices, the hosts."""
 
 import difflib
 import fnmatch

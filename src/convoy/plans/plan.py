@@ -1,12 +1,10 @@
-"""The plan: a mesh of devices and, for every layer, a strategy on each of its axes.
-
-Plans as YAML: a mapping with `mesh` and `layers`, whose every mistake is said with its line.
-"""
+"""The plan: a mesh of devices and, for every layer, a strategy on each of its axes; and its form as YAML."""
 
 import difflib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +204,12 @@ class Plan:
             )
         if plan.strip() == "auto":
             return _auto(num_devices)
-        if "\n" in plan.strip() or plan.lstrip().startswith("{"):
-            return Plan(*parse_yaml(plan))
-        if _is_path(plan):
-            return Plan(*read_file(expanded(plan.strip())))
-        return Plan(*parse_text(plan))
+        return Plan(*read_file(expanded(plan.strip()))) if _is_path(plan) else _of_text(plan)
+
+    @staticmethod
+    def by_samples(num_devices: int) -> "Plan":
+        """Every layer by samples on one axis, `sample=4`; on one device `serial`."""
+        return Plan.parse(f"sample={num_devices}" if num_devices > 1 else "serial")
 
     def strategy(self, layer: str, op: str) -> tuple[str, ...]:
         """A layer's strategy on each axis of the mesh.
@@ -263,15 +262,19 @@ class Plan:
 
 def plan_text(plan: Plan) -> str:
     """A plan as text that `Plan.parse` reads: in one line where it has one, else as YAML."""
-    try:
-        return str(plan) if Plan.parse(str(plan)) == plan else plan.to_yaml()
-    except ConvoyError:
-        return plan.to_yaml()
+    return to_text(plan.mesh, plan.layers) or plan.to_yaml()
+
+
+@cache
+def _of_text(text: str) -> Plan:
+    """A plan in one line or as YAML text; a recipe, which holds its plan as text, is asked for it again and again."""
+    is_yaml = "\n" in text.strip() or text.lstrip().startswith("{")
+    return Plan(*(parse_yaml(text) if is_yaml else parse_text(text)))
 
 
 def _auto(num_devices: int | None) -> Plan:
     if num_devices == 1:
-        return Plan(*parse_text("serial"))
+        return _of_text("serial")
     example = num_devices or 2
     raise ConvoyError(
         "auto stands for what the planner finds: pass what convoy.plan(model, …) returns, or a plan such as "
@@ -281,6 +284,8 @@ def _auto(num_devices: int | None) -> Plan:
 
 def _is_path(text: str) -> bool:
     text = text.strip()
+    if "\n" in text or text.startswith("{"):
+        return False
     if text.lower().endswith((".yaml", ".yml", ".json")):
         return True
     if not text or "=" in text or text in ("serial", *STRATEGIES):

@@ -1,7 +1,4 @@
-"""The names of the strategies, and what is right for a mesh and its layers, however they were written.
-
-Plans in one line: `sample=4`, `sample=2,filter=2`, `owt=4`, `serial`.
-"""
+"""The names of the strategies, plans in one line (`sample=4`, `owt=4`, `serial`), and what is right for a mesh."""
 
 import difflib
 import fnmatch

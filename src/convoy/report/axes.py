@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from convoy.report import formats
+from convoy import units
 
 WIDTH, HEIGHT = 340, 252
 """Size of a panel in points: text of 10.5 points is read well when the panel is 320 to 560 pixels wide."""
@@ -101,7 +101,7 @@ def count_axis(axes: Axes, last: float) -> None:
     """An x axis of updates from 0 to `last`."""
     axes.set_xlim(0, max(last, 1))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -116,7 +116,7 @@ def time_axis(axes: Axes, last: float) -> None:
     """An x axis of time from 0 to `last`, in the unit of `time_unit`."""
     axes.set_xlim(0, last if last > 0 else 1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
 
 
 def linear_axis(
@@ -127,7 +127,7 @@ def linear_axis(
     top, low = max(finite, default=0.0), min(finite, default=0.0)
     axes.set_ylim(min(0, 1.08 * low), min(max(1.08 * top, at_least), at_most) or 1)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
 
 
 def wide_axis(axes: Axes, values: np.ndarray) -> None:
@@ -157,7 +157,7 @@ def wide_axis(axes: Axes, values: np.ndarray) -> None:
         ticks = [tick for tick in ticks if low / 1.15 <= tick <= 1.15 * high]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -11,9 +11,8 @@ from convoy.ops import OPERATIONS
 from convoy.planner.layers import Layer, local_shape
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
-from convoy.planner.words import extra, seconds, shape
-from convoy.plans.explain import size
 from convoy.report.timeline_drawing import STRATEGIES
+from convoy.units import extra, seconds, shape, size
 
 MOST_LANES = 8
 """Edges that would need more are left out."""

@@ -13,8 +13,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
+from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import axes, formats
+from convoy.report import axes
 from convoy.terminal import printable
 
 LARGEST = 256
@@ -88,7 +89,7 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
         finalize=_shown,
     )
     for name in _FILTERS:
-        environment.filters[name] = getattr(formats, name)
+        environment.filters[name] = getattr(units, name)
     environment.filters["running"] = running
     loader = environment.loader
     assert loader is not None

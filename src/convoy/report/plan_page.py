@@ -4,19 +4,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import convoy
+from convoy import units
 from convoy.files import to_json
-from convoy.planner.cost.timeline import ENGINE
-from convoy.planner.interface import document
+from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer
-from convoy.planner.planner import Planned, Scored
+from convoy.planner.planner import Planned
+from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
-from convoy.planner.words import extra, per_second, percent, seconds, shape
-from convoy.plans.explain import size
-from convoy.report import formats, pages
+from convoy.plans.timeline import ENGINE
+from convoy.report import pages
 from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
 from convoy.report.pages import data_uri
 from convoy.report.tiles import Tile
 from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
+from convoy.units import extra, per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
     "compute": "compute-bound",
@@ -59,7 +60,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
     bars = [_bar(planned, one, one is scored) for one in _shown(planned)]
     return {
         "model": workload.name,
-        "devices": formats.plural(planned.devices, "device"),
+        "devices": units.plural(planned.devices, "device"),
         "several": planned.devices > 1,
         "facts": _facts(found),
         "verdict": found.verdict,
@@ -71,7 +72,13 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "bars": bars,
         "bar_legend": _bar_legend(bars),
         "parts": [
-            (part.name, PARTS[part.name], seconds(part.seconds), percent(part.seconds / total), seconds(part.ideal))
+            (
+                part.name,
+                PARTS[part.name],
+                seconds(part.seconds),
+                rough_percent(part.seconds / total),
+                seconds(part.ideal),
+            )
             for part in found.parts
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
@@ -87,7 +94,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "command": command,
         "notes": list(found.notes),
         "download": data_uri(raw, "application/json"),
-        "size": formats.prefixed(len(raw), "B"),
+        "size": units.prefixed(len(raw), "B"),
         "version": convoy.__version__,
     }
 
@@ -95,7 +102,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
 def _facts(found: Explained) -> list[str]:
     workload = found.planned.workload
     batch = workload.samples * workload.passes
-    facts = [f"{formats.count(batch)} samples an update"]
+    facts = [f"{units.count(batch)} samples an update"]
     if workload.passes > 1:
         facts.append(f"{workload.passes} passes of {workload.samples}")
     facts.append(f"images of {shape(workload.sample)}")
@@ -117,7 +124,9 @@ def _tiles(found: Explained) -> list[Tile]:
     ]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", f"{percent(found.efficiency)} efficiency; {alone}"))
+        tiles.append(
+            Tile("Speed-up", f"{found.speedup:.2f} ×", f"{rough_percent(found.efficiency)} efficiency; {alone}")
+        )
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from convoy import units
 from convoy.report import axes as ax
-from convoy.report import formats
 from convoy.report.run_directory import Run, column, read_run
 from convoy.training.records import MetricsLine
 
@@ -196,9 +196,9 @@ def _describe(curve: PlotLine) -> str:
     values, steps = curve.y[finite], column(curve.lines, "step")[finite]
     label = curve.label[0].upper() + curve.label[1:]
     if len(values) == 1:
-        return f"{label}: {formats.significant(values[0])} at update {formats.count(int(steps[0]))}."
+        return f"{label}: {units.significant(values[0])} at update {units.count(int(steps[0]))}."
     lowest = int(values.argmin())
     return (
-        f"{label}: from {formats.significant(values[0])} to {formats.significant(values[-1])}, lowest "
-        f"{formats.significant(values[lowest])} at update {formats.count(int(steps[lowest]))}."
+        f"{label}: from {units.significant(values[0])} to {units.significant(values[-1])}, lowest "
+        f"{units.significant(values[lowest])} at update {units.count(int(steps[lowest]))}."
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from convoy import units
 from convoy.planner.comparison import difference, shown
-from convoy.report import formats
 from convoy.report.plots import data_wait_shares
 from convoy.report.prediction import PredictionFile
 from convoy.report.run_directory import Run, column
@@ -40,14 +40,14 @@ def about(run: Run) -> list[str]:
     summary, devices = run.summary or RunSummary(), num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs
-    length = "" if not epochs else f" after {formats.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
-    time = "" if summary.time_s is None else f" in {formats.duration(summary.time_s)}"
-    plan = f", plan {formats.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
-    where = f" on {formats.plural(devices, 'device')}{plan}"
+    length = "" if not epochs else f" after {units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+    time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
+    plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
+    where = f" on {units.plural(devices, 'device')}{plan}"
     if top1 is None:
         return [f"{model} has not been tested yet{length}{time}{where}."]
-    right = formats.percent(top1, formats.percent_places(images))
-    of = f" of {formats.plural(images, 'test image')}" if images else " of the test images"
+    right = units.percent(top1, units.percent_places(images))
+    of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
     said = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if devices > 1:
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
@@ -102,9 +102,7 @@ def _speed_up(found: PredictionFile | None, devices: int) -> str:
     if abs(pace - 1) < _ALIKE:
         said = f"{took}: {devices} devices were as fast as one"
     elif pace < 1:
-        said = (
-            f"{took}: {devices} devices were slower than one, which would need {formats.percent(pace, 0)} of the time"
-        )
+        said = f"{took}: {devices} devices were slower than one, which would need {units.percent(pace, 0)} of the time"
     else:
         said = f"{took}: {devices} devices were {pace:.2f} times as fast as one"
     if found.error is not None and _is_doubtful(found):
@@ -148,8 +146,8 @@ def _status(run: Run) -> str:
     if steps is None or not total:
         return f"The run {ended} before its end{why}."
     return (
-        f"The run {ended} after {formats.count(steps)} of {formats.plural(total, 'update')} "
-        f"({formats.percent(steps / total, 0)}){why}."
+        f"The run {ended} after {units.count(steps)} of {units.plural(total, 'update')} "
+        f"({units.percent(steps / total, 0)}){why}."
     )
 
 
@@ -159,8 +157,8 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
         return []
     first = lines[int(lost.argmax())].step
     return [
-        f"The {split} loss was not a finite number (NaN or infinite) in {formats.count(int(lost.sum()))} of "
-        f"{formats.plural(len(lines), 'line')} of the record, first at update {formats.count(first)}; "
+        f"The {split} loss was not a finite number (NaN or infinite) in {units.count(int(lost.sum()))} of "
+        f"{units.plural(len(lines), 'line')} of the record, first at update {units.count(first)}; "
         "the curves have a gap there."
     ]
 
@@ -177,7 +175,7 @@ def _bad_images(run: Run) -> str:
     number = len(run.summary.bad_images) if run.summary is not None else 0
     if not number:
         return ""
-    return f"{formats.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
+    return f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
 
 def _data_wait(run: Run) -> str:
@@ -188,7 +186,7 @@ def _data_wait(run: Run) -> str:
     if share < 0.1:
         return ""
     return (
-        f"Training waited for data in {formats.percent(share, 0)} of its time: "
+        f"Training waited for data in {units.percent(share, 0)} of its time: "
         "more loader processes (data.workers), smaller pictures on disk or less augmentation would make it faster."
     )
 
@@ -201,9 +199,7 @@ def _soft_targets(run: Run) -> str:
             "cannot be compared with those of the test split."
         )
     if _positive(smoothing := run.setting("loss.label_smoothing")):
-        return (
-            f"Label smoothing of {formats.value(smoothing)} keeps the training loss above zero even for a perfect net."
-        )
+        return f"Label smoothing of {units.value(smoothing)} keeps the training loss above zero even for a perfect net."
     return ""
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from markupsafe import Markup
 
 import convoy
+from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import confusion, formats, pages
+from convoy.report import confusion, pages
 from convoy.report.pages import InlinePicture, data_uri, inline_svg, read_picture
 from convoy.report.plots import Panel, draw_panels
 from convoy.report.prediction import compared
@@ -98,7 +99,7 @@ def _content(run: Run) -> dict[str, Any]:
         "updates_per_epoch": _updates_per_epoch(run),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
-        "places": formats.percent_places(num_test_images(run)),
+        "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "evaluation": evaluation,
         "matrix": confusion.matrix(evaluation) if evaluation else None,
@@ -121,8 +122,8 @@ def _content(run: Run) -> dict[str, Any]:
 def _title(run: Run) -> tuple[str, str]:
     model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
     data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    title = formats.shorten(model or run.path.resolve().name, 60)
-    return title, formats.shorten(PurePath(data).name or data, 60)
+    title = units.shorten(model or run.path.resolve().name, 60)
+    return title, units.shorten(PurePath(data).name or data, 60)
 
 
 def _facts(run: Run) -> list[str]:
@@ -209,7 +210,7 @@ def _download(run: Run) -> Download | None:
     raw = run.metrics.raw
     if not raw:
         return None
-    size = f"{formats.prefixed(len(raw), 'B')}"
+    size = f"{units.prefixed(len(raw), 'B')}"
     if len(raw) < COMPRESS_FROM:
         return Download("metrics.jsonl", size, data_uri(raw, "application/jsonl"))
     packed = gzip.compress(raw, mtime=0)

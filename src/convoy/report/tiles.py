@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.report import formats
+from convoy import units
 from convoy.report.run_directory import Run, column
 from convoy.training.records import RunSummary
 
@@ -48,13 +48,13 @@ def last_result(run: Run, name: str) -> float | None:
 def _accuracy(run: Run, summary: RunSummary) -> Tile:
     top1, images = last_result(run, "top1"), num_test_images(run)
     if top1 is None:
-        return Tile("Test accuracy", formats.UNKNOWN, "not tested yet", main=True)
-    places = formats.percent_places(images)
+        return Tile("Test accuracy", units.UNKNOWN, "not tested yet", main=True)
+    places = units.percent_places(images)
     note = ""
     if images:
-        low, high = formats.wilson(top1, images)
-        note = f"95 % interval {formats.decimal(100 * low, places)} to {formats.percent(high, places)}"
-    return Tile("Test accuracy", formats.percent(top1, places), note, main=True)
+        low, high = units.wilson(top1, images)
+        note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
+    return Tile("Test accuracy", units.percent(top1, places), note, main=True)
 
 
 def _best(run: Run, summary: RunSummary) -> Tile | None:
@@ -65,10 +65,10 @@ def _best(run: Run, summary: RunSummary) -> Tile | None:
         top1, step = best.top1, best.step
     if top1 is None or len(tests) < 2:
         return None
-    note = f"update {formats.count(step)}, " if step is not None else ""
+    note = f"update {units.count(step)}, " if step is not None else ""
     return Tile(
         "Best test accuracy",
-        formats.percent(top1, formats.percent_places(num_test_images(run))),
+        units.percent(top1, units.percent_places(num_test_images(run))),
         f"{note}the highest of {len(tests)} evaluations",
     )
 
@@ -77,12 +77,12 @@ def _top5(run: Run, summary: RunSummary) -> Tile | None:
     top5 = last_result(run, "top5")
     if top5 is None or (run.evaluation is not None and 0 < len(run.evaluation.classes) < 20):
         return None
-    return Tile("Top-5 accuracy", formats.percent(top5, formats.percent_places(num_test_images(run))), "test split")
+    return Tile("Top-5 accuracy", units.percent(top5, units.percent_places(num_test_images(run))), "test split")
 
 
 def _loss(run: Run, summary: RunSummary) -> Tile | None:
     loss = last_result(run, "loss")
-    return None if loss is None else Tile("Test loss", formats.significant(loss), "mean cross-entropy, nats")
+    return None if loss is None else Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
 
 
 def _length(run: Run, summary: RunSummary) -> Tile | None:
@@ -93,12 +93,12 @@ def _length(run: Run, summary: RunSummary) -> Tile | None:
     epochs = summary.epochs
     if epochs is None:
         epochs = max((line.epoch for line in lines if line.epoch is not None), default=None)
-    updates = formats.plural(steps, "update")
+    updates = units.plural(steps, "update")
     if summary.total_steps:
-        updates = f"{formats.count(steps)} of {formats.plural(summary.total_steps, 'update')}"
+        updates = f"{units.count(steps)} of {units.plural(summary.total_steps, 'update')}"
     if epochs is None:
         return Tile("Trained for", updates)
-    return Tile("Trained for", f"{formats.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}", updates)
+    return Tile("Trained for", f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}", updates)
 
 
 def _time(run: Run, summary: RunSummary) -> Tile | None:
@@ -107,7 +107,7 @@ def _time(run: Run, summary: RunSummary) -> Tile | None:
         times = [line.time_s for line in (*run.metrics.train, *run.metrics.test) if line.time_s is not None]
         seconds = max(times, default=None)
     device = run.environment.get("device")
-    return None if seconds is None else Tile("Time", formats.duration(seconds), f"on {device}" if device else "")
+    return None if seconds is None else Tile("Time", units.duration(seconds), f"on {device}" if device else "")
 
 
 def _speed(run: Run, summary: RunSummary) -> Tile | None:
@@ -116,21 +116,21 @@ def _speed(run: Run, summary: RunSummary) -> Tile | None:
     if speed is None:
         return None
     wait = summary.data_wait_share
-    note = "median" if wait is None else f"median; {formats.percent(wait)} of the time waiting for data"
-    return Tile("Images per second", formats.count(round(speed)), note)
+    note = "median" if wait is None else f"median; {units.percent(wait)} of the time waiting for data"
+    return Tile("Images per second", units.count(round(speed)), note)
 
 
 def _model(summary: RunSummary) -> Tile | None:
     if summary.parameters is None:
         return None
-    note = "" if summary.flops is None else f"{formats.prefixed(summary.flops, 'FLOP')} per image, forward"
-    return Tile("Parameters", formats.count(summary.parameters), note)
+    note = "" if summary.flops is None else f"{units.prefixed(summary.flops, 'FLOP')} per image, forward"
+    return Tile("Parameters", units.count(summary.parameters), note)
 
 
 def _data(summary: RunSummary) -> Tile | None:
     if summary.num_train is None:
         return None
-    note = "" if summary.num_test is None else f"and {formats.count(summary.num_test)} for testing"
+    note = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for testing"
     if summary.bad_images:
-        note += f"; {formats.count(len(summary.bad_images))} unreadable, skipped"
-    return Tile("Training images", formats.count(summary.num_train), note.removeprefix("; "))
+        note += f"; {units.count(len(summary.bad_images))} unreadable, skipped"
+    return Tile("Training images", units.count(summary.num_train), note.removeprefix("; "))

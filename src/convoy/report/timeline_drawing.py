@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from convoy.planner.cost.timeline import ENGINE, Span, Task, Timeline, is_engine
-from convoy.planner.words import seconds
-from convoy.plans.explain import size
+from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
+from convoy.units import seconds, size
 
 
 @dataclass(frozen=True)

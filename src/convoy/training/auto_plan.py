@@ -23,11 +23,10 @@ from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, Scored, make_plan
-from convoy.planner.cost.costs import Around
+from convoy.planner.cost.costs import HostCost
+from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.remembered import remember
 from convoy.planner.verdict import explained
-from convoy.plans.explain import size
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.derived import Derived
@@ -36,13 +35,14 @@ from convoy.training.parallel import Method
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.recipe import Recipe
 from convoy.training.step import InputPipeline, TrainingStep
-from convoy.training.workloads import device_memory, measuring, workload_in_passes
+from convoy.training.workloads import workload_in_passes
+from convoy.units import size
 
 _LEAST, _LONGEST_S = 4, 3.0
 """Batches that are measured, but for as long as that."""
 
 
-def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> Around | None:
+def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
     """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
@@ -61,7 +61,7 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ra
     if len(known) < len(everyone):
         return None
     beside = device.type == "cuda" and num_workers(data, recipe.data)[0] > 0
-    return Around(per_sample=max(known), beside=beside)
+    return HostCost(per_sample=max(known), beside=beside)
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
@@ -204,13 +204,13 @@ class Choice:
         Raises:
             TooLargeError: no plan fits into the memory of the devices.
         """
-        plain = Plan.parse(f"sample={self.ranks.num}")
+        plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
         self.progress("timing the input", 0, 1)
-        ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or Around()
+        ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or HostCost()
         try:
             planned = self._planned(limit, ahead)
         except TooLargeError:
@@ -221,35 +221,33 @@ class Choice:
         racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
         best = planned.best
         within = f"within {size(int(limit))} of memory a device, {source}"
-        said = [f"plan auto: {best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
+        said = [f"{best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
         others = [scored.seconds for scored in planned.candidates[1:]]
-        winner = best.plan
+        winner, winner_s = best.plan, best.seconds
         if others and best.seconds > CLEAR * min(others):
             took, failures = self._race(racers, planned, ahead)
             winner = min(took, key=lambda plan: took[plan])
+            winner_s = took[winner]
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
+        said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
         chosen = Chosen(winner, planned, tuple(said))
         verdict = self.ranks.first(lambda: explained(planned, chosen.scored).verdict.sentence)
         return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
 
-    def _planned(self, limit: float, ahead: Around) -> Planned:
+    def _planned(self, limit: float, ahead: HostCost) -> Planned:
         shape = self.data.channels, self.data.image_size, self.data.image_size
         workload = workload_in_passes(
             self.recipe, self.model, shape, self.sizes, self.merge, self.ranks.num, self.device
         )
         ranks, store = self.ranks, self.profiles
-        planned = make_plan(
+        return make_plan(
             workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
         )
-        if ranks.rank == 0 and store is not None:
-            here = measuring(self.recipe, self.device, ranks.on_host)
-            remember(store, here, ranks.num, self.recipe.optimizer.name, planned.costs)
-        return planned
 
     def _race(
-        self, plans: Sequence[Plan], planned: Planned, ahead: Around
+        self, plans: Sequence[Plan], planned: Planned, ahead: HostCost
     ) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
         """Seconds of an update under each plan, of the slowest rank, with what its input takes; and why others failed.
 
@@ -271,7 +269,7 @@ class Choice:
             raise failures[plans[0]]
         return took, failures
 
-    def _raced(self, plan: Plan, shares: Shares, ahead: Around, ranks: Ranks) -> float:
+    def _raced(self, plan: Plan, shares: Shares, ahead: HostCost, ranks: Ranks) -> float:
         here = replace(self, ranks=ranks)
         step = self.make_step(copy.deepcopy(self.model), plan, here.ranks, shares)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)

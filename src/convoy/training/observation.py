@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from convoy.engine.layerwise import Layerwise
@@ -19,15 +19,16 @@ from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
-from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside, predicted
+from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside
 from convoy.planner.cost.device import Device
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
-from convoy.planner.cost.trace import Event, events, trace
-from convoy.planner.observed import Observed, mean, middle, observed, observed_events, observed_pieces, typical
-from convoy.planner.remembered import recalled
+from convoy.planner.cost.trace import trace
+from convoy.planner.profiling import mean
+from convoy.planner.remembered import measured_ops, recalled
 from convoy.plans.place import Placement
+from convoy.plans.timeline import Summary, Timeline
 from convoy.training.parallel import ParallelNetwork
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
@@ -52,8 +53,8 @@ class _Seen:
 
     updates: list[float]
     watched: list[float]
-    whole: Observed | None
-    pieces: dict[Piece, Times]
+    whole: Summary | None
+    local_ops: dict[LocalOp, Times]
 
 
 class Observation:
@@ -141,20 +142,20 @@ class Observation:
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
         clock = self._clock
         alone = ranks.num == 1
-        steps = [observed_events(one, ranks.rank, alone) for one in self._watched]
+        timelines = [one.timeline(ranks.rank, alone) for one in self._watched]
         seen = _Seen(
             [clock.between(*both) for both in self._timed],
-            [sum(event.seconds for event in step) for step in steps],
-            middle([observed(one, alone) for one in self._watched]) if self._watched else None,
-            observed_pieces(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),
+            [one.total for one in timelines],
+            Summary.median([one.summary(ranks.rank) for one in timelines]) if timelines else None,
+            measured_ops(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),
         )
-        placement = self._typed(self._watched[0].placements[0]) if steps and self._watched[0].placements else None
+        placement = self._typed(self._watched[0].placements[0]) if timelines and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = LAST + 1
         everyone = ranks.gather(seen)
-        step: list[list[Event]] = []
-        if steps and trace_file is not None:
-            step = ranks.gather(steps[typical([one.watched for one in everyone])])
+        step: list[Timeline] = []
+        if timelines and trace_file is not None:
+            step = ranks.gather(timelines[typical([one.watched for one in everyone])])
 
         def first() -> Comparison:
             notes = [self._unseen] if self._unseen is not None else []
@@ -167,6 +168,16 @@ class Observation:
             return _compared(session, everyone, before, placement, store, notes)
 
         return ranks.first(first)
+
+
+def typical(lengths: Sequence[Sequence[float]]) -> int:
+    """Which of some updates took neither longest nor shortest.
+
+    Args:
+        lengths: seconds of every update, by rank; an update is as long as it is on the slowest rank.
+    """
+    slowest = [max(each) for each in zip(*lengths, strict=True)]
+    return slowest.index(median_low(slowest))
 
 
 def _why_unseen(session: Session) -> str | None:
@@ -195,11 +206,12 @@ def _known(session: Session, store: ProfileStore, placement: Placement) -> Score
     return recalled(store, here, optimizer, session.plan, placement, passes, recipe.batch_norm, microbatch)
 
 
-def _keep(path: Path, scored: Scored | None, step: Sequence[Sequence[Event]]) -> None:
+def _keep(path: Path, scored: Scored | None, step: Sequence[Timeline]) -> None:
     """Write an update of all ranks as a trace, with the predicted one, if there is one."""
-    predicted = {"predicted": events(scored.timeline)} if scored is not None else {}
+    predicted = {"predicted": scored.timeline} if scored is not None else {}
+    measured = Timeline(tuple(span for own in step for span in own.spans))
     with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
-        write_text(path, to_json(trace(**predicted, measured=[event for own in step for event in own])))
+        write_text(path, to_json(trace(**predicted, measured=measured)))
 
 
 def _compared(
@@ -214,7 +226,7 @@ def _compared(
     learned = _learn(everyone, _here(session), store)
     rank = scored.timeline.busiest if scored is not None else _busiest(everyone)
     own = everyone[rank]
-    before = predicted(scored) if scored is not None else None
+    before = scored.timeline.summary() if scored is not None else None
     if own.whole is None:
         notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
     return Comparison(
@@ -247,13 +259,13 @@ def _busiest(everyone: Sequence[_Seen]) -> int:
 
 def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:
     """Tell the store what the pieces took, the mean of the ranks that had them; how many there were."""
-    found: dict[Piece, list[Times]] = {}
+    found: dict[LocalOp, list[Times]] = {}
     for one in everyone:
-        for piece, times in one.pieces.items():
-            found.setdefault(piece, []).append(times)
+        for local_op, times in one.local_ops.items():
+            found.setdefault(local_op, []).append(times)
     if store is None or not found:
         return 0
     with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
-        store.put(here, {piece: mean(times) for piece, times in found.items()}, "run")
+        store.put(here, {local_op: mean(times) for local_op, times in found.items()}, "run")
         return len(found)
     return 0

@@ -111,13 +111,20 @@ def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool
     return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
 
 
-def check_shares(shares: Sequence[float] | None, num_devices: int) -> None:
-    """Refuse shares that no plan on so many devices has parts for.
+def check_shares(shares: Sequence[float] | None, num_devices: int, plan: Plan | None = None) -> None:
+    """Refuse shares that no plan on so many devices has parts for, or a given plan has not, whatever the network.
 
     Raises:
         ConvoyError: they are such.
     """
-    if shares is not None and num_devices % len(shares):
+    if shares is not None and plan is not None:
+        for_all = set(dict(plan.layers).get("*", {}).values()) if len(plan.layers) == 1 else set()
+        if "sample" in for_all and "owt" not in for_all and plan.parts != len(shares):
+            raise ConvoyError(
+                f"--shares names {len(shares)} parts, but the plan divides the batch into {plan.parts}: give "
+                f"{plan.parts} numbers"
+            )
+    elif shares is not None and num_devices % len(shares):
         raise ConvoyError(
             f"--shares names {len(shares)} parts of the batch, into which no plan on {num_devices} "
             f"device{'s' if num_devices > 1 else ''} divides it: give {num_devices} numbers"
@@ -141,11 +148,10 @@ def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, lis
     """
     notes = []
     plan: Plan | None
-    simple = "serial" if num_devices == 1 else f"sample={num_devices}"
     if section.plan is None:
-        plan = Plan.parse(simple)
+        plan = Plan.by_samples(num_devices)
     elif section.plan.strip() == "auto":
-        plan = Plan.parse(simple) if num_devices == 1 else None
+        plan = Plan.by_samples(1) if num_devices == 1 else None
     else:
         plan = Plan.parse(section.plan, num_devices)
     planned = plan.mesh.num_devices if plan is not None else num_devices

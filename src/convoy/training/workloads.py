@@ -1,10 +1,6 @@
-"""What a recipe's training is to the planner: passes, microbatches, precision, optimizer.
-
-How much memory a plan may take on a device.
-"""
+"""What a recipe's training is to the planner: passes, microbatches, precision, optimizer."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,34 +11,13 @@ from torch.optim import Optimizer
 
 from convoy.engine import microbatch_sizes
 from convoy.planner import Workload, workload_of
-from convoy.planner.cost.device import Device, memory_limits, this_device
-from convoy.plans.explain import size
+from convoy.planner.cost.device import Device, this_device
 from convoy.training.build import merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import DTYPES
 from convoy.training.recipe import Recipe
-
-SHARE = 0.9
-"""Of what there is: kernels, the framework and the data take some."""
-
-
-def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
-    """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from.
-
-    Args:
-        device: a GPU, which has what is free and what this process holds of it; or a CPU, whose memory, or what
-            control groups leave of it, is shared by all ranks of the host.
-        on_host: ranks of this host.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        there = float(free + torch.cuda.memory_reserved(device))
-        return SHARE * there, f"nine tenths of the {size(int(there))} that are free on the GPU"
-    there = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
-    shared = f" over {on_host} devices" if on_host > 1 else ""
-    return SHARE * there / on_host, f"nine tenths of the host's {size(int(there))}{shared}"
 
 
 def workload_of_recipe(
@@ -95,19 +70,20 @@ def workload_in_passes(
             microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
             precision=workload_precision(recipe),
             optimizer=partial(_optimizer, recipe=recipe),
+            optimizer_name=recipe.optimizer.name,
         )
 
     together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
     even = in_passes(together)
     even = even if alone == together else replace(even, alone=in_passes(alone))
 
-    def by_speed(pace: Sequence[float]) -> Workload:
+    def by_speed(slowdowns: Sequence[float]) -> Workload:
         asked = recipe.parallel.shares
         bound = isinstance(asked, tuple) and len(asked) > 1
         if isinstance(asked, tuple) and bound:
             counts = divide(sizes, len(asked), asked).counts
-        elif pace and len(pace) <= len(sizes):
-            counts = soonest(len(sizes), pace)
+        elif slowdowns and len(slowdowns) <= len(sizes):
+            counts = soonest(len(sizes), slowdowns)
         else:
             return even
         return replace(in_passes(math.ceil(max(counts) / merge)), shares=counts, bound=bound, alone=even.alone or even)

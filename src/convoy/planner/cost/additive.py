@@ -13,10 +13,10 @@ import torch
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local import local_piece, piece
-from convoy.planner.cost.local_op import Piece, about
+from convoy.planner.cost.local import local_op, local_op_at
+from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import most, rank_memory
-from convoy.planner.cost.program import copied, inside, moved
+from convoy.planner.cost.program import copied, internal_messages, moved
 from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -45,13 +45,13 @@ class Additive:
         self._divides = costs.on_cpu and costs.update.divides(large)
         half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
         self._dtypes = _DTYPES | {2: half}
-        self._known: dict[Piece, Times] = {}
+        self._known: dict[LocalOp, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def context(self, call: Call) -> Hashable:
         """Which inputs of a call it may overwrite, and to whose gradients it adds."""
-        known = about(self.graph)
+        known = graph_facts(self.graph)
         return tuple((name in known.adding[call.name], name in known.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
@@ -61,20 +61,20 @@ class Additive:
             placed: the call with its layouts.
             placement: of its graph, mesh and batch; the rest is not read.
         """
-        pace = self.costs.pace
-        if pace:  # the busiest rank may be any
-            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(pace))
+        slowdowns = self.costs.slowdowns
+        if slowdowns:  # the busiest rank may be any
+            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
         first = mesh.coordinates(0)
         before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
-        alike = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
-        seconds = self._copies.get(alike)
+        key = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
+        seconds = self._copies.get(key)
         if seconds is None:
-            piece = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
-            seconds = self._copies[alike] = self._times(piece).total
+            local_op = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
+            seconds = self._copies[key] = self._times(local_op).total
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
@@ -119,7 +119,7 @@ class Additive:
         count = mesh.size(tuple(layout.copied))
         return size // count if self._divides and size >= self._sizes.alone else size
 
-    def _times(self, one: Piece) -> Times:
+    def _times(self, one: LocalOp) -> Times:
         if one not in self._known:
             self._known[one] = self.costs.times(one)
         return self._known[one]
@@ -133,11 +133,11 @@ class Additive:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
         place = mesh.coordinates(rank)
         if placed.call.op == "batch_norm":
-            own = piece(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            own = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
         else:
-            own = local_piece(placed.call, placed.placed, graph, mesh, place, placed.transfers)
+            own = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
         seconds = self._times(own).total if graph.training else self._times(own).forward
-        within = inside(placed, graph, mesh, own, costs.batch_norm)
+        within = internal_messages(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
             link = self._link(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward

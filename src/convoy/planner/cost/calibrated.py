@@ -1,16 +1,10 @@
-"""Times of pieces that were not measured, from those that were: a regression for each kind of layer, corrected by the
-nearest neighbours.
+"""Times of operations that were not measured, from those that were.
 
-How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. So the regression gives the
-way from one size to another, and the measured neighbours give the height.
-
-Seconds of one kind of layer as a sum: so much for starting, for each operation, and for each byte of two sorts.
-
-Weights are read, and their gradients written, however few samples there are; so their bytes count apart from those of
-activations. The four rates are the least squares of relative errors, none below zero, held near a device's roofline
-where what was measured says nothing of them.
-
-The measured pieces that are most like one that was not, and how far they are from what a model says of them.
+How fast a layer runs depends on its kind and on its sizes, and changes slowly with them. A regression for each kind
+gives the way from one size to another, and the measured neighbors give the height. Its seconds are a sum: so much for
+starting, for each floating-point operation, and for each byte of two sorts. Weights are read, and their gradients
+written, however few samples there are; so their bytes count apart from those of activations. The four rates are the
+least squares of relative errors, none below zero, held near a device's roofline where the measurements say nothing.
 """
 
 import math
@@ -20,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from convoy.planner.cost.local_op import VIEWS, Piece
+from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.times import Roofline, Times
 
 Way = Literal[0, 1]
@@ -33,7 +27,7 @@ _ROUNDS = 200
 
 @dataclass(frozen=True)
 class Regression:
-    """Seconds of pieces of one kind, forward or backward.
+    """Seconds of operations of one kind, forward or backward.
 
     Attributes:
         roofline: the device; gives the unit of each rate.
@@ -45,17 +39,17 @@ class Regression:
     way: Way
     rates: tuple[float, ...]
 
-    def __call__(self, piece: Piece) -> float:
-        """Seconds of a piece."""
-        return sum(rate * term for rate, term in zip(self.rates, terms(piece, self.way, self.roofline), strict=True))
+    def __call__(self, local_op: LocalOp) -> float:
+        """Seconds of an operation."""
+        return sum(rate * term for rate, term in zip(self.rates, terms(local_op, self.way, self.roofline), strict=True))
 
 
-def terms(piece: Piece, way: Way, roofline: Roofline) -> tuple[float, ...]:
-    """What a piece consists of, in seconds on the roofline."""
-    flops, moved = piece.flops[way], piece.bytes[way]
+def terms(local_op: LocalOp, way: Way, roofline: Roofline) -> tuple[float, ...]:
+    """What an operation consists of, in seconds on the roofline."""
+    flops, moved = local_op.flops[way], local_op.bytes[way]
     if not flops and not moved:
         return 0.0, 0.0, 0.0, 0.0
-    weights = min(moved, sum(operand.bytes for operand in piece.inputs if operand.role == "parameter") * (1 + way))
+    weights = min(moved, sum(operand.bytes for operand in local_op.inputs if operand.role == "parameter") * (1 + way))
     return (
         max(roofline.overhead_s, 1e-6),
         flops / roofline.flops_per_s,
@@ -64,15 +58,15 @@ def terms(piece: Piece, way: Way, roofline: Roofline) -> tuple[float, ...]:
     )
 
 
-def fit(measured: Sequence[tuple[Piece, float]], way: Way, roofline: Roofline) -> Regression | None:
-    """The regression of measured pieces of a kind; None where none of them takes time.
+def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline) -> Regression | None:
+    """The regression of measured operations of a kind; None where none of them takes time.
 
     Args:
-        measured: pieces with their seconds.
+        measured: operations with their seconds.
         way: forward or backward.
         roofline: of the device, as far as it is known.
     """
-    rows = [(terms(piece, way, roofline), seconds) for piece, seconds in measured if seconds > 0]
+    rows = [(terms(local_op, way, roofline), seconds) for local_op, seconds in measured if seconds > 0]
     points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
     if not points:
         return None
@@ -95,7 +89,7 @@ Ratios = tuple[float, float]
 _COUNT = 4
 _WINDOW = 16
 _UNLIKE = 3.0
-"""How far apart, in factors of e, two pieces count beyond their sizes for each option in which they differ."""
+"""How far apart, in factors of e, two operations count beyond their sizes for each option in which they differ."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +102,25 @@ class _Known:
 
 
 class Neighbours:
-    """Measured pieces of one kind.
+    """Measured operations of one kind.
 
     Args:
         ratios: of each of them.
     """
 
-    def __init__(self, ratios: Mapping[Piece, Ratios]) -> None:
-        known = sorted((_known(piece, found) for piece, found in ratios.items()), key=lambda one: one.work)
+    def __init__(self, ratios: Mapping[LocalOp, Ratios]) -> None:
+        known = sorted((_known(local_op, found) for local_op, found in ratios.items()), key=lambda one: one.work)
         self._all = known
         self._alike: dict[frozenset[tuple[str, object]], list[_Known]] = {}
         for one in known:
             self._alike.setdefault(one.options, []).append(one)
 
-    def correction(self, piece: Piece) -> Ratios:
-        """What to multiply the model's times of a piece by: the mean of its neighbours' ratios, the nearer the more.
+    def correction(self, local_op: LocalOp) -> Ratios:
+        """What to multiply the model's times by: the mean of the neighbours' ratios, the nearer the more.
 
-        Pieces with other options count only where too few have the same.
+        Operations with other options count only where too few have the same.
         """
-        mine = _known(piece, (0.0, 0.0))
+        mine = _known(local_op, (0.0, 0.0))
         alike = self._alike.get(mine.options, [])
         among = _around(alike if len(alike) >= _COUNT else self._all, mine.work)
         near = sorted(((_distance(mine, other), at) for at, other in enumerate(among)))[:_COUNT]
@@ -137,17 +131,16 @@ class Neighbours:
         return _mean(forward), _mean(backward)
 
 
-def _known(piece: Piece, ratios: Ratios) -> _Known:
-    flops, moved = piece.flops.forward, piece.bytes.forward
-    tensors = (*piece.inputs[:2], *piece.outputs[:1])
+def _known(local_op: LocalOp, ratios: Ratios) -> _Known:
+    flops, moved = local_op.flops.forward, local_op.bytes.forward
+    tensors = (*local_op.inputs[:2], *local_op.outputs[:1])
     sizes = (math.log(1 + size) for operand in tensors for size in operand.shape)
     features = (math.log(1 + flops), math.log(1 + moved), *sizes)
-    options = frozenset(option for option in piece.options if option[0] != "padding")
-    return _Known(sum(features[:2]), features, options, tuple(operand.gradient for operand in piece.inputs), ratios)
+    options = frozenset(option for option in local_op.options if option[0] != "padding")
+    return _Known(sum(features[:2]), features, options, tuple(operand.gradient for operand in local_op.inputs), ratios)
 
 
 def _around(known: Sequence[_Known], work: float) -> Sequence[_Known]:
-    """Those with about as much work."""
     at = bisect_left(known, work, key=lambda one: one.work)
     return known[max(0, at - _WINDOW) : at + _WINDOW]
 
@@ -162,26 +155,25 @@ def _distance(one: _Known, other: _Known) -> float:
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """The weighted geometric mean."""
     total = sum(weight for weight, _ in weighted)
     return math.exp(sum(weight * math.log(value) for weight, value in weighted) / total) if total else 1.0
 
 
 class Calibrated:
-    """Times that are exact where measured, and elsewhere follow from the measured pieces of the kind.
+    """Times that are exact where measured, and elsewhere follow from the measured operations of the kind.
 
     Args:
-        measured: what is known. Empty pieces and views calibrate nothing.
+        measured: what is known. Empty operations and views calibrate nothing.
         roofline: of the device; by default made from what was measured.
     """
 
-    def __init__(self, measured: Mapping[Piece, Times], roofline: Roofline | None = None) -> None:
+    def __init__(self, measured: Mapping[LocalOp, Times], roofline: Roofline | None = None) -> None:
         self.measured = dict(measured)
         self.roofline = roofline or fitted(measured)
-        groups: dict[tuple[str, str], list[tuple[Piece, Times]]] = {}
-        for piece, times in self.measured.items():
-            if not piece.is_empty and piece.op not in VIEWS and times.forward > 0:
-                groups.setdefault((piece.op, piece.function), []).append((piece, times))
+        groups: dict[tuple[str, str], list[tuple[LocalOp, Times]]] = {}
+        for local_op, times in self.measured.items():
+            if not local_op.is_empty and local_op.op not in VIEWS and times.forward > 0:
+                groups.setdefault((local_op.op, local_op.function), []).append((local_op, times))
         self._kinds = {kind: _kind(group, self.roofline) for kind, group in groups.items()}
         everything = [pair for group in groups.values() for pair in group]
         multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
@@ -191,31 +183,31 @@ class Calibrated:
             True: self._middle(multiplying or everything),
             False: self._middle(moving or everything),
         }
-        self._found: dict[Piece, Times] = {}
+        self._found: dict[LocalOp, Times] = {}
 
-    def __call__(self, piece: Piece, /) -> Times:
-        """Seconds of a piece."""
-        if piece in self.measured:
-            return self.measured[piece]
-        if piece not in self._found:
-            self._found[piece] = self._predicted(piece)
-        return self._found[piece]
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        """Seconds of an operation."""
+        if local_op in self.measured:
+            return self.measured[local_op]
+        if local_op not in self._found:
+            self._found[local_op] = self._predicted(local_op)
+        return self._found[local_op]
 
-    def _predicted(self, piece: Piece) -> Times:
-        model = self.roofline(piece)
-        forward, backward = self._of_op.get(piece.op, self._of_bound[piece.flops.forward > 0])
+    def _predicted(self, local_op: LocalOp) -> Times:
+        model = self.roofline(local_op)
+        forward, backward = self._of_op.get(local_op.op, self._of_bound[local_op.flops.forward > 0])
         found = [model.forward * forward, model.backward * backward]
-        kind = self._kinds.get((piece.op, piece.function))
+        kind = self._kinds.get((local_op.op, local_op.function))
         if kind is not None:
-            correction = kind.neighbours.correction(piece)
+            correction = kind.neighbours.correction(local_op)
             for way, regression in enumerate(kind.regressions):
                 if regression is not None:
-                    found[way] = regression(piece) * correction[way]
+                    found[way] = regression(local_op) * correction[way]
         return Times(*found)
 
-    def _middle(self, pairs: Sequence[tuple[Piece, Times]]) -> tuple[float, float]:
+    def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
-        models = [(self.roofline(piece), times) for piece, times in pairs]
+        models = [(self.roofline(local_op), times) for local_op, times in pairs]
         forward = [times.forward / model.forward for model, times in models if model.forward > 0]
         backward = [times.backward / model.backward for model, times in models if model.backward > 0]
         backward = [ratio for ratio in backward if ratio > 0]
@@ -231,31 +223,31 @@ class _Kind:
     neighbours: Neighbours
 
 
-def _kind(group: Sequence[tuple[Piece, Times]], roofline: Roofline) -> _Kind:
-    forward = fit([(piece, times.forward) for piece, times in group], 0, roofline)
-    backward = fit([(piece, times.backward) for piece, times in group], 1, roofline)
+def _kind(group: Sequence[tuple[LocalOp, Times]], roofline: Roofline) -> _Kind:
+    forward = fit([(local_op, times.forward) for local_op, times in group], 0, roofline)
+    backward = fit([(local_op, times.backward) for local_op, times in group], 1, roofline)
     ratios = {
-        piece: (_ratio(forward, piece, times.forward), _ratio(backward, piece, times.backward))
-        for piece, times in group
+        local_op: (_ratio(forward, local_op, times.forward), _ratio(backward, local_op, times.backward))
+        for local_op, times in group
     }
     return _Kind((forward, backward), Neighbours(ratios))
 
 
-def _ratio(regression: Regression | None, piece: Piece, seconds: float) -> float:
-    model = regression(piece) if regression is not None else 0.0
+def _ratio(regression: Regression | None, local_op: LocalOp, seconds: float) -> float:
+    model = regression(local_op) if regression is not None else 0.0
     return seconds / model if model > 0 else 0.0
 
 
-def fitted(measured: Mapping[Piece, Times]) -> Roofline:
-    """A roofline from measured pieces: the ceilings that nine tenths of the large ones stay below.
+def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:
+    """A roofline from measured operations: the ceilings that nine tenths of the large ones stay below.
 
-    Where there is nothing to fit to, that of a slow core, so that ratios between pieces still say something.
+    Where there is nothing to fit to, that of a slow core, so that ratios between operations still say something.
     """
     arithmetic, memory, least = [], [], []
-    for piece, times in measured.items():
-        if piece.is_empty or piece.op in VIEWS or times.forward <= 0:
+    for local_op, times in measured.items():
+        if local_op.is_empty or local_op.op in VIEWS or times.forward <= 0:
             continue
-        flops, moved = piece.flops.forward, piece.bytes.forward
+        flops, moved = local_op.flops.forward, local_op.bytes.forward
         if flops > 1e7:
             arithmetic.append(flops / times.forward)
         elif moved > 1e5 and not flops:

@@ -12,7 +12,7 @@ from convoy.plans.buckets import Sizes
 
 
 @dataclass(frozen=True)
-class Around:
+class HostCost:
     """Something that is done for a pass outside of the network, on each rank for its own samples.
 
     Attributes:
@@ -45,22 +45,22 @@ class Costs:
         on_cpu: whether the ranks compute on CPUs.
         sizes: of the messages with gradients; by default the engine's for the device.
         per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
-        pace: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
+        slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
         per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
     """
 
     times: LayerTimes
     links: Links = field(default_factory=Links)
     update: Update = field(default_factory=Update)
-    input: Around = field(default_factory=Around)
-    loss: Around = field(default_factory=Around)
+    input: HostCost = field(default_factory=HostCost)
+    loss: HostCost = field(default_factory=HostCost)
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0
     on_cpu: bool = True
     sizes: Sizes | None = None
     per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0
-    pace: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
     @property
     def message_sizes(self) -> Sizes:

@@ -1,9 +1,7 @@
-"""What measured times hold for: the device, its libraries, and how it is used.
-
-What Linux's control groups (cgroups), versions 1 and 2, leave of the machine to this process.
-"""
+"""What measured times hold for (the device, its libraries, how it is used), and the memory a plan may take there."""
 
 import hashlib
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from convoy.units import size
 from convoy.version import __version__
 
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -64,6 +63,27 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+SHARE = 0.9
+"""Of what there is: kernels, the framework and the data take some."""
+
+
+def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
+    """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from.
+
+    Args:
+        device: a GPU, which has what is free and what this process holds of it; or a CPU, whose memory, or what
+            control groups leave of it, is shared by all ranks of the host.
+        on_host: ranks of this host.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        there = float(free + torch.cuda.memory_reserved(device))
+        return SHARE * there, f"nine tenths of the {size(int(there))} that are free on the GPU"
+    there = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+    shared = f" over {on_host} devices" if on_host > 1 else ""
+    return SHARE * there / on_host, f"nine tenths of the host's {size(int(there))}{shared}"
 
 
 _LOWER = ("tf32", "bf16")

@@ -1,7 +1,4 @@
-"""What the optimizer costs: seconds of an update, and bytes of its state.
-
-The messages in which a step adds up gradients: the engine's buckets, in the order in which they become ready.
-"""
+"""What an update costs beside the network: the optimizer, and the messages in which gradients are added up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,12 +1,8 @@
-"""Links that a person names: `pcie4`, `ethernet-10g`, `10gbit`, `5GB/s`.
-
-How long a collective takes over the ranks of a group, by how many bytes it is about.
+"""How long a collective takes over the ranks of a group, by its bytes: measured, assumed, or by the name of a link.
 
 A measured link is a curve through the points that were measured: there are regimes (a latency, a protocol for small
 messages, caches that large ones fall out of), so that one latency and one rate do not describe it. Where nothing can
 be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
-
-Links between devices that one does not have: a latency and a rate, by themselves or of a known interconnect.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""From a placed call to its piece: what a rank computes for it."""
+"""From a placed call to its operation: what a rank computes for it."""
 
 import math
 from collections.abc import Container
@@ -10,7 +10,7 @@ from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import overwritten
 from convoy.ops.placing import sharing_axes
-from convoy.planner.cost.local_op import Operand, Option, Piece, about, dtype_name
+from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, PlacedCall, Placement
@@ -18,9 +18,9 @@ from convoy.plans.place import Placed, PlacedCall, Placement
 BatchNorm = Literal["sync", "microbatch", "local"]
 
 
-def piece(
+def local_op(
     placed: PlacedCall, placement: Placement, rank: int, *, batch_norm: BatchNorm = "sync", microbatch: int = 0
-) -> Piece:
+) -> LocalOp:
     """What a rank computes for a call.
 
     Args:
@@ -31,15 +31,15 @@ def piece(
         microbatch: samples of each, where that is over microbatches; 0 for one microbatch a pass.
     """
     place = placement.mesh.coordinates(rank)
-    found = local_piece(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+    found = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
     if found.op != "batch_norm":
         return found
     return _normalized(found, placed, placement, batch_norm, microbatch)
 
 
-def local_piece(
+def local_op_at(
     call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates, transferred: Container[str] = ()
-) -> Piece:
+) -> LocalOp:
     """The same of a call that is in no placement yet, at a place on the mesh; batch norm over all samples.
 
     Args:
@@ -49,7 +49,7 @@ def local_piece(
         place: of the rank.
         transferred: names of the inputs that come to it from other ranks.
     """
-    known = about(graph)
+    known = graph_facts(graph)
 
     def operand(name: str, layout: Layout) -> Operand:
         value = graph.values[name]
@@ -73,12 +73,12 @@ def local_piece(
         if overwritten(call, lambda name: name in known.spare and name not in transferred) is not None:
             options["overwrites"] = True
     function = getattr(call.function, "__name__", "").strip("_") if operation.by_function else ""
-    return Piece(call.op, function, inputs, outputs, tuple(sorted(options.items())))
+    return LocalOp(call.op, function, inputs, outputs, tuple(sorted(options.items())))
 
 
 def _normalized(
-    found: Piece, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
-) -> Piece:
+    found: LocalOp, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
+) -> LocalOp:
     """Batch norm whose statistics are not those of all samples: over each microbatch, or over the rank's own."""
     options = dict(found.options)
     if not options["training"] or batch_norm == "sync":
@@ -88,7 +88,7 @@ def _normalized(
     options["ranks"] = placement.mesh.size(others)
     samples = found.inputs[placed.call.inputs.index(placed.call.attributes["input"])].shape[0]
     options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
-    return Piece(found.op, found.function, found.inputs, found.outputs, tuple(sorted(options.items())))
+    return LocalOp(found.op, found.function, found.inputs, found.outputs, tuple(sorted(options.items())))
 
 
 def _called(call: Call) -> Option:

@@ -1,6 +1,6 @@
 """What one rank computes for one call: the unit in which time is measured and predicted.
 
-Two calls with equal pieces take equally long, whatever their names and wherever they stand: repeated blocks are
+Two calls with equal operations take equally long, whatever their names and wherever they stand: repeated blocks are
 measured once, and so are ranks with equal shares. What the rank sends is no part of it.
 
 What is true of a graph however it is placed, found out once.
@@ -23,7 +23,7 @@ from convoy.plans.traffic import needs_gradient
 
 
 @dataclass(frozen=True)
-class About:
+class GraphFacts:
     """Of a graph.
 
     Attributes:
@@ -38,12 +38,12 @@ class About:
     spare: frozenset[str]
 
     @staticmethod
-    def of(graph: Graph) -> "About":
+    def of(graph: Graph) -> "GraphFacts":
         """Found out by looking at all calls."""
         readers = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)])
         spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
         differentiable = needs_gradient(graph)
-        return About(differentiable, _adding(graph, differentiable), spare)
+        return GraphFacts(differentiable, _adding(graph, differentiable), spare)
 
 
 def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
@@ -56,20 +56,20 @@ def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset
     return found
 
 
-_known: dict[int, tuple["weakref.ref[Graph]", About]] = {}
+_known: dict[int, tuple["weakref.ref[Graph]", GraphFacts]] = {}
 
 
-def about(graph: Graph) -> About:
+def graph_facts(graph: Graph) -> GraphFacts:
     """The same graph is looked at once."""
     found = _known.get(id(graph))
     if found is None or found[0]() is not graph:
         number = id(graph)
-        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), About.of(graph))
+        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
     return found[1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As pieces write a type: `float32`."""
+    """As operations write a type: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -125,7 +125,7 @@ _ITEMSIZES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalOp:
     """One rank's part of one call.
 
     Attributes:
@@ -161,11 +161,11 @@ class Piece:
         return {**asdict(self), "options": dict(self.options)}
 
     @staticmethod
-    def from_dict(given: dict[str, Any]) -> "Piece":
-        """The piece that `to_dict` wrote, also after a way through JSON.
+    def from_dict(given: dict[str, Any]) -> "LocalOp":
+        """The operation that `to_dict` wrote, also after a way through JSON.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no piece.
+            KeyError, TypeError, ValueError: it is no operation.
         """
         inputs, outputs = (
             tuple(
@@ -175,7 +175,7 @@ class Piece:
             for part in (given["inputs"], given["outputs"])
         )
         options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(given["options"]).items()))
-        return Piece(str(given["op"]), str(given["function"]), inputs, outputs, options)
+        return LocalOp(str(given["op"]), str(given["function"]), inputs, outputs, options)
 
     @property
     def is_empty(self) -> bool:

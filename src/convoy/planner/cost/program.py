@@ -1,14 +1,8 @@
 """The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does.
 
 It mirrors `convoy.engine.program`: a value is redistributed before the first call that wants it so, and the backward
-pass runs through the same items the other way round.
-
-Something that ranks exchange, by what each of them has of it.
-
-Pieces that a plan adds to a network's own: what ranks copy and add on the spot, for the sake of what they send.
-
-What ranks exchange for normalizations: inside a call, where they hold parts of what is normalized together, and once
-in an update, for the running statistics of batch norm.
+pass runs through the same items the other way round. It adds what the plan adds to the network: copies for the sake of
+messages, and what ranks exchange for normalizations, inside a call and, for running statistics, once in an update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +13,8 @@ from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.placing import sharing_axes
 from convoy.planner.cost.link import Kind
-from convoy.planner.cost.local import BatchNorm, local_piece, piece
-from convoy.planner.cost.local_op import Operand, Option, Piece, about, dtype_name
+from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
+from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
@@ -40,15 +34,15 @@ class Message:
     bytes: tuple[int, ...]
 
 
-def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> Piece:
+def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> LocalOp:
     """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
     value = graph.values[name]
-    return moved(step, value.shape, dtype_name(value.dtype), name in about(graph).differentiable, mesh, place)
+    return moved(step, value.shape, dtype_name(value.dtype), name in graph_facts(graph).differentiable, mesh, place)
 
 
 def moved(
     step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
-) -> Piece:
+) -> LocalOp:
     """The same of a tensor of any graph; `shape` is the whole tensor's."""
     before, after = (
         Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
@@ -65,17 +59,17 @@ def moved(
     }[step.kind]
     options: dict[str, Option] = {"forward": forward, "backward": backward if differentiable else 0}
     options["ranks"] = mesh.size(step.axes)
-    return Piece("redistribute", step.kind, (before,), (after,), tuple(sorted(options.items())))
+    return LocalOp("redistribute", step.kind, (before,), (after,), tuple(sorted(options.items())))
 
 
-def copied(num_bytes: int, times: int = 1) -> Piece:
+def copied(num_bytes: int, times: int = 1) -> LocalOp:
     """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
     one = Operand((num_bytes // 4,), "float32")
-    return Piece("copy", "", (one,) * times, (one,))
+    return LocalOp("copy", "", (one,) * times, (one,))
 
 
 @dataclass(frozen=True)
-class Inside:
+class InternalMessages:
     """Messages of one rank inside a call.
 
     Attributes:
@@ -88,12 +82,14 @@ class Inside:
     backward: tuple[tuple[Kind, int], ...] = ()
 
 
-def inside(placed: PlacedCall, graph: Graph, mesh: Mesh, own: Piece, batch_norm: BatchNorm = "sync") -> Inside:
-    """The messages inside a call, on a rank whose piece of it is `own`: those of the engine's kernels."""
+def internal_messages(
+    placed: PlacedCall, graph: Graph, mesh: Mesh, own: LocalOp, batch_norm: BatchNorm = "sync"
+) -> InternalMessages:
+    """The messages inside a call, on a rank whose operation of it is `own`: those of the engine's kernels."""
     call = placed.call
     operation = OPERATIONS[call.op]
     if operation.statistics is None:
-        return Inside()
+        return InternalMessages()
     source = call.attributes["input"]
     layout = placed.placed.inputs[source]
     axes = sharing_axes(call, placed.placed, graph)
@@ -102,13 +98,13 @@ def inside(placed: PlacedCall, graph: Graph, mesh: Mesh, own: Piece, batch_norm:
         axes = tuple(axis for axis in axes if samples is None or axis not in samples.axes)
     others = mesh.size(axes) - 1
     if others == 0:
-        return Inside()
+        return InternalMessages()
     shape = own.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
     size = operation.statistics(call, shape) * itemsize
     summed: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
     forward: tuple[tuple[Kind, int], ...] = (("exchange", others * size),)
-    return Inside(axes, forward + summed if operation.sums_in_forward else forward, summed)
+    return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
 def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: int, passes: int) -> list[Message]:
@@ -148,7 +144,7 @@ class Item:
         layer: whose it is; that which asks for it, for a transfer.
         name: of the call, or of the value and the step.
         is_transfer: a transfer, not a call.
-        pieces: what each rank computes, or copies for a transfer.
+        operations: what each rank computes, or copies for a transfer.
         forward, backward: messages, in order.
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.
@@ -158,7 +154,7 @@ class Item:
     layer: str
     name: str
     is_transfer: bool
-    pieces: tuple[Piece, ...]
+    local_ops: tuple[LocalOp, ...]
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
     differentiable: bool
@@ -171,7 +167,7 @@ def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: in
 
     Args:
         placement: the network on its mesh.
-        batch_norm, microbatch: as for `piece`.
+        batch_norm, microbatch: as for `local_op`.
     """
     return _Program(placement, batch_norm, microbatch).items()
 
@@ -183,8 +179,8 @@ class _Program:
         self.batch_norm, self.microbatch = batch_norm, microbatch
         self.places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_devices)]
         self.differentiable = needs_gradient(self.graph)
-        self.canonical: dict[Piece, Piece] = {}
-        self.moved: dict[tuple[Any, ...], tuple[Piece, ...]] = {}
+        self.canonical: dict[LocalOp, LocalOp] = {}
+        self.moved: dict[tuple[Any, ...], tuple[LocalOp, ...]] = {}
 
     def items(self) -> list[Item]:
         sent: dict[str, list[Sent]] = {}
@@ -202,42 +198,44 @@ class _Program:
         call = placed.call
         takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
-        pieces = self._pieces(placed)
+        local_ops = self._pieces(placed)
         return Item(
             call.layer,
             call.name,
             False,
-            pieces,
-            *self._inside(placed, pieces, backward),
+            local_ops,
+            *self._inside(placed, local_ops, backward),
             backward,
             takes if backward else (),
         )
 
-    def _pieces(self, placed: PlacedCall) -> tuple[Piece, ...]:
+    def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:
         """One object for all ranks that compute alike."""
-        known: dict[tuple, Piece] = {}
+        known: dict[tuple, LocalOp] = {}
         found = []
         for rank, place in enumerate(self.places):
             signature = tuple(_signature(placed, place, self.mesh))
             if signature not in known:
                 if placed.call.op == "batch_norm":
                     options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
-                    new = piece(placed, self.placement, rank, **options)  # type: ignore[arg-type]
+                    new = local_op(placed, self.placement, rank, **options)  # type: ignore[arg-type]
                 else:
-                    new = local_piece(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
+                    new = local_op_at(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
                 known[signature] = self.canonical.setdefault(new, new)
             found.append(known[signature])
         return tuple(found)
 
     def _inside(
-        self, placed: PlacedCall, pieces: Sequence[Piece], backward: bool
+        self, placed: PlacedCall, local_ops: Sequence[LocalOp], backward: bool
     ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        first = inside(placed, self.graph, self.mesh, pieces[0], self.batch_norm)
+        first = internal_messages(placed, self.graph, self.mesh, local_ops[0], self.batch_norm)
         if not first.axes:
             return (), ()
-        sorts = {id(one): one for one in pieces}
-        messages = {key: inside(placed, self.graph, self.mesh, one, self.batch_norm) for key, one in sorts.items()}
-        ranks = [messages[id(one)] for one in pieces]
+        sorts = {id(one): one for one in local_ops}
+        messages = {
+            key: internal_messages(placed, self.graph, self.mesh, one, self.batch_norm) for key, one in sorts.items()
+        }
+        ranks = [messages[id(one)] for one in local_ops]
         forward, back = (
             tuple(
                 Message(first.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
@@ -252,25 +250,25 @@ class _Program:
         backward = name in self.differentiable
         axes = tuple(axis for axis in step.axes if self.mesh.sizes[axis] > 1)
         value = self.graph.values[name]
-        alike = (step, value.shape, value.dtype, backward)
-        if alike not in self.moved:
+        key = (step, value.shape, value.dtype, backward)
+        if key not in self.moved:
             ones = (redistribution(step, self.graph, name, self.mesh, place) for place in self.places)
-            self.moved[alike] = tuple(self.canonical.setdefault(one, one) for one in ones)
-        pieces = self.moved[alike]
+            self.moved[key] = tuple(self.canonical.setdefault(one, one) for one in ones)
+        local_ops = self.moved[key]
 
         def message(way: str, sums: str) -> tuple[Message, ...]:
             numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
             if not any(numbers) or not axes:
                 return ()
             if step.kind == sums:
-                return (Message(axes, "all_reduce", tuple(one.inputs[0].bytes for one in pieces)),)
+                return (Message(axes, "all_reduce", tuple(one.inputs[0].bytes for one in local_ops)),)
             return (Message(axes, "exchange", numbers),)
 
         return Item(
             layer,
             f"{step.kind} {name}",
             True,
-            pieces,
+            local_ops,
             message("forward", "reduce"),
             message("backward", "copy") if backward else (),
             backward,
@@ -289,7 +287,7 @@ class _Program:
 
 
 def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[object]:
-    """What of a place decides about a call's piece: sizes of parts, rows themselves, and who adds the bias."""
+    """What of a place decides about a call's operation: sizes of parts, rows themselves, and who adds the bias."""
     for layouts in (placed.placed.inputs, placed.placed.outputs):
         for layout in layouts.values():
             for dim, split in layout.splits:

@@ -1,24 +1,27 @@
-"""From a placement to the tasks of a weight update: passes, the exchange of gradients, the optimizer.
+"""From a placement to a prediction: the tasks of a weight update, their timeline, and the memory of a rank.
 
-Which ranks of a step do the same: one of each sort is simulated for all.
+Of ranks that do the same, one is simulated for all.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Kind as LinkKind
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
+from convoy.planner.cost.memory import RankMemory, most, rank_memory
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
-from convoy.planner.cost.timeline import Kind, Stream, Task, Timeline, simulate
+from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
+from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
 
 
-def alike(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
+def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
     Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
@@ -73,11 +76,38 @@ def predict(placement: Placement, costs: Costs, passes: int = 1, every_rank: boo
     ahead = costs.input
     if not ahead.beside:
         return simulate(step_tasks(placement, costs, passes, every_rank))
-    without = predict(placement, replace(costs, input=Around()), passes, every_rank)
+    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank)
     late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
     if late <= 0:
         return without
-    return predict(placement, replace(costs, input=Around(per_pass=late / passes)), passes, every_rank)
+    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A plan and what is predicted of it.
+
+    Attributes:
+        placement: of the workload's graph.
+        timeline: of one update.
+        memory: of the rank that needs most.
+    """
+
+    plan: Plan
+    placement: Placement
+    timeline: Timeline
+    memory: RankMemory
+
+    @property
+    def seconds(self) -> float:
+        """Of an update."""
+        return self.timeline.total
+
+
+def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1) -> Scored:
+    """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
+    timeline = split_engine_time(predict(placement, costs, passes), costs.update.fixed)
+    return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
 
 
 def samples_of(placement: Placement) -> list[int]:
@@ -96,12 +126,12 @@ class _Builder:
         order += [value.name for value in placement.graph.parameters() if value.name not in known]
         self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
         self.samples = samples_of(placement)
-        self.first = list(range(self.mesh.num_devices)) if every_rank else self._alike()
+        self.first = list(range(self.mesh.num_devices)) if every_rank else self._rank_classes()
         self.ranks = sorted(set(self.first))
         self.found: list[Task] = []
         self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(self.ranks, ())
         self.meetings = count()
-        self._known: dict[Piece, Times] = {}
+        self._known: dict[LocalOp, Times] = {}
 
     def tasks(self, passes: int) -> list[Task]:
         for number in range(passes):
@@ -120,29 +150,29 @@ class _Builder:
             self._update()
         return self.found
 
-    def _alike(self) -> list[int]:
+    def _rank_classes(self) -> list[int]:
         items, messages = self.items, self.exchange.messages
         axes: set[Axes] = {m.axes for item in items for m in (*item.forward, *item.backward)}
         own = [
             (
                 self.samples[rank],
-                tuple(id(item.pieces[rank]) for item in items),
+                tuple(id(item.local_ops[rank]) for item in items),
                 tuple(m.bytes[rank] for item in items for m in (*item.forward, *item.backward)),
                 tuple((m.bytes[rank], m.copied[rank]) for m in messages),
                 self.exchange.updated[rank],
-                self._pace(rank),
+                self._slowdown(rank),
             )
             for rank in range(self.mesh.num_devices)
         ]
-        return alike(self.mesh, own, axes | reduced_axes(messages, self.mesh))
+        return rank_classes(self.mesh, own, axes | reduced_axes(messages, self.mesh))
 
-    def _times(self, piece: Piece) -> Times:
-        if piece not in self._known:
-            self._known[piece] = self.costs.times(piece)
-        return self._known[piece]
+    def _times(self, local_op: LocalOp) -> Times:
+        if local_op not in self._known:
+            self._known[local_op] = self.costs.times(local_op)
+        return self._known[local_op]
 
     def _of_item(self, item: Item, rank: int) -> Times:
-        times = self._times(item.pieces[rank])
+        times = self._times(item.local_ops[rank])
         return times + self.costs.per_transfer if item.is_transfer else times
 
     def _add(
@@ -166,12 +196,12 @@ class _Builder:
 
     def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float) -> None:
         if kind != "update" and name != "input":  # which are those of the slowest rank
-            seconds *= self._pace(rank)
+            seconds *= self._slowdown(rank)
         if seconds > 0:
             self._add(rank, "compute", kind, layer, name, seconds)
 
-    def _pace(self, rank: int) -> float:
-        return self.costs.pace[rank] if self.costs.pace else 1.0
+    def _slowdown(self, rank: int) -> float:
+        return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
 
     def _around(self, name: str, seconds: Callable[[int], float]) -> None:
         for rank in self.ranks:

@@ -1,15 +1,13 @@
-"""Time of a piece where nothing can be measured: its arithmetic or its bytes, whichever takes longer.
+"""Seconds of an operation forward and backward, and where they come from: a table of measurements, or a roofline.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", CACM 2009.
-
-Seconds of a piece of work forward and backward, and where they come from.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from convoy.planner.cost.local_op import Piece
+from convoy.planner.cost.local_op import LocalOp
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,17 @@ class Times:
 
 
 class LayerTimes(Protocol):
-    """Anything that says how long a rank takes for a piece, while nobody takes its cores away."""
+    """Anything that says how long a rank takes for an operation, while nobody takes its cores away."""
 
-    def __call__(self, piece: Piece, /) -> Times:
-        """Seconds of the piece."""
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        """Seconds of the operation."""
 
 
 class Table:
     """Times as they were measured, and another source for what was not.
 
     Args:
-        measured: by `Piece.key`.
+        measured: by `LocalOp.key`.
         otherwise: asked for all else.
     """
 
@@ -50,10 +48,10 @@ class Table:
         self.measured = dict(measured)
         self.otherwise = otherwise
 
-    def __call__(self, piece: Piece, /) -> Times:
+    def __call__(self, local_op: LocalOp, /) -> Times:
         """What was measured, if it was."""
-        found = self.measured.get(piece.key)
-        return self.otherwise(piece) if found is None else found
+        found = self.measured.get(local_op.key)
+        return self.otherwise(local_op) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Roofline:
     bytes_per_s: float
     overhead_s: float = 0.0
 
-    def __call__(self, piece: Piece, /) -> Times:
-        """Seconds of a piece; views take none."""
-        flops, moved = piece.flops, piece.bytes
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        """Seconds of an operation; views take none."""
+        flops, moved = local_op.flops, local_op.bytes
         return Times(self._seconds(flops.forward, moved.forward), self._seconds(flops.backward, moved.backward))
 
     def _seconds(self, flops: int, num_bytes: int) -> float:

@@ -5,12 +5,11 @@ for each stream, and metadata events (`M`) with their names.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from convoy.planner.cost.timeline import Timeline
+from convoy.plans.timeline import Span, Timeline
 
 _THREADS = ("compute", "transfers", "gradients")
 _COLORS = {
@@ -24,93 +23,57 @@ _COLORS = {
 }
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that ran, predicted or measured.
-
-    Attributes:
-        stream: on which it ran, any name.
-        start: seconds from the beginning of the step.
-    """
-
-    rank: int
-    stream: str
-    kind: str
-    layer: str
-    name: str
-    start: float
-    seconds: float
-    num_bytes: int = 0
-
-
-def events(timeline: Timeline) -> list[Event]:
-    """What a predicted step consists of."""
-    return [
-        Event(
-            span.task.rank,
-            span.task.stream,
-            span.task.kind,
-            span.task.layer,
-            span.task.name,
-            span.start,
-            span.end - span.start,
-            span.task.num_bytes,
-        )
-        for span in timeline.spans
-    ]
-
-
-def trace(**sources: Iterable[Event]) -> dict[str, Any]:
+def trace(**sources: Timeline) -> dict[str, Any]:
     """The trace of one or several steps as JSON has it.
 
     Args:
-        sources: events by where they come from, as `predicted=events(timeline), measured=…`; each rank of each is a
-            process, and the processes of a rank stand below each other.
+        sources: timelines by where they come from, as `predicted=…, measured=…`; each rank of each is a process, and
+            the processes of a rank stand below each other.
     """
-    given = {name: list(found) for name, found in sources.items()}
     found: list[dict[str, Any]] = []
-    for number, (source, its) in enumerate(given.items()):
-        found += _of_source(source, number, len(given), its)
+    for number, (source, timeline) in enumerate(sources.items()):
+        found += _of_source(source, number, len(sources), timeline.spans)
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path, **sources: Iterable[Event]) -> None:
+def write_trace(path: Path, **sources: Timeline) -> None:
     """Write such a trace into a file that Perfetto and chrome://tracing open."""
     path.write_text(json.dumps(trace(**sources), allow_nan=False), encoding="utf-8")
 
 
-def _of_source(source: str, number: int, count: int, its: list[Event]) -> Iterator[dict[str, Any]]:
-    streams = sorted({event.stream for event in its}, key=lambda name: (*_place(name), name))
+def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    streams = sorted({span.task.stream for span in spans}, key=lambda name: (*_place(name), name))
     threads = {stream: place for place, stream in enumerate(streams, 1)}
 
     def process_of(rank: int) -> int:
         return 1 + rank * count + number  # viewers treat process 0 as the kernel's
 
-    for rank in sorted({event.rank for event in its}):
+    for rank in sorted({span.task.rank for span in spans}):
         process = process_of(rank)
         yield _named("process_name", process, 0, name=f"{source} rank {rank}")
         yield _named("process_sort_index", process, 0, sort_index=process)
-        for stream in sorted({event.stream for event in its if event.rank == rank}, key=threads.__getitem__):
+        for stream in sorted({span.task.stream for span in spans if span.task.rank == rank}, key=threads.__getitem__):
             yield _named("thread_name", process, threads[stream], name=stream)
             yield _named("thread_sort_index", process, threads[stream], sort_index=threads[stream])
-    for event in its:
+    for span in spans:
+        task = span.task
         # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
-        start, end = round(event.start * 1e9), round((event.start + event.seconds) * 1e9)
-        arguments: dict[str, Any] = {"layer": event.layer, "kind": event.kind}
-        if event.num_bytes:
-            arguments["bytes"] = event.num_bytes
+        start, end = round(span.start * 1e9), round(span.end * 1e9)
+        arguments: dict[str, Any] = {"layer": task.layer, "kind": task.kind}
+        if task.num_bytes:
+            arguments["bytes"] = task.num_bytes
         found = {
             "ph": "X",
-            "name": event.name or event.layer or event.kind,
-            "cat": event.kind,
-            "pid": process_of(event.rank),
-            "tid": threads[event.stream],
+            "name": task.name or task.layer or task.kind,
+            "cat": task.kind,
+            "pid": process_of(task.rank),
+            "tid": threads[task.stream],
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
             "args": arguments,
         }
-        if event.kind in _COLORS:
-            found["cname"] = _COLORS[event.kind]
+        if task.kind in _COLORS:
+            found["cname"] = _COLORS[task.kind]
         yield found
 
 

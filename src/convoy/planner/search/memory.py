@@ -12,8 +12,8 @@ from convoy.errors import TooLargeError
 from convoy.ops.memory import kept_by
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
-from convoy.plans.explain import size
 from convoy.plans.place import Placement
+from convoy.units import size
 
 _ROUNDS = 24
 _ONLY_BYTES = 1e-12

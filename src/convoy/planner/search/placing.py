@@ -1,12 +1,9 @@
 """Calls placed for every state of the variables that they depend on; calls that are alike, once.
 
-Where a tensor lies for every state of the variables that decide about it, as an array of numbers of layouts.
-
-Which combinations of layouts a join cannot tell apart, so that its rule is asked once for each kind.
-
-A concatenation of four branches meets 17⁴ combinations of layouts on a mesh of two axes. What it does depends on much
-less: the result's splits, which are agreed on operand after operand, and the parts of operands that are divided
-along the joined dimension in another way than evenly. `tests/search/test_joins.py` holds this against the rule.
+Where a tensor lies is an array of numbers of layouts, one dimension for each variable that decides about it. A
+concatenation of four branches meets 17⁴ combinations of layouts on a mesh of two axes, but what it does depends on much
+less: the result's splits, which are agreed on operand after operand, and the parts of operands that are divided along
+the joined dimension in another way than evenly. `tests/planner/search/test_joins.py` holds this against the rule.
 """
 
 from collections.abc import Callable, Iterable, Sequence

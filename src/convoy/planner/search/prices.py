@@ -1,10 +1,6 @@
-"""Places and prices calls, each kind of call once: layouts have numbers here, and equal questions one answer.
+"""What there is to choose among, and what it costs: every kind of call is placed and priced once.
 
-What there is to choose among: meshes for a number of devices, and strategies on a mesh.
-
-Which calls are alike but for their names, so that blocks that repeat are placed and priced once.
-
-What the search needs to know of costs: seconds that add up over calls, transfers and parameters.
+Layouts have numbers here, and equal questions one answer; blocks that repeat are alike but for their names.
 """
 
 import itertools

@@ -3,8 +3,6 @@
 The variables are the strategies of the layers. Where a tensor lies is a function of them, so most calls add a table
 over a few variables and no variable of their own. Where several tensors meet and what they depend on is not needed
 any more, the layout of the result becomes a variable of its own: a residual network is then a chain of small tables.
-
-What it takes to bring tensors to those who use them, and to keep them for the backward pass, for every state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

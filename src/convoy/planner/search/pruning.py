@@ -1,28 +1,26 @@
-"""Strategies that are left out before a wide network is searched, as whole plans with them take too long by proof.
+"""Strategies that are left out before a wide network is searched, as every plan with them takes too long: by proof.
 
-First by what the layers cost at least (`convoy.planner.search.pruning`), then by tables of whole plans that are nowhere
-above the true ones: the least sum with a strategy is a bound for every plan that has it.
-
-Strategies that cannot be in a best plan, by proof: even if nothing had to be sent, it would cost too much.
-
-A plan costs at least the sum of what its layers cost by themselves, each with the strategy that is cheapest for it; and
-at least what it would cost if every tensor lay at once where it is wanted. Where such a sum with a certain strategy of
-a layer, or of a group of layers that have one strategy together, is more than some plan costs in all, no best plan has
-this strategy there.
+First by what the layers cost at least: a plan costs at least the sum of what its layers cost by themselves, each with
+the strategy that is cheapest for it. Then by tables of whole plans that are nowhere above the true ones: what a plan
+would cost if every tensor lay at once where it is wanted. Where such a sum with a certain strategy of a layer is more
+than some plan costs in all, no best plan has this strategy there.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Call
-from convoy.planner.search.elimination import Elimination, Groups, Table, TooWideError, common
-from convoy.planner.search.fewest import Floor
+from convoy.graph.graph import Call, Graph
+from convoy.planner.search.elimination import Elimination, Table, TooWideError
+from convoy.planner.search.fewest import restricted
+from convoy.planner.search.layers import Groups, in_common
 from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, used_axes
 from convoy.planner.search.problem import Sent, assigned, build
+from convoy.plans.mesh import Axes
 from convoy.plans.place import COMPUTE, Batch
 
 
@@ -137,7 +135,63 @@ class UninterestingError(Exception):
 
 
 @dataclass(frozen=True)
-class Left:
+class Floor:
+    """What plans take at least that divide the samples over fewer axes, from the tables of those that use more of them.
+
+    The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have.
+
+    Attributes:
+        graph: the network.
+        batch: how its samples are divided where the tables hold.
+        choices: what the layers may have there; what is left out takes more than `most` seconds.
+        tables: seconds, inputs and outputs aside.
+        sizes: number of states of every variable.
+        most: seconds, beyond which nothing is known.
+        limit: the most entries of a table.
+    """
+
+    graph: Graph
+    batch: Batch
+    choices: Sequence[Choice]
+    tables: Sequence[Table]
+    sizes: Mapping[int, int]
+    most: float
+    limit: int
+
+    def of(self, batch: Batch) -> float:
+        """Seconds for another batch over some of the axes; 0 where nothing is known."""
+        if not self._holds(batch):
+            return 0.0
+        left_out = set(self.batch.axes) - set(batch.axes)
+        kept = {v: list(range(size)) for v, size in self.sizes.items()}
+        for v, choice in enumerate(self.choices):
+            kept[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
+            if not kept[v]:  # all that the layer may have there was left out
+                return self.most
+        sizes = {v: len(states) for v, states in kept.items()}
+        return min(self.most, Elimination(restricted(self.tables, kept), sizes, self.limit).least)
+
+    def _holds(self, batch: Batch) -> bool:
+        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them.
+
+        Which samples a rank has is a matter of their order, and no cost knows of it.
+        """
+        inputs = set(self.graph.inputs)
+        if any(call.op != "conv" for call in self.graph.calls if inputs.intersection(call.inputs)):
+            return False
+        axes = [sub for count in range(1, len(batch.axes) + 1) for sub in itertools.combinations(batch.axes, count)]
+        return set(batch.axes) <= set(self.batch.axes) and all(
+            _part_sizes(self.batch, a) == _part_sizes(batch, a) for a in axes
+        )
+
+
+def _part_sizes(batch: Batch, axes: Axes) -> list[int]:
+    split = batch.split(axes)
+    return [len(part) for part in split.parts] if split else []
+
+
+@dataclass(frozen=True)
+class Remaining:
     """What is left to choose from.
 
     Attributes:
@@ -175,7 +229,7 @@ class Pruning:
     limit: int
     price: Callable[[Mapping[str, Strategy]], float]
 
-    def left(self) -> Left:
+    def remaining(self) -> Remaining:
         """What may be in a best plan.
 
         Raises:
@@ -187,7 +241,7 @@ class Pruning:
         least = least_of_layers(self.shared.prices, self.batch, self.allowed)
         most = enough * INTERESTING
         found = possible(least, self.allowed, self.groups, most)
-        choices = [Choice(group, common(group, found)) for group in self.groups]
+        choices = [Choice(group, in_common(group, found)) for group in self.groups]
         # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
         tied = any(len(group) > 1 for group in self.groups)
         rounds: Sequence[Sent] = (
@@ -201,8 +255,8 @@ class Pruning:
                 if elimination.least > self.enough:
                     raise UninterestingError(elimination.least)
         except TooWideError:
-            return Left(found)
-        floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most)
+            return Remaining(found)
+        floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most, self.limit)
         layers = assigned(choices, elimination.assignment())
         if self._uses_all_axes(layers):
             enough = min(enough, self.price(layers))
@@ -210,7 +264,7 @@ class Pruning:
         for v, choice in enumerate(choices):
             near = kept(choice.strategies, list(bounds[v]), enough * (1 + self.tolerance))
             found |= dict.fromkeys(choice.layers, near)
-        return Left(found, floor)
+        return Remaining(found, floor)
 
     def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:
         ops = {call.layer: call.op for call in self.shared.prices.graph.calls if call.op in COMPUTE}

@@ -1,12 +1,40 @@
-"""The search: the fastest plans of a network for a number of devices, by costs that add up.
+"""The fastest plans of a network for a number of devices, exact where the network allows it.
 
-Python's collector of cycles, out of the way of what makes very many small objects and no cycles.
+Minimized is the sum, over one update, of
+
+    seconds of every call under its strategy                     Costs.compute
+  + seconds to bring every tensor to each layout that is wanted  Costs.transfer, once for all readers of one layout
+  + seconds to add up the gradient of every parameter            Costs.gradient
+  + seconds of the optimizer for a rank's part of it             Costs.update
+
+over a mesh (every ordered factorization of the devices into one or two axes), the set of its axes that divide the
+samples, and for every layer one strategy on each axis. The rules of the operations (`RULES`) say which strategies a
+layer can have, and in which layouts it takes and gives its tensors. Constraints: fixes of the user; with a memory
+limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, the one with
+the fewest redistributions is taken.
+
+Which function does which:
+
+    Layers.allowed (layers.py)        strategies that the rules do not refuse and that differ from each other
+    Prices, Shared (prices, placing)  ask rules and costs once for all calls that are alike
+    build (problem.py)                the sum as tables over variables: one for each layer, one for a layout where that
+                                      says less than the layers that decide about it
+    Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
+    Pruning (pruning.py)              on wide networks, strategies that no best plan has, by lower bounds
+    tied (layers.py)                  where tables are still too large, layers of one role share a strategy; noted
+    Solver (solve.py)                 all of these for one mesh and one set of sample axes
+    fewest (fewest.py)                the fewest redistributions within a budget of seconds
+    MeshSearch (meshes.py)            one mesh after the other; what was found bounds what is looked for next
+    fitting (memory.py)               a price for bytes, raised until the plan fits: Lagrange multipliers
+    search (here)                     all meshes, and the order of the candidates
+
+Brute force over all plans of small networks holds the result: `tests/planner/search/test_exact.py`.
 """
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from convoy.errors import ConvoyError
@@ -15,30 +43,15 @@ from convoy.graph.tree import leaves
 from convoy.ops import place
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import Fitting, fitting, nothing_fits
+from convoy.planner.search.meshes import Candidate, MeshSearch, MeshSolution, Parts, SearchResult
 from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
 from convoy.planner.search.pruning import INTERESTING
 from convoy.planner.search.solve import Solver
-from convoy.planner.search.ways import Candidate, Found, Parts, SearchResult, Ways
 from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-
-
-@contextmanager
-def paused_collection() -> Iterator[None]:
-    """While entered, cycles are not looked for: the looking goes through all living objects again and again, which is a
-    third of the time of a search over many strategies."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
 
 TOLERANCE = 0.01
 """Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
@@ -82,39 +95,42 @@ def search(
     Raises:
         ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
     """
-    with paused_collection():
-        searching = _Search(graph, num_devices, costs, parts, outputs, tuple(fixes), memory_limit, on, among, tolerance)
+    assert 0 <= tolerance <= INTERESTING - 1
+    num_samples = graph.shape(graph.inputs[0])[0]
+    searching = _Search(
+        graph=graph,
+        costs=costs,
+        parts=parts or (lambda count: balanced(num_samples, count)),
+        outputs=list(outputs) if outputs is not None else [ref.name for ref in leaves(graph.output, Ref)],
+        layers=Layers(graph, tuple(fixes), among),
+        memory_limit=memory_limit,
+        meshes=list(on) if on is not None else meshes(num_devices),
+        tolerance=tolerance,
+    )
+    # very many small objects and no cycles: the search for these is a third of the time
+    collects = gc.isenabled()
+    gc.disable()
+    try:
         return searching.run(top)
+    finally:
+        if collects:
+            gc.enable()
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        graph: Graph,
-        num_devices: int,
-        costs: Costs,
-        parts: Parts | None,
-        outputs: Iterable[str] | None,
-        fixes: Sequence[str | Fix],
-        memory_limit: float | None,
-        on: Sequence[Mesh] | None,
-        among: Sequence[str],
-        tolerance: float,
-    ) -> None:
-        assert 0 <= tolerance <= INTERESTING - 1
-        self.tolerance = tolerance
-        self.graph = graph
-        self.costs = costs
-        num_samples = graph.shape(graph.inputs[0])[0]
-        self.parts = parts or (lambda count: balanced(num_samples, count))
-        self.outputs = list(outputs) if outputs is not None else [ref.name for ref in leaves(graph.output, Ref)]
-        self.layers = Layers(graph, fixes, among)
-        self.memory_limit = memory_limit
-        self.meshes = list(on) if on is not None else meshes(num_devices)
-        self.notes: list[str] = []
-        self.least = float("inf")
-        self.is_counted = True
-        self.ways: Ways | None = None
+    graph: Graph
+    costs: Costs
+    parts: Parts
+    outputs: list[str]
+    layers: Layers
+    memory_limit: float | None
+    meshes: list[Mesh]
+    tolerance: float
+    notes: list[str] = field(default_factory=list)
+    least: float = float("inf")
+    is_counted: bool = True
+    searched: MeshSearch | None = None
 
     def run(self, top: int) -> SearchResult:
         chosen = self._all()
@@ -131,11 +147,11 @@ class _Search:
             if len(candidates) < top and not same:
                 plan = self.layers.plan(one.mesh, one.solution.layers)
                 candidates.append(Candidate(plan, one.solution.seconds, one.solution.redistributions, self._memory))
-        assert self.ways is not None
-        plain = self._plain(self.ways.plain)
+        assert self.searched is not None
+        plain = self._plain(self.searched.plain)
         if plain is not None and all(plain.plan != other.plan for other in candidates):
             candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda candidate: candidate.seconds)]
-        solvers = self.ways.solvers
+        solvers = self.searched.solvers
         ties = max(([g for g in solver.groups if len(g) > 1] for solver in solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
@@ -150,7 +166,7 @@ class _Search:
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
         )
 
-    def _all(self, with_memory: bool = False) -> list[Found]:
+    def _all(self, with_memory: bool = False) -> list[MeshSolution]:
         """The best plans of all meshes and ways to divide the samples, the fastest first.
 
         Args:
@@ -160,11 +176,13 @@ class _Search:
             ConvoyError: there is none.
         """
         self.is_counted = True
-        ways = Ways(self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance)
-        self.ways = ways
-        found = [one for mesh in self.meshes for one in ways.on(mesh)]
+        searched = MeshSearch(
+            self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance
+        )
+        self.searched = searched
+        found = [one for mesh in self.meshes for one in searched.on(mesh)]
         if not found:
-            raise ways.refused or ConvoyError("no plan divides this network over these devices")
+            raise searched.refused or ConvoyError("no plan divides this network over these devices")
         self.least = min(one.solution.seconds for one in found)
         found = [self._simplest(one) for one in found]
         near = [one for one in found if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
@@ -172,7 +190,7 @@ class _Search:
         others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
         return [best, *others]
 
-    def _simplest(self, one: Found) -> Found:
+    def _simplest(self, one: MeshSolution) -> MeshSolution:
         """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
         budget = self.least * (1 + self.tolerance)
         if not self.tolerance or one.solution.seconds > budget * INTERESTING:
@@ -185,29 +203,29 @@ class _Search:
             if simple is None:
                 self.is_counted = self.is_counted and not is_near
             elif used_axes(simple.layers, self.layers.ops) == one.solver.batch.axes:
-                return Found(one.solver, one.mesh, simple, one.free)
+                return MeshSolution(one.solver, one.mesh, simple, one.free)
         return one
 
-    def _needs(self, one: Found) -> float:
+    def _needs(self, one: MeshSolution) -> float:
         return self._memory_of(one.mesh, one.solution.layers)
 
-    def _is_flat(self, one: Found) -> bool:
+    def _is_flat(self, one: MeshSolution) -> bool:
         """Whether a plan on two axes has the same strategies on both: with one axis instead it is simpler, and there it
         was searched too."""
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
         return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
 
-    def _fit(self, found: Sequence[Found]) -> list[Found]:
+    def _fit(self, found: Sequence[MeshSolution]) -> list[MeshSolution]:
         """Those that fit into memory, each made smaller where it must be.
 
         Raises:
             ConvoyError: none does.
         """
         assert self.memory_limit is not None
-        tried: list[tuple[Found, Fitting]] = []
+        tried: list[tuple[MeshSolution, Fitting]] = []
         for one in found:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
-            tried.append((Found(one.solver, one.mesh, fit.solution, one.free), fit))
+            tried.append((MeshSolution(one.solver, one.mesh, fit.solution, one.free), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
         if not fits:
             least, fit = min(tried, key=lambda pair: pair[1].memory)
@@ -242,8 +260,7 @@ class _Search:
         return place(self.graph, plan, batch, self.outputs)
 
 
-def _rank(one: Found) -> tuple[float, int]:
-    """Of plans that cost the same, the one with fewer axes."""
+def _rank(one: MeshSolution) -> tuple[float, int]:
     return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
 
 

@@ -6,22 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.planner.search.elimination import (
-    Elimination,
-    Groups,
-    Numbers,
-    Table,
-    TooWideError,
-    alone,
-    common,
-    tied,
-    tied_where_wide,
-)
-from convoy.planner.search.fewest import Floor, fewest, restricted
+from convoy.planner.search.elimination import Elimination, Numbers, Table, TooWideError
+from convoy.planner.search.fewest import fewest, restricted
+from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import Strategy
 from convoy.planner.search.problem import Problem, assigned, build
-from convoy.planner.search.pruning import Pruning, UninterestingError
+from convoy.planner.search.pruning import Floor, Pruning, UninterestingError
 from convoy.plans.place import Batch
 
 LIMIT = 20_000_000
@@ -63,7 +54,7 @@ class Solver:
         tolerance: by this share plans may take longer than the fastest and are to be found all the same.
 
     Attributes:
-        gave_up: whether `convoy.planner.search.ways` stopped before it knew.
+        gave_up: whether `convoy.planner.search.meshes` stopped before it knew.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class Solver:
             only: what some layers may have at most.
         """
         while True:
-            choices = [Choice(group, common(group, {**self._possible(), **(only or {})})) for group in self.groups]
+            choices = [Choice(group, in_common(group, {**self._possible(), **(only or {})})) for group in self.groups]
             try:
                 return build(self.shared, self.batch, choices, self.outputs, self.with_memory)
             except TooWideError as error:
@@ -210,8 +201,8 @@ class Solver:
                 LIMIT,
                 lambda layers: self.price(layers)[0],
             )
-            left = pruning.left()
-            self._kept[self.groups], self._floor = left.strategies, left.floor or self._floor
+            remaining = pruning.remaining()
+            self._kept[self.groups], self._floor = remaining.strategies, remaining.floor or self._floor
         return self._kept[self.groups]
 
     def _narrow(self, choices: Sequence[Choice], error: TooWideError) -> None:

@@ -1,9 +1,4 @@
-"""The best plans of a mesh: one for each way to divide the samples over its axes.
-
-The best plan that uses all the axes over which its samples may be divided, by branch and bound.
-
-What a search answers: plans with their costs, and for each layer of the best one the next best strategy.
-"""
+"""The best plans of one mesh after the other, one for each way to divide the samples, and what a search answers."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +7,7 @@ from functools import cached_property
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
-from convoy.planner.search.elimination import Groups
-from convoy.planner.search.layers import Layers
+from convoy.planner.search.layers import Groups, Layers
 from convoy.planner.search.placing import Shared
 from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of, used_axes
 from convoy.planner.search.pruning import INTERESTING, UninterestingError
@@ -146,7 +140,7 @@ Parts = Callable[[int], tuple[range, ...]]
 
 
 @dataclass(frozen=True)
-class Found:
+class MeshSolution:
     """The best plan of a mesh and its sample axes.
 
     Attributes:
@@ -159,7 +153,7 @@ class Found:
     free: Solution
 
 
-class Ways:
+class MeshSearch:
     """Solves one mesh after the other; what was found bounds what is looked for next.
 
     Args:
@@ -196,10 +190,10 @@ class Ways:
         self.plain: Solver | None = None
         self.refused: ConvoyError | None = None
 
-    def on(self, mesh: Mesh) -> list[Found]:
+    def on(self, mesh: Mesh) -> list[MeshSolution]:
         """The best plans on a mesh, one for each set of sample axes for which there is one."""
         shared = Shared(Prices(self._graph, mesh, self._costs))
-        solved: dict[Axes, Found] = {}
+        solved: dict[Axes, MeshSolution] = {}
         groups: Groups | None = None
         for axes in sample_axes_of(mesh):
             solver = self._solver(mesh, axes, shared, groups)
@@ -211,7 +205,7 @@ class Ways:
                 continue
             try:
                 solution = solver.solve()
-                solved[axes] = Found(solver, mesh, solution, solution)
+                solved[axes] = MeshSolution(solver, mesh, solution, solution)
                 self._known = min(self._known, solved[axes].solution.seconds)
             except UninterestingError:
                 pass
@@ -220,7 +214,7 @@ class Ways:
             groups = solver.groups  # what was too wide before will be so again
         return [one for one in (self._whole(axes, solved) for axes in solved) if one is not None]
 
-    def _whole(self, axes: Axes, solved: dict[Axes, Found]) -> Found | None:
+    def _whole(self, axes: Axes, solved: dict[Axes, MeshSolution]) -> MeshSolution | None:
         """What was solved for some axes, with all of them in use; None where fewer axes do better."""
         one, ops = solved[axes], self._layers.ops
         if used_axes(one.solution.layers, ops) == axes:
@@ -228,7 +222,7 @@ class Ways:
         # a plan that leaves an axis unused is one of fewer sample axes, and at least as cheap there
         enough = min((other.solution.seconds for a, other in solved.items() if set(a) < set(axes)), default=0.0)
         better = using_all_axes(one.solver, one.solution, ops, enough * (1 + self._tolerance))
-        return Found(one.solver, one.mesh, better, one.free) if better is not None else None
+        return MeshSolution(one.solver, one.mesh, better, one.free) if better is not None else None
 
     def _solver(self, mesh: Mesh, axes: Axes, shared: Shared, groups: Groups | None) -> Solver | None:
         count = mesh.size(axes)

@@ -72,7 +72,7 @@ def test_a_network_that_is_no_graph_is_refused_with_a_way_out() -> None:
         (Mesh(("node", "gpu"), (2, 2)), ["sample · filter", "sample · channel", "sample · height", "filter · filter"]),
     ],
 )
-def test_rehearsed_placements_cover_the_strategies(mesh: Mesh, names: list[str]) -> None:
+def test_profiled_placements_cover_the_strategies(mesh: Mesh, names: list[str]) -> None:
     found = dict(placements(workload_of(net(), IMAGES, 8), mesh))
     assert set(found) <= set(names)
     assert next(iter(found)) == names[0]

@@ -12,21 +12,20 @@ from convoy.planner.comparison import (
     groups_beside,
     headline,
     parts_beside,
-    predicted,
 )
-from convoy.planner.observed import PARTS, LayerSeconds, Observed, middle
-from planning.test_verdict import costs, explain, with_delay
+from convoy.plans.timeline import PARTS, LayerSeconds, Summary
+from planner.test_verdict import costs, explain, with_delay
 
 
-def seen(factor: float = 1.0) -> Observed:
+def seen(factor: float = 1.0) -> Summary:
     layers = {"features.0": LayerSeconds(3e-3 * factor), "classifier.4": LayerSeconds(1e-3 * factor, 2e-3 * factor)}
-    return Observed(dict.fromkeys(PARTS, 1e-3 * factor), layers, 4e-3 * factor)
+    return Summary(dict.fromkeys(PARTS, 1e-3 * factor), layers, 4e-3 * factor)
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
 def test_a_prediction_has_the_parts_of_its_update(plan: str) -> None:
     scored = explain(plan, costs(with_delay, gbytes=0.1)).scored
-    found = predicted(scored)
+    found = scored.timeline.summary()
     assert sum(found.parts.values()) == pytest.approx(scored.seconds)
     waits = sum(layer.waits for layer in found.layers.values()) + found.gradients
     assert waits == pytest.approx(found.parts["waiting"])
@@ -36,7 +35,7 @@ def test_a_prediction_has_the_parts_of_its_update(plan: str) -> None:
 
 def test_groups_lose_nothing_of_their_layers() -> None:
     scored = explain("filter=2", costs(with_delay, gbytes=0.1)).scored
-    found, after = predicted(scored), seen()
+    found, after = scored.timeline.summary(), seen()
     groups = groups_beside(scored.placement, found, after)
     assert [group.name for group in groups][-1] == GRADIENTS
     total = sum(group.computes.predicted_s or 0.0 for group in groups)
@@ -48,7 +47,7 @@ def test_groups_lose_nothing_of_their_layers() -> None:
 
 
 def test_the_middle_is_that_of_every_number() -> None:
-    found = middle([seen(1), seen(50), seen(2)])
+    found = Summary.median([seen(1), seen(50), seen(2)])
     assert found.parts["forward"] == pytest.approx(2e-3)
     assert found.layers["classifier.4"].waits == pytest.approx(4e-3)
     assert found.gradients == pytest.approx(8e-3)
@@ -56,7 +55,7 @@ def test_the_middle_is_that_of_every_number() -> None:
 
 def comparison() -> Comparison:
     scored = explain("filter=2", costs(with_delay, gbytes=0.1)).scored
-    before, after = predicted(scored), seen()
+    before, after = scored.timeline.summary(), seen()
     return Comparison(
         model="lenet",
         plan="filter=2",

@@ -2,8 +2,9 @@
 
 import json
 
-from convoy.planner.cost.timeline import Task, simulate
-from convoy.planner.cost.trace import Event, events, trace, write_trace
+from convoy.planner.cost.simulation import simulate
+from convoy.planner.cost.trace import trace, write_trace
+from convoy.plans.timeline import Span, Task, Timeline
 
 TASKS = [
     Task(0, "compute", "forward", "conv1", "conv1", 0.002),
@@ -11,14 +12,16 @@ TASKS = [
     Task(1, "compute", "forward", "conv1", "conv1", 0.001),
     Task(1, "gradients", "gradient", "conv1", "conv1.weight", 0.001, (2,), 0, num_bytes=400),
 ]
-MEASURED = [
-    Event(0, "compute", "forward", "conv1", "conv1", 0.0, 0.0025),
-    Event(0, "host", "idle", "", "", 0.0025, 0.0),
-]
+MEASURED = Timeline(
+    (
+        Span(Task(0, "compute", "forward", "conv1", "conv1", 0.0025), 0.0, 0.0, 0.0025),
+        Span(Task(0, "transfers", "transfer", "", "", 0.0), 0.0025, 0.0025, 0.0025),
+    )
+)
 
 
 def made():
-    return trace(predicted=events(simulate(TASKS)), measured=MEASURED)
+    return trace(predicted=simulate(TASKS), measured=MEASURED)
 
 
 def test_every_event_has_what_the_format_asks_for():
@@ -67,5 +70,5 @@ def test_events_of_a_thread_do_not_overlap():
 
 
 def test_a_trace_is_written_as_a_file(tmp_path):
-    write_trace(tmp_path / "step.json", predicted=events(simulate(TASKS)))
+    write_trace(tmp_path / "step.json", predicted=simulate(TASKS))
     assert len(json.loads((tmp_path / "step.json").read_text())["traceEvents"]) == 4 + 2 * 6

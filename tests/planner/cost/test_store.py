@@ -1,8 +1,8 @@
 """The profile store: what is put is found again, by others too, whatever has happened to its lines."""
 
-import json
 import multiprocessing
-import os
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -11,15 +11,15 @@ import torch
 
 from convoy.planner.cost import store as store_module
 from convoy.planner.cost.device import Device, cores_allowed, this_device
-from convoy.planner.cost.local_op import Operand, Piece
-from convoy.planner.cost.store import ProfileStore, StoreFile, default_folder
+from convoy.planner.cost.local_op import LocalOp, Operand
+from convoy.planner.cost.store import ProfileStore, default_folder
 from convoy.planner.cost.times import Table, Times
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
 
 def linear(size):
-    return Piece("linear", "", (Operand((size, 8), "float32"),), (Operand((size, 4), "float32"),))
+    return LocalOp("linear", "", (Operand((size, 8), "float32"),), (Operand((size, 4), "float32"),))
 
 
 def put_many(path, first):
@@ -41,7 +41,7 @@ def test_the_last_measurement_counts(tmp_path):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(2, 2)})
     store.put(DEVICE, {linear(3): Times(5, 5)})
-    assert [(row.piece, row.times.forward) for row in store.rows(DEVICE)] == [(linear(4), 2), (linear(3), 5)]
+    assert [(row.local_op, row.times.forward) for row in store.rows(DEVICE)] == [(linear(4), 2), (linear(3), 5)]
 
 
 def test_a_store_sees_what_another_process_adds(tmp_path):
@@ -61,47 +61,53 @@ def test_two_processes_may_add_at_once(tmp_path):
         assert process.exitcode == 0
     found = ProfileStore(tmp_path).times(DEVICE)
     numbers = [*range(60), *range(100, 160)]
-    assert {piece: times for piece, times in found.items() if piece != linear(1000)} == {
+    assert {local_op: times for local_op, times in found.items() if local_op != linear(1000)} == {
         linear(number): Times(number, 2 * number) for number in numbers
     }
-    lines = next(tmp_path.glob("*.jsonl")).read_text().splitlines()
-    assert all(json.loads(line) for line in lines)
-    assert sum("device" in json.loads(line) for line in lines) == 1
 
 
-DAMAGE = [
-    b"not json at all\n",
-    b'{"piece": {"op": "linear"}, "forward": 1, "backward": 1, "measured": 1}\n',
-    b'{"piece": 3, "forward": 1, "backward": 1, "measured": 1}\n',
-    b"[1, 2]\n",
-    b"\xff\xfe\x00\n",
-    b"\n",
-    b'{"piece": {"op": "lin',  # a process was killed here
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_lines_are_skipped(tmp_path, damage):
+@pytest.mark.parametrize("damage", [b"no database at all" * 100, b""])
+def test_a_damaged_file_is_put_in_its_place_anew(tmp_path, damage):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(1): Times(1, 1)})
-    file = next(tmp_path.glob("*.jsonl"))
-    with file.open("ab") as out:
-        out.write(damage)
-    ProfileStore(tmp_path).put(DEVICE, {linear(2): Times(2, 2)})
-    assert ProfileStore(tmp_path).times(DEVICE) == {linear(1): Times(1, 1), linear(2): Times(2, 2)}
-
-
-@pytest.mark.parametrize("value", ["-1", "NaN", "Infinity", '"fast"', "null"])
-def test_numbers_that_are_no_times_are_skipped(tmp_path, value):
-    store = ProfileStore(tmp_path)
-    store.put(DEVICE, {linear(1): Times(1, 1), linear(2): Times(2, 2)})
-    file = next(tmp_path.glob("*.jsonl"))
-    file.write_text(file.read_text().replace('"forward":1,', f'"forward":{value},'))
+    (tmp_path / store_module.FILE).write_bytes(damage)
+    assert (ProfileStore(tmp_path).times(DEVICE), ProfileStore(tmp_path).devices()) == ({}, [])
+    assert ProfileStore(tmp_path).noted(DEVICE, "links") is None
+    store.put(DEVICE, {linear(2): Times(2, 2)})
     assert ProfileStore(tmp_path).times(DEVICE) == {linear(2): Times(2, 2)}
 
 
+def changed(path, command):
+    with closing(sqlite3.connect(path / store_module.FILE)) as database, database:
+        assert database.execute(command).rowcount == 1
+
+
+@pytest.mark.parametrize("change", ["local_op = '{}'", "local_op = '3'", "local_op = 'x'", "forward = 'fast'"])
+def test_damaged_rows_are_skipped(tmp_path, change):
+    store = ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(1): Times(1, 1), linear(2): Times(2, 2)})
+    changed(tmp_path, f"UPDATE times SET {change} WHERE forward = 1")
+    assert ProfileStore(tmp_path).times(DEVICE) == {linear(2): Times(2, 2)}
+
+
+def test_stores_of_older_versions_are_left_alone(tmp_path):
+    (tmp_path / "some-cpu.jsonl").write_text('{"device": {}}')
+    store = ProfileStore(tmp_path)
+    assert store.devices() == []
+    store.put(DEVICE, {linear(1): Times(1, 1)})
+    assert len(store.rows(DEVICE)) == 1
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    (tmp_path / store_module.FILE).mkdir()
+    store = ProfileStore(tmp_path)
+    assert store.times(DEVICE) == {}
+    with pytest.raises(OSError, match="open"):
+        store.put(DEVICE, {linear(1): Times(1, 1)})
+
+
 def test_times_that_are_no_numbers_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="JSON compliant"):
+    with pytest.raises(ValueError, match="no times"):
         ProfileStore(tmp_path).put(DEVICE, {linear(1): Times(float("nan"), 1)})
 
 
@@ -209,18 +215,18 @@ def test_control_groups_leave_a_share_of_a_core(tmp_path, line, files):
 
 
 def test_a_table_asks_elsewhere_for_what_was_not_measured():
-    table = Table({linear(1).key: Times(1, 2)}, lambda piece: Times(7, 7))
+    table = Table({linear(1).key: Times(1, 2)}, lambda local_op: Times(7, 7))
     assert table(linear(1)) == Times(1, 2)
     assert table(linear(2)) == Times(7, 7)
 
 
-def test_what_a_run_has_measured_counts_before_what_was_rehearsed(tmp_path):
+def test_what_a_run_has_measured_counts_before_what_was_profiled(tmp_path):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(2, 2)})
     store.put(DEVICE, {linear(3): Times(5, 6)}, "run")
     store.put(DEVICE, {linear(3): Times(1, 1), linear(4): Times(3, 3)})
     assert store.times(DEVICE) == {linear(3): Times(5, 6), linear(4): Times(3, 3)}
-    assert {row.piece: row.source for row in store.rows(DEVICE)} == {linear(3): "run", linear(4): "rehearsal"}
+    assert {row.local_op: row.source for row in store.rows(DEVICE)} == {linear(3): "run", linear(4): "profiling"}
 
 
 def test_of_several_runs_the_median_counts_and_old_ones_are_forgotten(tmp_path):
@@ -247,7 +253,7 @@ DAY = 86_400.0
 
 
 @pytest.mark.parametrize(
-    ("days", "source", "seconds"), [(40, "run", 2.0), (40, "rehearsal", 2.0), (10, "rehearsal", 1.0)]
+    ("days", "source", "seconds"), [(40, "run", 2.0), (40, "profiling", 2.0), (10, "profiling", 1.0)]
 )
 def test_what_runs_have_taught_long_ago_counts_no_longer(tmp_path, days, source, seconds):
     store = ProfileStore(tmp_path)
@@ -259,22 +265,6 @@ def test_what_runs_have_taught_long_ago_counts_no_longer(tmp_path, days, source,
     assert ProfileStore(tmp_path).get(DEVICE, linear(3)).forward == seconds
 
 
-def test_only_what_was_added_is_read(tmp_path):
-    store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
-    store.put(DEVICE, {linear(number): Times(1, 1) for number in range(20)})
-    assert len(store.times(DEVICE)) == 20
-    other.put(DEVICE, {linear(30): Times(1, 1)})
-    file, parsed = store._files[DEVICE.key][0], []
-    with patch.object(StoreFile, "news", lambda self: parsed.append(news(self)) or parsed[-1]):
-        assert len(store.times(DEVICE)) == 21
-        assert store.get(DEVICE, linear(30)) == Times(1, 1)
-    assert file.path.exists()
-    assert [len(lines) for _, lines in parsed] == [1, 0]
-
-
-news = StoreFile.news
-
-
 def test_what_counts_no_longer_is_not_kept(tmp_path):
     store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
     store.note(DEVICE, "links", [1])
@@ -282,25 +272,23 @@ def test_what_counts_no_longer_is_not_kept(tmp_path):
         store.put(DEVICE, {linear(number): Times(seconds, 1) for number in range(50)})
     store.put(DEVICE, {linear(1): Times(7, 7)}, "run")
     assert len(other.times(DEVICE)) == 50
-    lines = next(tmp_path.glob("*.jsonl")).read_text().splitlines()
-    assert len(lines) < 1100
     found = ProfileStore(tmp_path)
     assert found.times(DEVICE) == store.times(DEVICE) == other.times(DEVICE)
     assert (found.get(DEVICE, linear(1)), found.get(DEVICE, linear(2))) == (Times(7, 7), Times(29, 1))
     assert found.noted(DEVICE, "links") == [1]
     assert found.devices() == [DEVICE]
-    assert [file.name for file in tmp_path.iterdir()] == [f"{DEVICE.key}.jsonl"]
+    with closing(sqlite3.connect(tmp_path / store_module.FILE)) as database:
+        assert database.execute("SELECT count(*) FROM times").fetchone() == (50,)
 
 
-def test_the_oldest_pieces_and_devices_go(tmp_path):
+def test_the_oldest_operations_and_devices_go(tmp_path):
     store = ProfileStore(tmp_path)
-    with patch.object(store_module, "_PIECES", 40), patch.object(store_module, "_DEVICES", 2):
+    with patch.object(store_module, "_OPERATIONS", 40), patch.object(store_module, "_DEVICES", 2):
         store.put(DEVICE, {linear(number): Times(1, 1) for number in range(40)})
         store.put(DEVICE, {linear(100): Times(1, 1)})
-        kept = [row.piece for row in store.rows(DEVICE)]
+        kept = [row.local_op for row in store.rows(DEVICE)]
         assert kept == [*(linear(number) for number in range(11, 40)), linear(100)]
         store.put(replace(DEVICE, threads=2), {linear(1): Times(1, 1)})
-        os.utime(tmp_path / f"{DEVICE.key}.jsonl", (1, 1))
         store.put(replace(DEVICE, threads=3), {linear(1): Times(1, 1)})
     assert {device.threads for device in store.devices()} == {2, 3}
 
@@ -315,35 +303,9 @@ def test_a_store_that_is_cleared_by_another_process_is_empty_and_can_be_added_to
     assert store.times(DEVICE) == ProfileStore(tmp_path).times(DEVICE) == {linear(2): Times(2, 2)}
 
 
-def rewriting(path):
-    with patch.object(store_module, "_WORTHLESS", 0), patch.object(store_module._Known, "is_wasteful", True):
-        put_many(path, 200)
-
-
-@pytest.mark.slow
-def test_nothing_is_lost_that_is_added_while_a_file_is_written_anew(tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=put_many, args=(tmp_path, 0)),
-        context.Process(target=rewriting, args=(tmp_path,)),
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    found = ProfileStore(tmp_path).times(DEVICE)
-    assert set(found) == {linear(number) for number in (*range(60), *range(200, 260), 1000)}
-
-
-@pytest.mark.parametrize("change", ['"threads":"many"', '"name":3', '"compiled":1', '"threads":1,"wheels":4'])
-def test_a_device_that_is_none_is_not_listed(tmp_path, change):
+@pytest.mark.parametrize("text", ["{", "3", '{"name": "CPU"}', '{"name": "", "wheels": 4}'])
+def test_a_device_that_is_none_is_not_listed(tmp_path, text):
     store = ProfileStore(tmp_path)
     store.put(DEVICE, {linear(1): Times(1, 1)})
-    file = next(tmp_path.glob("*.jsonl"))
-    name = change.partition(":")[0].strip('"')
-    text = file.read_text()
-    before = json.dumps({name: getattr(DEVICE, name)}, separators=(",", ":"))[1:-1]
-    assert before in text
-    file.write_text(text.replace(before, change))
+    changed(tmp_path, f"UPDATE devices SET device = '{text}'")
     assert ProfileStore(tmp_path).devices() == []

@@ -1,4 +1,4 @@
-"""What is rehearsed for which question, and what becomes of a rehearsal that fails on one rank."""
+"""What is profiled for which question, and what becomes of a profiling that fails on one rank."""
 
 import resource
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.profiling import CallTimes, Rehearsal
+from convoy.engine.profiling import CallTimes, Profiler
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, workload_of
@@ -17,14 +17,14 @@ from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.link import links_named
 from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
+from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.timeline import Span
 from convoy.planner.measured import jobs_for
-from convoy.planner.planner import Scored
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.timeline import Span
 from convoy.training import load_recipe
 from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks
@@ -39,18 +39,18 @@ def lenet(batch: int = 8) -> Workload:
 
 
 def planned_with_a_failure(error: Exception, rank: int, passes: int) -> tuple[str, list[str], list[str], str]:
-    """Plan while rehearsals by channels fail on one rank, after some passes."""
-    ranks, run = Ranks.here(), Rehearsal._pass
+    """Plan while profiling runs by channels fail on one rank, after some passes."""
+    ranks, run = Ranks.here(), Profiler._pass
     said: list[str] = []
 
-    def failing(rehearsal: Rehearsal) -> object:
-        rehearsal.ran = getattr(rehearsal, "ran", 0) + 1  # type: ignore[attr-defined]
-        channel = said and said[-1].startswith("rehearsing channel")
-        if channel and ranks.rank == rank and rehearsal.ran > passes:  # type: ignore[attr-defined]
+    def failing(profiler: Profiler) -> object:
+        profiler.ran = getattr(profiler, "ran", 0) + 1  # type: ignore[attr-defined]
+        channel = said and said[-1].startswith("profiling channel")
+        if channel and ranks.rank == rank and profiler.ran > passes:  # type: ignore[attr-defined]
             raise error
-        return run(rehearsal)
+        return run(profiler)
 
-    with patch.object(Rehearsal, "_pass", failing):
+    with patch.object(Profiler, "_pass", failing):
         try:
             found = make_plan(lenet(), 2, ranks, progress=lambda what, done, total: said.append(what))
         except ConvoyError as failure:
@@ -60,18 +60,18 @@ def planned_with_a_failure(error: Exception, rank: int, passes: int) -> tuple[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "passes"), [(1, 0), (0, 1)])
-def test_a_rehearsal_without_memory_on_one_rank_is_left_out(rank: int, passes: int) -> None:
+def test_profiling_without_memory_on_one_rank_is_left_out(rank: int, passes: int) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
     first, second = run_ranks(planned_with_a_failure, 2, error, rank, passes)
     assert first[0] == second[0] != ""
     for _, notes, said, _ in (first, second):
         (note,) = [note for note in notes if "memory" in note]
-        assert note.startswith(f"rank {rank} ran out of memory while rehearsing channel: ")
-        assert said.index("rehearsing channel") < said.index("rehearsing height")
+        assert note.startswith(f"rank {rank} ran out of memory while profiling channel: ")
+        assert said.index("profiling channel") < said.index("profiling height")
 
 
-def resident_when_rehearsed(num_bytes: int) -> tuple[float, float]:
-    """Bytes that the process has before it plans, after so many were freed, and when it begins to rehearse."""
+def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
+    """Bytes that the process has before it plans, after so many were freed, and when it begins to profile."""
 
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -85,13 +85,13 @@ def resident_when_rehearsed(num_bytes: int) -> tuple[float, float]:
 
 
 def test_what_was_used_before_is_given_back_to_begin_with() -> None:
-    ((before, after),) = run_ranks(resident_when_rehearsed, 1, 2**28)
+    ((before, after),) = run_ranks(resident_when_profiled, 1, 2**28)
     assert before - after > 2**27
 
 
 def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:
     for _, _, _, failure in run_ranks(planned_with_a_failure, 2, ValueError("odd shape"), 1, 1):
-        assert failure == "rank 1 failed while rehearsing channel (ValueError: odd shape): -v shows where"
+        assert failure == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
 
 
 def test_links_without_memory_on_one_rank_end_all_of_them() -> None:
@@ -110,7 +110,7 @@ def links_that_fail(error: Exception) -> str:
     return ""
 
 
-def test_only_what_given_plans_need_is_rehearsed() -> None:
+def test_only_what_given_plans_need_is_profiled() -> None:
     workload = lenet()
     assert [job.name for job in jobs_for(workload, [MESH])][:3] == ["serial, one device", "sample", "filter"]
     plans = [Plan.parse("sample=2"), Plan.parse("filter=2")]
@@ -123,11 +123,11 @@ def test_only_what_given_plans_need_is_rehearsed() -> None:
     assert [job.placement.calls for job in given[1:]] == [workload.place(plan).calls for plan in plans]
 
 
-def test_every_pass_of_a_rehearsal_is_told() -> None:
+def test_every_pass_of_profiling_is_told() -> None:
     said: list[tuple[str, int, int]] = []
     make_plan(lenet(), 1, Ranks(), progress=lambda *each: said.append(each))
-    assert ("rehearsing serial, one device, pass 1", 0, 1) in said
-    assert ("rehearsing serial, one device, pass 3", 0, 1) in said
+    assert ("profiling serial, one device, pass 1", 0, 1) in said
+    assert ("profiling serial, one device, pass 3", 0, 1) in said
 
 
 def recipes(devices: int, merge: int, batch: int = 64, shares: tuple[float, ...] | None = None) -> Workload:
@@ -163,26 +163,28 @@ def test_the_reference_of_the_speed_up_is_what_one_device_does() -> None:
         return sum(span.task.name == first for span in spans)
 
     links, _ = links_named("pcie4", True)
-    found = make_plan(recipes(2, 1), 2, Ranks(), links=links, plans=[Plan.parse("sample=2")])
+    found = make_plan(recipes(2, 1), 2, Ranks(), link=links, plans=[Plan.parse("sample=2")])
     assert (passes(found.best), passes(found.serial)) == (4, 8)
     assert found.serial.placement.batch.num_samples == 8
 
 
 def unknown_under_autocast() -> tuple[set[str], set[str]]:
-    """The types of pieces of plans that were rehearsed and not found again, and of what is sent."""
+    """The types of pieces of plans that were profiled and not found again, and of what is sent."""
     torch.manual_seed(0)
     workload = workload_of(create("lenet"), IMAGES, 8, precision=torch.bfloat16)
     plans = [Plan.parse("filter=2"), Plan.parse("owt=2")]
     found = make_plan(workload, 2, Ranks.here(), plans=plans)
     assert isinstance(found.costs.times, Calibrated)
     items = [item for one in found.candidates for item in program(one.placement)]
-    pieces = [piece for item in items for piece in item.pieces if not piece.is_empty and piece.op not in VIEWS]
-    moved = {piece.inputs[0].dtype for piece in pieces if piece.op == "redistribute"}
-    return {piece.inputs[0].dtype for piece in pieces if piece not in found.costs.times.measured}, moved
+    local_ops = [
+        local_op for item in items for local_op in item.local_ops if not local_op.is_empty and local_op.op not in VIEWS
+    ]
+    moved = {local_op.inputs[0].dtype for local_op in local_ops if local_op.op == "redistribute"}
+    return {local_op.inputs[0].dtype for local_op in local_ops if local_op not in found.costs.times.measured}, moved
 
 
 @pytest.mark.slow
-def test_what_is_rehearsed_under_autocast_is_what_is_predicted() -> None:
+def test_what_is_profiled_under_autocast_is_what_is_predicted() -> None:
     for unknown, moved in run_ranks(unknown_under_autocast, 2):
         assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
         assert moved == {"float32", "bfloat16"}
@@ -191,15 +193,15 @@ def test_what_is_rehearsed_under_autocast_is_what_is_predicted() -> None:
 def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dict[str, object]:
     """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
     ranks, store = Ranks.here(), ProfileStore(Path(folder))
-    run = Rehearsal.run
+    run = Profiler.run
 
-    def taking(rehearsal: Rehearsal, *args: object) -> dict[str, CallTimes]:
-        found = run(rehearsal, *args)  # type: ignore[arg-type]
+    def taking(profiler: Profiler, *args: object) -> dict[str, CallTimes]:
+        found = run(profiler, *args)  # type: ignore[arg-type]
         factor = 1e-3 * (slower if ranks.rank else 1.0)
         return {name: CallTimes(factor, factor) for name in found}
 
     plans = [Plan.parse("sample=2")]
-    with patch.object(Rehearsal, "run", taking):
+    with patch.object(Profiler, "run", taking):
         found = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
     again = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
     computing = [
@@ -207,8 +209,8 @@ def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dic
         for rank in (0, 1)
     ]
     return {
-        "pace": found.costs.pace,
-        "again": again.costs.pace,
+        "pace": found.costs.slowdowns,
+        "again": again.costs.slowdowns,
         "shares": found.shares(found.best.plan),
         "passes": found.workload.passes,
         "parts": [len(part) for part in found.best.placement.batch.parts],

@@ -13,13 +13,13 @@ from torch import nn
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.ops import capture, place
-from convoy.planner.cost.local import piece
-from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.local import local_op
+from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
 from plans.made_graph import Chain, placed, small_net
 
-CONV = Piece(
+CONV = LocalOp(
     "conv",
     "",
     (Operand((8, 3, 16, 16), "float32"), Operand((4, 3, 3, 3), "float32", "parameter", True)),
@@ -28,15 +28,15 @@ CONV = Piece(
 )
 
 
-def pieces(graph, plan, rank=0):
+def local_ops(graph, plan, rank=0):
     placement = placed(graph, plan)
-    return {call.call.layer: piece(call, placement, rank) for call in placement.calls}
+    return {call.call.layer: local_op(call, placement, rank) for call in placement.calls}
 
 
 def test_keys_are_the_same_in_another_process():
     code = (
-        "import json,sys; from convoy.planner.cost.local_op import Piece;"
-        "print(Piece.from_dict(json.loads(sys.stdin.read())).key)"
+        "import json,sys; from convoy.planner.cost.local_op import LocalOp;"
+        "print(LocalOp.from_dict(json.loads(sys.stdin.read())).key)"
     )
     text = json.dumps(CONV.to_dict())
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": "src"}
@@ -48,7 +48,7 @@ def test_keys_are_the_same_in_another_process():
 
 
 def test_a_piece_comes_back_from_json():
-    again = Piece.from_dict(json.loads(json.dumps(CONV.to_dict())))
+    again = LocalOp.from_dict(json.loads(json.dumps(CONV.to_dict())))
     assert again == CONV
     assert hash(again) == hash(CONV)
     assert again.key == CONV.key
@@ -69,7 +69,7 @@ def test_what_takes_another_time_has_another_key(other):
 
 
 def test_blocks_that_repeat_are_one_piece():
-    found = pieces(Chain(8, 4, 9, 9).conv("first", 4).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")
+    found = local_ops(Chain(8, 4, 9, 9).conv("first", 4).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")
     assert found["a"] == found["b"]
     assert found["a"].key == found["b"].key
     assert found["first"] != found["a"]  # which needs no gradient of the images
@@ -77,14 +77,14 @@ def test_blocks_that_repeat_are_one_piece():
 
 def test_ranks_with_equal_shares_are_one_piece_and_others_are_not():
     graph = small_net(9)
-    first, second = (pieces(graph, "sample=2", rank)["features.0"] for rank in (0, 1))
+    first, second = (local_ops(graph, "sample=2", rank)["features.0"] for rank in (0, 1))
     assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
-    assert pieces(small_net(8), "sample=2", 0) == pieces(small_net(8), "sample=2", 1)
+    assert local_ops(small_net(8), "sample=2", 0) == local_ops(small_net(8), "sample=2", 1)
 
 
 def test_borders_pad_and_the_middle_does_not():
     graph = Chain(4, 3, 12, 12).conv("a", 4).graph()
-    first, middle, last = (pieces(graph, "height=3", rank)["a"] for rank in range(3))
+    first, middle, last = (local_ops(graph, "height=3", rank)["a"] for rank in range(3))
     assert first.option("padding") == ((0, 1, 0), (1, 0, 0))
     assert middle.option("padding") == ((0, 0, 0), (1, 0, 0))
     assert last.option("padding") == ((0, 0, 1), (1, 0, 0))
@@ -94,14 +94,14 @@ def test_borders_pad_and_the_middle_does_not():
 
 def test_local_groups_are_those_of_the_rank():
     graph = Chain(4, 8, 9, 9).conv("a", 8, groups=4).graph()
-    assert pieces(graph, "filter=2")["a"].option("groups") == 2
-    assert pieces(graph, "serial")["a"].option("groups") == 4
+    assert local_ops(graph, "filter=2")["a"].option("groups") == 2
+    assert local_ops(graph, "serial")["a"].option("groups") == 4
 
 
 def test_only_one_rank_adds_the_bias_of_a_partial_sum():
     plan = {"mesh": {"x": 2}, "layers": {"c": {"x": "channel"}}}
     graph = Chain(4, 8, 9, 9).conv("c", 8).graph()
-    assert [pieces(graph, plan, rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
+    assert [local_ops(graph, plan, rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
 
 
 def test_flops_and_bytes_of_a_convolution():
@@ -115,11 +115,11 @@ def test_flops_and_bytes_of_a_convolution():
 
 def test_flops_of_ranks_add_up_to_those_of_the_call():
     graph = small_net()
-    whole = pieces(graph, "serial")
+    whole = local_ops(graph, "serial")
     for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
         placement = placed(graph, plan)
         for call in placement.calls:
-            ranks = [piece(call, placement, rank).flops.forward for rank in range(placement.mesh.num_devices)]
+            ranks = [local_op(call, placement, rank).flops.forward for rank in range(placement.mesh.num_devices)]
             assert sum(ranks) == whole[call.call.layer].flops.forward, (plan, call.call.name)
 
 
@@ -145,32 +145,32 @@ def test_flops_are_those_that_torch_counts(name):
     graph = capture(model, ((1, *shape),), training=False)
     plan = Plan.parse("serial")
     placement = place(graph, plan, Batch(plan.mesh, (), (range(1),)), [])
-    found = sum(piece(call, placement, 0).flops.forward for call in placement.calls)
+    found = sum(local_op(call, placement, 0).flops.forward for call in placement.calls)
     assert found == count(model, shape).flops
 
 
 def test_views_and_empty_parts_take_no_time():
-    found = pieces(small_net(), "serial")
+    found = local_ops(small_net(), "serial")
     assert found[""].op == "reshape"
     assert found[""].bytes == (0, 0)
-    empty = pieces(small_net(1), "sample=2", 1)
+    empty = local_ops(small_net(1), "sample=2", 1)
     assert all(each.is_empty and each.flops == (0, 0) and each.bytes == (0, 0) for each in empty.values())
 
 
 def test_what_people_read_of_a_piece():
-    found = pieces(small_net(), "serial")
+    found = local_ops(small_net(), "serial")
     assert found["features.2"].describe() == "conv 8×8×16×16 → 8×12×8×8, 3×3 /2"
     assert found["features.1"].describe() == "relu 8×8×16×16 → 8×8×16×16"
 
 
 def test_what_overwrites_its_input_is_another_piece():
-    alone = pieces(Chain(8, 4, 9, 9).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")["r"]
+    alone = local_ops(Chain(8, 4, 9, 9).conv("a", 4).relu("r").conv("b", 4).graph(), "sample=2")["r"]
     assert alone.option("overwrites") is True
     chain = Chain(8, 4, 9, 9).conv("a", 4)
     source = chain.last
     chain.conv("b", 4)
     chain.last = source
-    shared = pieces(chain.relu("r").graph(), "sample=2")["r"]
+    shared = local_ops(chain.relu("r").graph(), "sample=2")["r"]
     assert shared.option("overwrites") is None
     assert shared.key != alone.key
 
@@ -182,7 +182,7 @@ def test_of_calls_that_take_one_value_all_but_the_last_add_their_gradient():
     shape = chain.values[first].shape
     chain.call("sum", "elementwise", torch.add, shape, (first, chain.last), {})
     graph = chain.conv("c", 4).graph()
-    found = pieces(graph, "sample=2")
+    found = local_ops(graph, "sample=2")
     assert [operand.adds for operand in found["b"].inputs] == [True, False, False]
     assert not any(operand.adds for layer in ("a", "sum", "c") for operand in found[layer].inputs)
     assert found["b"].key != found["c"].key
@@ -198,6 +198,6 @@ def test_arguments_that_json_cannot_say_are_kept_as_text():
     graph = replace(
         graph, calls=(graph.calls[0], replace(last, args=(*last.args, float("-inf"), object(), torch.int8)))
     )
-    found = pieces(graph, "sample=2")["m"]
+    found = local_ops(graph, "sample=2")["m"]
     assert found.option("called") == (("$0", "-inf", "object", "int8"), ())
-    assert Piece.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
+    assert LocalOp.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found

@@ -5,8 +5,8 @@ import pytest
 from convoy.errors import ConvoyError
 from convoy.planner.search import search
 from convoy.plans.mesh import Mesh
-from search.nets import Chain, Residual, captured
-from search.synthetic import Roofline, brute_force
+from planner.search.nets import Chain, Residual, captured
+from planner.search.synthetic import Roofline, brute_force
 
 COSTS = Roofline(flops=1e9, rate=3e8, latency=1e-5)
 ONE = Mesh(("gpu",), (2,))

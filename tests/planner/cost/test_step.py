@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.memory import gradient_exchange
@@ -26,9 +26,9 @@ def links(all_reduce=1e-9, exchange=1e-9, overlap=False, cpu_share=0.0):
     return Links(otherwise=lambda ranks: link)
 
 
-def layers_only(piece):
+def layers_only(local_op):
     """One second forward and two backward for whatever multiplies, nothing for all else."""
-    return Times(1.0, 2.0) if piece.op in ("conv", "linear") and not piece.is_empty else Times()
+    return Times(1.0, 2.0) if local_op.op in ("conv", "linear") and not local_op.is_empty else Times()
 
 
 def messages(tasks, kind, rank=0):
@@ -138,7 +138,7 @@ def test_messages_go_in_the_order_of_the_backward_pass():
 
 def test_only_the_last_pass_sends_gradients():
     placement = placed(net(), "sample=2")
-    costs = Costs(layers_only, links(1e-6, overlap=True), loss=Around(0.25), input=Around(0.0, 0.125))
+    costs = Costs(layers_only, links(1e-6, overlap=True), loss=HostCost(0.25), input=HostCost(0.0, 0.125))
     one, three = (step_tasks(placement, costs, passes) for passes in (1, 3))
     assert len(messages(one, "gradient")) == len(messages(three, "gradient")) > 0
     assert predict(placement, costs, 3).by_kind()["around"] == pytest.approx(3 * (0.25 + 4 * 0.125))
@@ -146,8 +146,8 @@ def test_only_the_last_pass_sends_gradients():
 
 
 def test_ranks_with_more_samples_are_waited_for():
-    def by_sample(piece):
-        return Times(piece.outputs[0].shape[0], 0) if piece.op == "linear" else Times()
+    def by_sample(local_op):
+        return Times(local_op.outputs[0].shape[0], 0) if local_op.op == "linear" else Times()
 
     timeline = predict(placed(Chain(5, 8).linear("a", 8).graph(), "sample=2"), Costs(by_sample, links(1e-3)))
     assert timeline.ranks == (0, 1)
@@ -191,7 +191,7 @@ def test_input_that_others_get_ready_is_waited_for_as_far_as_an_update_is_too_sh
     placement = placed(small_net(12), "sample=2")
     without = predict(placement, Costs(layers_only, links()))
     for per_sample, late in ((1e-3, 0.0), (without.total, 5 * without.total)):
-        costs = Costs(layers_only, links(), input=Around(per_sample=per_sample, beside=True))
+        costs = Costs(layers_only, links(), input=HostCost(per_sample=per_sample, beside=True))
         found = predict(placement, costs)
         assert found.total == pytest.approx(without.total + late)
         assert found.by_kind().get("around", 0.0) == pytest.approx(late)

@@ -9,35 +9,32 @@ from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
-from convoy.planner.changes import faster
-from convoy.planner.comparison import predicted
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
-from convoy.planner.cost.local_op import Piece
-from convoy.planner.cost.timeline import ENGINE
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.times import Times
-from convoy.planner.interface import document
-from convoy.planner.text import explanation_text
-from convoy.planner.verdict import Explained, explained
+from convoy.planner.text import document, explanation_text
+from convoy.planner.verdict import Explained, explained, faster
 from convoy.plans.plan import Plan
+from convoy.plans.timeline import ENGINE
 from convoy.report.timeline_drawing import draw_timeline, kinds_in
 
 BATCH = 32
 
 
-def by_flops(piece: Piece) -> Times:
+def by_flops(local_op: LocalOp) -> Times:
     """A device of 10 GFLOP/s whose other layers take no time."""
-    return Times(piece.flops.forward / 1e10, piece.flops.backward / 1e10)
+    return Times(local_op.flops.forward / 1e10, local_op.flops.backward / 1e10)
 
 
-def with_delay(piece: Piece) -> Times:
+def with_delay(local_op: LocalOp) -> Times:
     """The same, where every call also takes 5 ms."""
-    return by_flops(piece) + Times(5e-3, 5e-3)
+    return by_flops(local_op) + Times(5e-3, 5e-3)
 
 
 def costs(
-    times: Callable[[Piece], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: Around
+    times: Callable[[LocalOp], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: HostCost
 ) -> Costs:
     links = Assumed(Rate(0.0, gbytes * 1e9), overlap=False).links()
     return Costs(times=times, links=links, update=update or Update(), **around)
@@ -87,7 +84,7 @@ def test_calls_that_take_their_time_on_any_share_ask_for_a_larger_batch() -> Non
 
 
 def test_parts_of_a_layer_that_are_slow_whatever_the_batch() -> None:
-    found = explain("sample=2", costs(lambda piece: by_flops(piece) * 1.5), alone=costs())
+    found = explain("sample=2", costs(lambda local_op: by_flops(local_op) * 1.5), alone=costs())
     assert (found.verdict.kind, found.verdict.layer) == ("division", "features.3")
     assert found.verdict.change is not None and found.verdict.change.kind == "compute"
 
@@ -110,7 +107,7 @@ def test_a_slow_optimizer() -> None:
 
 
 def test_input_that_is_not_ready() -> None:
-    found = explain("sample=2", costs(input=Around(per_sample=1.0)))
+    found = explain("sample=2", costs(input=HostCost(per_sample=1.0)))
     assert found.verdict.kind == "input"
     assert found.verdict.change is not None and found.verdict.change.kind == "input"
 
@@ -118,11 +115,11 @@ def test_input_that_is_not_ready() -> None:
 @pytest.mark.parametrize("beside", [False, True])
 def test_input_beside_the_computation_costs_what_is_left_of_it(beside: bool) -> None:
     update = explain("sample=2", costs()).scored.seconds
-    slow = costs(input=Around(per_sample=3 * update / (BATCH / 2), beside=beside))
+    slow = costs(input=HostCost(per_sample=3 * update / (BATCH / 2), beside=beside))
     found = explain("sample=2", slow)
     assert found.scored.seconds == pytest.approx(update * (3 if beside else 4), rel=1e-3)
     assert found.verdict.kind == "input"
-    fast = explain("sample=2", costs(input=Around(per_sample=0.5 * update / (BATCH / 2), beside=beside)))
+    fast = explain("sample=2", costs(input=HostCost(per_sample=0.5 * update / (BATCH / 2), beside=beside)))
     assert fast.scored.seconds == pytest.approx(update * (1 if beside else 1.5), rel=1e-3)
     assert fast.verdict.kind == "compute"
 
@@ -144,10 +141,10 @@ def test_every_place_has_the_same_seconds_for_the_optimizer(fixed: float) -> Non
     scored, parts = found.scored, {part.name: part.seconds for part in found.parts}
     assert scored.seconds == pytest.approx(without.seconds + fixed)
     own = without.timeline.by_kind()["update"]
-    compared = predicted(scored).parts
+    compared = scored.timeline.summary().parts
     assert parts["optimizer"] == pytest.approx(own) == compared["optimizer"] == scored.timeline.by_kind()["update"]
     assert parts.get(ENGINE, 0.0) == pytest.approx(fixed)
-    assert compared["rest"] == pytest.approx(predicted(without).parts["rest"] + fixed)
+    assert compared["rest"] == pytest.approx(without.timeline.summary().parts["rest"] + fixed)
     drawn = draw_timeline(scored.timeline)
     assert ('class="span engine"' in drawn) == (("engine", ENGINE) in kinds_in(scored.timeline)) == (fixed > 0)
 
@@ -204,7 +201,7 @@ def test_the_document_says_the_same_in_numbers() -> None:
 
 
 def test_more_than_the_devices_can_do_is_doubted() -> None:
-    slow = costs(lambda piece: by_flops(piece) * 4)
+    slow = costs(lambda local_op: by_flops(local_op) * 4)
     assert any("busy" in note for note in explain("sample=2", costs(), alone=slow).notes)
     assert not explain("sample=2", costs()).notes
 
@@ -212,7 +209,7 @@ def test_more_than_the_devices_can_do_is_doubted() -> None:
 def test_parts_that_take_longer_than_the_whole_are_doubted_too() -> None:
     """What takes so long is not a batch that is too small."""
     assert explain("sample=2", costs(with_delay)).verdict.kind == "batch"
-    found = explain("sample=2", costs(lambda piece: with_delay(piece) * 4), alone=costs(with_delay))
+    found = explain("sample=2", costs(lambda local_op: with_delay(local_op) * 4), alone=costs(with_delay))
     assert found.verdict.kind == "division"
     assert "times as long as one that does all alone, which no plan explains" in found.notes[0]
     assert not explain("sample=2", costs(with_delay)).notes

@@ -12,8 +12,8 @@ from convoy.planner.search.prices import Prices
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, own_samples
-from search.nets import Branches, captured
-from search.synthetic import Roofline
+from planner.search.nets import Branches, captured
+from planner.search.synthetic import Roofline
 
 
 def _layouts(mesh, samples, channels, rows):

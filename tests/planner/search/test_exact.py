@@ -8,8 +8,8 @@ from convoy.planner.search import additive_seconds, search
 from convoy.planner.search.prices import AXIS_STRATEGIES, CHOOSING, redistributions
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
-from search.synthetic import Roofline, brute_force, placed_under
+from planner.search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
+from planner.search.synthetic import Roofline, brute_force, placed_under
 from small_nets import Permuted, SqueezeExcite
 
 # rates between those where computing and those where sending decides, so that the best plans are mixed

@@ -9,8 +9,8 @@ from convoy.plans.layout import Layout, even_split
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.transfer import Step
-from search.nets import Chain, captured
-from search.synthetic import placed_under
+from planner.search.nets import Chain, captured
+from planner.search.synthetic import placed_under
 
 ONE = Mesh(("gpu",), (2,))
 FOUR = Mesh(("gpu",), (4,))

@@ -1,8 +1,98 @@
-"""Numbers on pages and in plots: digits grouped by commas as on the terminal, units after a narrow space, and no more
-digits than are known.
+"""Numbers as text: times, bytes, shares, counts, for the terminal and for pages, and sizes as people type them.
+
+On the terminal a plain space stands before a unit. On pages it is a narrow no-break space (SI brochure, 5.4), digits
+are grouped by commas, a number that is not finite is unknown, and no more digits are shown than are known.
 """
 
 import math
+import re
+from collections.abc import Iterable, Sequence
+
+from convoy.errors import ConvoyError
+
+
+def seconds(number: float) -> str:
+    """A time: `2.41 s`, `39.3 ms`, `820 µs`, or `-` for none."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if number >= 0.9995 * factor:
+            return f"{_three(number / factor)} {unit}"
+    return "-" if number < 5e-10 else f"{number * 1e6:.2f} µs"
+
+
+def extra(number: float) -> str:
+    """By how much longer: `+1.20 ms`; what is not is `as fast`, as predictions err by more than it is shorter."""
+    return f"+{seconds(number)}" if number >= 5e-10 else "as fast"
+
+
+def rough_percent(share: float) -> str:
+    """A share: `37 %`, `3.2 %`."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
+def times_as_fast(gain: float) -> str:
+    """A gain in speed: `1.31 × as many samples a second`."""
+    return f"{gain:.2f} × as many samples a second"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """`32×64×55×55`."""
+    return "×".join(map(str, sizes)) or "-"
+
+
+def per_second(number: float) -> str:
+    """Samples a second, three digits: `1,240`, `35.2`."""
+    return f"{number:,.0f}" if number >= 99.95 else _three(number)
+
+
+def _three(number: float) -> str:
+    return f"{number:.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes for people: `1.5 MB`, or `-` for none."""
+    if not num_bytes:
+        return "-"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        number = num_bytes / factor
+        if number >= 0.9995:
+            return f"{number:.0f} {unit}" if number >= 99.95 else f"{number:.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(b|kb|mb|gb|tb|kib|mib|gib)?", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def bytes_of(text: str, option: str) -> float:
+    """A size such as `8GB` or `512MiB` in bytes; a number alone is bytes.
+
+    Raises:
+        ConvoyError: it is none, or nothing.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConvoyError(f"{option} {text} is no size: write e.g. 8GB or 512MiB")
+    return float(match[1]) * _UNITS[(match[2] or "b").lower()]
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
+    """Lines of a table whose columns are as wide as they must be.
+
+    Args:
+        headers: of the columns.
+        rows: the cells.
+        right: headers of the columns that are set flush right.
+    """
+    lines = [headers, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    return [
+        "  ".join(
+            cell.rjust(width) if header in right else cell.ljust(width)
+            for header, cell, width in zip(headers, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
 
 SPACE = "\u202f"
 """Narrow no-break space: between a number and its unit (SI brochure, 5.4)."""

@@ -9,8 +9,8 @@ from convoy.planner.search import search
 from convoy.planner.search.prices import meshes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from search.nets import Chain, Residual, captured
-from search.synthetic import Roofline, brute_force, placed_under
+from planner.search.nets import Chain, Residual, captured
+from planner.search.synthetic import Roofline, brute_force, placed_under
 
 COSTS = Roofline(flops=1e9, rate=3e8, latency=1e-5)
 ONE = Mesh(("gpu",), (2,))

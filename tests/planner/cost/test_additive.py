@@ -11,7 +11,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.memory import rank_memory
-from convoy.planner.cost.step import alike, predict
+from convoy.planner.cost.step import predict, rank_classes
 from convoy.planner.cost.times import Roofline, Times
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.buckets import Sizes
@@ -142,7 +142,7 @@ def test_divided_updates_keep_a_part_of_the_state():
 
 def test_ranks_are_alike_if_they_meet_ranks_that_are_alike():
     mesh = Mesh(("a", "b"), (2, 3))
-    assert alike(mesh, ["x"] * 6, [(0,), (1,)]) == [0] * 6
-    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], []) == [0, 1, 1, 1, 1, 1]
-    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], [(1,)]) == [0, 1, 1, 3, 3, 3]
-    assert alike(mesh, ["y", "x", "x", "x", "x", "x"], [(0,), (1,)]) == [0, 1, 1, 3, 4, 4]
+    assert rank_classes(mesh, ["x"] * 6, [(0,), (1,)]) == [0] * 6
+    assert rank_classes(mesh, ["y", "x", "x", "x", "x", "x"], []) == [0, 1, 1, 1, 1, 1]
+    assert rank_classes(mesh, ["y", "x", "x", "x", "x", "x"], [(1,)]) == [0, 1, 1, 3, 3, 3]
+    assert rank_classes(mesh, ["y", "x", "x", "x", "x", "x"], [(0,), (1,)]) == [0, 1, 1, 3, 4, 4]

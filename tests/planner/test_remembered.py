@@ -8,14 +8,14 @@ import torch
 
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
-from convoy.planner.cost.costs import Around, Costs
+from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.local_op import VIEWS, Piece
+from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
-from convoy.planner.profiling import piece_of
+from convoy.planner.profiling import local_op_of
 from convoy.planner.remembered import recalled, remember
 from convoy.plans.plan import Plan
 
@@ -23,8 +23,8 @@ DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
 PLAN = Plan.parse("filter=2")
 
 
-def by_flops(piece: Piece) -> Times:
-    return Times(piece.flops.forward / 1e10, piece.flops.backward / 1e10) if piece.op not in VIEWS else Times()
+def by_flops(local_op: LocalOp) -> Times:
+    return Times(local_op.flops.forward / 1e10, local_op.flops.backward / 1e10) if local_op.op not in VIEWS else Times()
 
 
 LINK = Link(Curve(((1, 1e-5), (1000, 1e-4))), Curve(((1, 2e-5),)), overlap=True, cpu_share=0.5)
@@ -32,8 +32,8 @@ COSTS = Costs(
     by_flops,
     Links({(0, 1): LINK}),
     Update(1e-9, 1e-6, 1e-4, divisible=True),
-    input=Around(per_sample=1.0),
-    loss=Around(1e-3),
+    input=HostCost(per_sample=1.0),
+    loss=HostCost(1e-3),
     per_transfer=Times(1e-6, 2e-6),
     per_parameter=1e-7,
 )
@@ -44,12 +44,12 @@ def workload() -> Workload:
     return workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 8, name="lenet")
 
 
-def measured(workload: Workload) -> dict[Piece, Times]:
+def measured(workload: Workload) -> dict[LocalOp, Times]:
     placement = workload.place(PLAN)
     return {
         one: by_flops(one)
         for rank in (0, 1)
-        for one in (piece_of(workload, placement, placed, rank) for placed in placement.calls)
+        for one in (local_op_of(workload, placement, placed, rank) for placed in placement.calls)
         if one.op not in VIEWS and not one.is_empty
     }
 
@@ -60,7 +60,7 @@ def test_a_given_plan_is_predicted_without_its_input(workload: Workload, tmp_pat
     store.put(DEVICE, measured(workload), "run")
     found = recalled(ProfileStore(tmp_path), DEVICE, "sgd", PLAN, workload.place(PLAN), 1)
     assert found is not None
-    kinds, wanted = (one.timeline.by_kind() for one in (found, score(workload, PLAN, replace(COSTS, input=Around()))))
+    kinds, wanted = (one.timeline.by_kind() for one in (found, score(workload, PLAN, replace(COSTS, input=HostCost()))))
     for kind in ("forward", "backward", "update", "around"):
         assert kinds[kind] == pytest.approx(wanted[kind])
     assert found.memory.total > 0
@@ -68,10 +68,10 @@ def test_a_given_plan_is_predicted_without_its_input(workload: Workload, tmp_pat
 
 def test_what_is_not_known_predicts_nothing(workload: Workload, tmp_path: Path) -> None:
     store, placement = ProfileStore(tmp_path), workload.place(PLAN)
-    pieces = measured(workload)
-    lost = pieces.popitem()
+    local_ops = measured(workload)
+    lost = local_ops.popitem()
     remember(store, DEVICE, 2, "sgd", COSTS)
-    store.put(DEVICE, pieces)
+    store.put(DEVICE, local_ops)
     assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is None
     store.put(DEVICE, dict([lost]))
     assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is not None

@@ -11,8 +11,8 @@ from convoy.planner.search.elimination import Table, TooWideError
 from convoy.planner.search.fewest import fewest
 from convoy.planner.search.prices import redistributions
 from convoy.plans.mesh import Mesh
-from search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
-from search.synthetic import Given, Roofline, placed_under
+from planner.search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
+from planner.search.synthetic import Given, Roofline, placed_under
 
 ONE = Mesh(("gpu",), (2,))
 TWO = Mesh(("node", "gpu"), (2, 2))

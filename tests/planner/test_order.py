@@ -4,9 +4,11 @@ import torch
 
 from convoy.planner import workload_of
 from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.timeline import Task, simulate
-from convoy.planner.planner import Scored, _ordered
+from convoy.planner.cost.simulation import simulate
+from convoy.planner.cost.step import Scored
+from convoy.planner.planner import _ordered
 from convoy.plans.plan import Plan
+from convoy.plans.timeline import Task
 from small_nets import SMALL_NETS
 
 

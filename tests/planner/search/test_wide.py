@@ -6,11 +6,11 @@ import pytest
 
 from convoy.planner.search import search
 from convoy.planner.search import solve as solving
-from convoy.planner.search.elimination import alone, tied, tied_where_wide
+from convoy.planner.search.layers import alone, tied, tied_where_wide
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.plans.mesh import Mesh
-from search.nets import Branches, Nested, captured
-from search.synthetic import Roofline, brute_force
+from planner.search.nets import Branches, Nested, captured
+from planner.search.synthetic import Roofline, brute_force
 from small_nets import Dense
 
 COSTS = Roofline(flops=1e9, rate=3e8, latency=1e-5)

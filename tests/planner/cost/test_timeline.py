@@ -2,7 +2,8 @@
 
 import pytest
 
-from convoy.planner.cost.timeline import Task, simulate
+from convoy.planner.cost.simulation import simulate
+from convoy.plans.timeline import Task
 
 
 def compute(seconds, *after, rank=0, kind="forward", layer="a"):

@@ -8,7 +8,7 @@ import torch
 
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.planner.cost.trace import trace
-from convoy.planner.observed import observed_events, typical
+from convoy.training.observation import typical
 
 
 @dataclass
@@ -63,18 +63,19 @@ def watched(placed: bool = True) -> WatchedUpdate:
 
 def test_events_are_the_update_from_its_beginning_to_its_end():
     update = watched()
-    found = observed_events(update, 3)
+    found = update.timeline(3).spans
     assert found[0].start == 0
     for one, after in itertools.pairwise(found):
-        assert one.start + one.seconds == after.start
+        assert one.end == after.start
     total = sum(seconds for *_, seconds in MARKS)
-    assert sum(one.seconds for one in found) == found[-1].start + found[-1].seconds == total
-    assert sum(stretch.seconds for stretch in update.stretches()) == total
-    assert {one.rank for one in found} == {3}
+    assert sum(one.end - one.start for one in found) == found[-1].end == total
+    assert sum(segment.seconds for segment in update.segments()) == total
+    assert {one.task.rank for one in found} == {3}
 
 
 def test_events_have_the_words_of_the_prediction():
-    found = [(one.stream, one.kind, one.layer, one.name, one.seconds) for one in observed_events(watched(), 0)]
+    tasks = [span.task for span in watched().timeline(0).spans]
+    found = [(one.stream, one.kind, one.layer, one.name, one.seconds) for one in tasks]
     assert found == [
         ("compute", "around", "", "input", 0.5),
         ("compute", "around", "", "rest", 0.375),
@@ -95,14 +96,14 @@ def test_events_have_the_words_of_the_prediction():
 
 
 def test_on_one_device_nobody_is_waited_for_and_passes_are_whole():
-    found = observed_events(watched(placed=False), 0, alone=True)
+    found = [span.task for span in watched(placed=False).timeline(0, alone=True).spans]
     assert {one.stream for one in found} == {"compute"}
     assert {one.kind for one in found} == {"around", "forward", "backward", "copy", "update"}
     assert sum(one.seconds for one in found if one.kind == "forward") == 3.125
 
 
 def test_a_trace_of_them_has_no_gaps_and_no_overlaps():
-    spans = [event for event in trace(measured=observed_events(watched(), 0))["traceEvents"] if event["ph"] == "X"]
+    spans = [event for event in trace(measured=watched().timeline(0))["traceEvents"] if event["ph"] == "X"]
     for one, after in itertools.pairwise(spans):
         assert round(1e3 * (one["ts"] + one["dur"])) == round(1e3 * after["ts"])
 

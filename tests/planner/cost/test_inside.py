@@ -7,8 +7,8 @@ from torch import nn
 from convoy.ops import capture, place
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.local import piece
-from convoy.planner.cost.program import inside, running_statistics
+from convoy.planner.cost.local import local_op
+from convoy.planner.cost.program import internal_messages, running_statistics
 from convoy.planner.cost.step import predict, step_tasks
 from convoy.planner.cost.times import Roofline
 from convoy.plans.layout import balanced
@@ -39,9 +39,9 @@ def by_op(graph, plan, op):
 
 def test_synchronized_batch_norm_gathers_statistics_and_adds_two_numbers_a_channel(normalized):
     placement, call = by_op(normalized, "sample=4", "batch_norm")
-    own = piece(call, placement, 0)
+    own = local_op(call, placement, 0)
     assert own.option("ranks") == 4
-    found = inside(call, placement.graph, placement.mesh, own)
+    found = internal_messages(call, placement.graph, placement.mesh, own)
     assert found.axes == (0,)
     assert found.forward == (("exchange", 3 * 2 * 6 * 4),)
     assert found.backward == (("all_reduce", 2 * 6 * 4),)
@@ -49,13 +49,15 @@ def test_synchronized_batch_norm_gathers_statistics_and_adds_two_numbers_a_chann
 
 def test_divided_channels_and_microbatches_need_no_statistics_of_others(normalized):
     placement, call = by_op(normalized, "filter=2", "batch_norm")
-    assert inside(call, placement.graph, placement.mesh, piece(call, placement, 0)).axes == ()
+    assert internal_messages(call, placement.graph, placement.mesh, local_op(call, placement, 0)).axes == ()
     placement, call = by_op(normalized, "sample=2", "batch_norm")
-    own = piece(call, placement, 0, batch_norm="microbatch", microbatch=2)
+    own = local_op(call, placement, 0, batch_norm="microbatch", microbatch=2)
     assert (own.option("ranks"), own.option("parts")) == (1, 2)
-    assert inside(call, placement.graph, placement.mesh, own, "microbatch").axes == ()
+    assert internal_messages(call, placement.graph, placement.mesh, own, "microbatch").axes == ()
     placement, call = by_op(normalized, "height=2", "batch_norm")
-    assert inside(call, placement.graph, placement.mesh, piece(call, placement, 0), "microbatch").axes == (0,)
+    assert internal_messages(
+        call, placement.graph, placement.mesh, local_op(call, placement, 0), "microbatch"
+    ).axes == (0,)
 
 
 def test_running_statistics_travel_once_in_an_update(normalized):
@@ -78,7 +80,7 @@ def test_softmax_over_divided_classes_sends_three_numbers_a_sample():
     ).graph()
     placement = placed(graph, "filter=2")
     call = placement.calls[1]
-    found = inside(call, graph, placement.mesh, piece(call, placement, 0))
+    found = internal_messages(call, graph, placement.mesh, local_op(call, placement, 0))
     assert found.forward == (("exchange", 8 * 4), ("all_reduce", 8 * 4))
     assert found.backward == (("all_reduce", 8 * 4),)
 

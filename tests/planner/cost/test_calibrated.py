@@ -6,7 +6,7 @@ import pytest
 
 from convoy.planner.cost.calibrated import Calibrated, fitted
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.local_op import Operand, Piece
+from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.times import Roofline, Times
 
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
@@ -16,12 +16,12 @@ def conv(samples, channels=16, kernel=3, stride=1, size=14):
     x = Operand((samples, channels, size, size), "float32", gradient=True)
     weight = Operand((channels, channels, kernel, kernel), "float32", "parameter", True)
     y = Operand((samples, channels, size // stride, size // stride), "float32", gradient=True)
-    return Piece("conv", "", (x, weight), (y,), (("groups", 1), ("stride", (stride, stride)), ("transposed", False)))
+    return LocalOp("conv", "", (x, weight), (y,), (("groups", 1), ("stride", (stride, stride)), ("transposed", False)))
 
 
 def relu(numel, function="relu"):
     one = Operand((numel,), "float32", gradient=True)
-    return Piece("elementwise", function, (one,), (one,))
+    return LocalOp("elementwise", function, (one,), (one,))
 
 
 def test_the_slower_of_arithmetic_and_memory_counts():
@@ -33,7 +33,7 @@ def test_the_slower_of_arithmetic_and_memory_counts():
 
 
 def test_views_take_no_time_and_neither_does_nothing():
-    view = Piece("reshape", "", (Operand((4, 4), "float32"),), (Operand((16,), "float32"),))
+    view = LocalOp("reshape", "", (Operand((4, 4), "float32"),), (Operand((16,), "float32"),))
     assert ROOFLINE(view) == Times()
     assert ROOFLINE(relu(0)) == Times()
 
@@ -65,12 +65,12 @@ def test_a_device_of_half_the_speed_is_found_from_one_layer():
     assert calibrated(relu(1000)).total == pytest.approx(2 * ROOFLINE(relu(1000)).total, rel=0.02)  # for want of one
 
 
-def slow_weights(piece):
+def slow_weights(local_op):
     """A device on which weights take five times as long as activations: small batches gain little."""
-    weights = sum(operand.bytes for operand in piece.inputs if operand.role == "parameter")
+    weights = sum(operand.bytes for operand in local_op.inputs if operand.role == "parameter")
     seconds = [
         1e-6 + flops / 1e11 + (moved - (1 + way) * weights) / 1e10 + (1 + way) * weights / 2e9
-        for way, (flops, moved) in enumerate(zip(piece.flops, piece.bytes, strict=True))
+        for way, (flops, moved) in enumerate(zip(local_op.flops, local_op.bytes, strict=True))
     ]
     return Times(*seconds)
 

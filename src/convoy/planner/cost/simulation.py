@@ -1,0 +1,138 @@
+"""When each task of a step runs: a simulation of streams with dependencies, meetings and contention.
+
+Messages take cycles from what computes on their rank, by their `cpu_share`; messages on several streams of one rank
+share its way out evenly.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+from convoy.plans.timeline import Span, Task, Timeline
+
+
+def simulate(tasks: Sequence[Task]) -> Timeline:
+    """When the tasks run.
+
+    Args:
+        tasks: of all ranks; those of one stream of a rank in their order.
+
+    Raises:
+        ValueError: some tasks wait for each other for ever.
+    """
+    return _Simulation(tasks).run()
+
+
+class _Activity:
+    """A task that runs, or the tasks of a meeting."""
+
+    __slots__ = ("is_message", "numbers", "ranks", "rate", "remaining", "share", "since", "version")
+
+    def __init__(self, numbers: list[int], tasks: Sequence[Task], now: float) -> None:
+        self.numbers = numbers
+        self.ranks = [tasks[number].rank for number in numbers]
+        self.remaining = max(tasks[number].seconds for number in numbers)
+        self.share = max(tasks[number].cpu_share for number in numbers)
+        self.is_message = tasks[numbers[0]].stream != "compute"
+        self.since = now
+        self.rate = 0.0
+        self.version = 0
+
+
+class _Simulation:
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.now = 0.0
+        self.waiting = [len(set(task.after)) for task in tasks]
+        self.followers: list[list[int]] = [[] for _ in tasks]
+        self.queues: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self.members: dict[int, list[int]] = defaultdict(list)
+        for number, task in enumerate(tasks):
+            for before in set(task.after):
+                self.followers[before].append(number)
+            self.queues[task.rank, task.stream].append(number)
+            if task.meeting >= 0:
+                self.members[task.meeting].append(number)
+        self.heads = dict.fromkeys(self.queues, 0)
+        self.arrived: dict[int, int] = defaultdict(int)
+        self.ready = [0.0] * len(tasks)
+        self.start = [0.0] * len(tasks)
+        self.end = [-1.0] * len(tasks)
+        self.active: dict[int, list[_Activity]] = defaultdict(list)
+        self.finishing: list[tuple[float, int, int, _Activity]] = []
+        self.pushed = 0
+
+    def run(self) -> Timeline:
+        for queue in self.queues:
+            self._look(queue)
+        while self.finishing:
+            time, _, version, activity = heapq.heappop(self.finishing)
+            if version == activity.version:
+                self.now = time
+                self._finish(activity)
+        if any(end < 0 for end in self.end):
+            stuck = next(task for task, end in zip(self.tasks, self.end, strict=True) if end < 0)
+            raise ValueError(f"tasks wait for each other: {stuck}")
+        spans = zip(self.tasks, self.ready, self.start, self.end, strict=True)
+        return Timeline(tuple(Span(*span) for span in spans))
+
+    def _look(self, queue: tuple[int, str]) -> None:
+        """Begin the first task of a stream, if it can."""
+        numbers, head = self.queues[queue], self.heads[queue]
+        if head == len(numbers) or self.waiting[numbers[head]]:
+            return
+        number = numbers[head]
+        self.heads[queue] += 1
+        self.ready[number] = self.now
+        meeting = self.tasks[number].meeting
+        if meeting < 0:
+            self._begin([number])
+            return
+        self.arrived[meeting] += 1
+        if self.arrived[meeting] == len(self.members[meeting]):
+            self._begin(self.members[meeting])
+
+    def _begin(self, numbers: list[int]) -> None:
+        activity = _Activity(numbers, self.tasks, self.now)
+        for number in numbers:
+            self.start[number] = self.now
+            self.active[self.tasks[number].rank].append(activity)
+        self._set_rates(activity.ranks)
+
+    def _finish(self, activity: _Activity) -> None:
+        activity.version += 1
+        for number, rank in zip(activity.numbers, activity.ranks, strict=True):
+            self.end[number] = self.now
+            self.active[rank].remove(activity)
+        self._set_rates(activity.ranks)
+        queues: dict[tuple[int, str], None] = {}
+        for number in activity.numbers:
+            queues[self.tasks[number].rank, self.tasks[number].stream] = None
+            for follower in self.followers[number]:
+                self.waiting[follower] -= 1
+                queues[self.tasks[follower].rank, self.tasks[follower].stream] = None
+        for queue in queues:
+            numbers, head = self.queues[queue], self.heads[queue]
+            if head == 0 or self.end[numbers[head - 1]] >= 0:
+                self._look(queue)
+
+    def _set_rates(self, ranks: Sequence[int]) -> None:
+        """Give everything that runs on these ranks its speed from now on."""
+        touched = {id(activity): activity for rank in ranks for activity in self.active[rank]}
+        for activity in touched.values():
+            rate = min(self._rate(activity, rank) for rank in activity.ranks)
+            if rate == activity.rate and activity.version:
+                continue
+            activity.remaining = max(0.0, activity.remaining - activity.rate * (self.now - activity.since))
+            activity.since, activity.rate = self.now, rate
+            activity.version += 1
+            if rate > 0 or activity.remaining == 0:
+                end = self.now + (activity.remaining / rate if rate > 0 else 0.0)
+                self.pushed += 1
+                heapq.heappush(self.finishing, (end, self.pushed, activity.version, activity))
+
+    def _rate(self, activity: _Activity, rank: int) -> float:
+        messages = [other for other in self.active[rank] if other.is_message]
+        if activity.is_message:
+            return 1.0 / len(messages)
+        return max(0.0, 1.0 - sum(other.share for other in messages) / max(1, len(messages)))
