@@ -121,10 +121,11 @@ def forecast(
                 wanted[text] = Plan.parse(text)
             except ConvoyError as error:
                 notes.append(f"{text}: {error}")
+        ranks = Ranks.here() if ranks.num > 1 else Ranks()
         planned = make_plan(
             replace(workload, by_speed=None),
             ranks.num,
-            Ranks.here() if ranks.num > 1 else Ranks(),
+            ranks,
             store=ProfileStore() if keep else None,
             plans=list(wanted.values()),
             progress=say,

@@ -75,7 +75,7 @@ class Ranks:
         self.is_group_leader = self.rank in self._leaders
 
     def places(self, mesh: Mesh) -> list[int]:
-        """The place on a mesh that each of them takes while it profiles: spread out, where the mesh has more."""
+        """The place on a mesh that each rank takes while it profiles: spread out, where the mesh has more."""
         return [rank * mesh.num_devices // self.num for rank in range(self.num)]
 
     def barrier(self) -> None:
