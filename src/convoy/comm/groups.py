@@ -3,7 +3,7 @@
 Before they have a process group the ranks meet in a key-value store, which listens on one address alone. torch's
 elastic launcher keeps one store for all restarts of a job, in which ranks would find the addresses of processes that
 are gone; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of ranks
-uses keys of its own (`fresh`).
+uses keys of its own (`generation_store`).
 """
 
 import gc
