@@ -93,7 +93,7 @@ def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> N
         (["sessions", 0, "wall_s"], r"it has no sessions\[0\]\.wall_s"),
         (
             ["configurations", 1, "visits", 0, "ranks", 0, "memory"],
-            r"no configurations\[1\]\.measurements\[0\]\.ranks\[0\]\.m",
+            r"no configurations\[1\]\.visits\[0\]\.ranks\[0\]\.m",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_an_error_of_ours_has_status_1(monkeypatch: pytest.MonkeyPatch, capfd: p
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("convoy.cli.models.tables.show", fail)
+    monkeypatch.setattr("convoy.cli.models.options.show", fail)
     assert main(["models", "lenet"]) == 1
     assert "RuntimeError: broken" in capfd.readouterr().err
     assert main(["models", "lenet", "-v"]) == 1

@@ -142,11 +142,9 @@ class _Waits:
         self._stopwatch = stopwatch
 
     def enter(self) -> None:
-        """A wait for other ranks begins."""
         self._stopwatch.enter(COMMUNICATION)
 
     def leave(self) -> None:
-        """It is over."""
         self._stopwatch.leave()
 
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from convoy import units
@@ -38,34 +38,33 @@ NUMBERS = (
 
 def records(found: Results) -> list[dict[str, Any]]:
     """The rows with plain numbers: seconds, bytes, and parts of one."""
-    return [_record(row) for row in found.rows]
-
-
-def _record(row: StudyRow) -> dict[str, Any]:
-    return {
-        "configuration": row.label,
-        "kind": row.kind,
-        "devices": row.devices,
-        "plan": row.plan,
-        "batch": row.batch,
-        "step_s": row.seconds,
-        "spread_s": row.spread,
-        "images_per_s": row.images_per_s,
-        "speedup": row.speedup,
-        "speedup_spread": row.speedup_spread,
-        "efficiency": row.efficiency,
-        "days": row.days,
-        "compute_s": row.parts[COMPUTE],
-        "exposed_communication_s": row.parts[COMMUNICATION],
-        "data_wait_s": row.parts[INPUT],
-        "optimizer_s": row.parts[OPTIMIZER],
-        "memory_bytes": row.memory,
-        "predicted_s": row.predicted,
-        "prediction_error": row.error,
-        "predicted_memory_bytes": row.predicted_memory,
-        "rounds": row.rounds,
-        "overhead_s": row.overhead,
-    }
+    return [
+        {
+            "configuration": row.label,
+            "kind": row.kind,
+            "devices": row.devices,
+            "plan": row.plan,
+            "batch": row.batch,
+            "step_s": row.seconds,
+            "spread_s": row.spread,
+            "images_per_s": row.images_per_s,
+            "speedup": row.speedup,
+            "speedup_spread": row.speedup_spread,
+            "efficiency": row.efficiency,
+            "days": row.days,
+            "compute_s": row.parts[COMPUTE],
+            "exposed_communication_s": row.parts[COMMUNICATION],
+            "data_wait_s": row.parts[INPUT],
+            "optimizer_s": row.parts[OPTIMIZER],
+            "memory_bytes": row.memory,
+            "predicted_s": row.predicted,
+            "prediction_error": row.error,
+            "predicted_memory_bytes": row.predicted_memory,
+            "rounds": row.rounds,
+            "overhead_s": row.overhead,
+        }
+        for row in found.rows
+    ]
 
 
 def lines(found: Results) -> list[dict[str, str]]:
@@ -149,16 +148,21 @@ def latex_text(found: Results, document: Mapping[str, Any]) -> str:
     columns = ["configuration", "devices", "step", "images/s", "speed-up", "efficiency", "days", "predicted"]
     if any(row.days is None for row in found.rows):
         columns.remove("days")
-    head = " & ".join(columns) + r" \\"
-    body = [" & ".join(escaped(line[key]) for key in columns) + r" \\" for line in lines(found)]
+    note = f"{printable(study['model'])}, batch {batch}"
+    return _tabular(
+        note, f"l{'r' * (len(columns) - 1)}", columns, [[line[key] for key in columns] for line in lines(found)]
+    )
+
+
+def _tabular(note: str, alignment: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(
         [
-            f"% {printable(study['model'])}, batch {batch}; made by convoy bench; needs \\usepackage{{booktabs}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+            f"% {note}; made by convoy bench; needs \\usepackage{{booktabs}}",
+            rf"\begin{{tabular}}{{{alignment}}}",
             r"\toprule",
-            head,
+            " & ".join(columns) + r" \\",
             r"\midrule",
-            *body,
+            *(" & ".join(map(escaped, row)) + r" \\" for row in rows),
             r"\bottomrule",
             r"\end{tabular}",
             "",
@@ -359,18 +363,5 @@ def curves_csv(found: Convergence) -> str:
 
 def convergence_latex(found: Convergence, document: Mapping[str, Any]) -> str:
     """The table for the package booktabs."""
-    model = printable(document["study"]["model"])
-    lines = convergence_lines(found)
-    return "\n".join(
-        [
-            f"% {model}, {found.epochs:g} epochs; made by convoy bench; needs \\usepackage{{booktabs}}",
-            r"\begin{tabular}{lrrrrrrrl}",
-            r"\toprule",
-            " & ".join(_COLUMNS) + r" \\",
-            r"\midrule",
-            *(" & ".join(escaped(cell) for cell in line.values()) + r" \\" for line in lines),
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    note = f"{printable(document['study']['model'])}, {found.epochs:g} epochs"
+    return _tabular(note, "lrrrrrrrl", _COLUMNS, (line.values() for line in convergence_lines(found)))

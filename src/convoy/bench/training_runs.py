@@ -68,7 +68,6 @@ class Heard:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """While entered, the latest is said again as long as this process moves: in an evaluation nobody reports."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -88,24 +87,21 @@ class Heard:
             thread.join()
 
     def say(self, text: str) -> None:
-        """Sentences are kept in the run's folder."""
+        pass
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        """Long work before the first update."""
         self._say(what, 0)
 
     def begin(self, done: int, total: int) -> None:
-        """The first update comes."""
         self._total = total
         self._say(self._text, done)
 
     def advance(self, done: int, text: str | None = None) -> None:
-        """So many are done."""
         self._text = text or self._text
         self._say(self._text, done)
 
     def end(self) -> None:
-        """Nothing is open."""
+        pass
 
     def _say(self, text: str, done: int) -> None:
         with self._one_at_a_time:

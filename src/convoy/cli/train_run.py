@@ -216,7 +216,7 @@ def start_lines(session: Session, out: Path) -> list[str]:
     kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
     epochs = f" ({_counted(length.value, 'epoch')})" if length.unit == "ep" else ""
     if session.ranks.num == 1:
-        where = f"on  device ({kind})"
+        where = f"on one device ({kind})"
     else:
         where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     return [

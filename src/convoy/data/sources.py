@@ -59,7 +59,6 @@ class PixelSource:
         return len(self.labels)
 
     def open(self, sample: int) -> Image.Image:
-        """The picture. Raises BadImage where it could not be read."""
         if sample in self.bad:
             raise BadImage(self.name(sample), self.bad[sample])
         pixels = self.pixels[sample]
@@ -68,11 +67,9 @@ class PixelSource:
     load = open
 
     def name(self, sample: int) -> str:
-        """The file and the picture's number in it (from 0)."""
         return f"{self._name}, picture {sample}" if isinstance(self._name, str) else self._name(sample)
 
     def with_channels(self, channels: int) -> "PixelSource":
-        """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
         num, height, width, own = self.pixels.shape
         if own == channels:
             return self
@@ -82,7 +79,6 @@ class PixelSource:
         return PixelSource(pixels, self.labels, self._name, self.bad)
 
     def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        """Some of the samples; their names stay."""
         name = self._name if not isinstance(self._name, str) else self.name
         bad = {new: self.bad[int(old)] for new, old in enumerate(samples) if int(old) in self.bad}
         return PixelSource(self.pixels[samples], self.labels[samples], _Renamed(name, samples), bad)
@@ -106,26 +102,22 @@ class EncodedSource(ABC):
 
     @abstractmethod
     def read(self, sample: int) -> bytes:
-        """The bytes of the picture file. Raises BadImage."""
+        pass
 
     @abstractmethod
     def name(self, sample: int) -> str:
-        """The file, or the file and the place in it."""
+        pass
 
     def open(self, sample: int) -> Image.Image:
-        """The picture with its header read. Raises BadImage."""
         return open_picture(self.read(sample), self.name(sample))
 
     def load(self, sample: int) -> Image.Image:
-        """The decoded picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
         return finish_picture(self.open(sample), self.name(sample))
 
     def settled(self, progress: Progress | None) -> "EncodedSource":
-        """This source, or one with the same pictures that is faster to read at random."""
         return self
 
     def subset(self, samples: NDArray[np.int64]) -> "EncodedSource":
-        """Some of the samples; their names stay."""
         return _Subset(self, samples)
 
 

@@ -171,7 +171,7 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]],
     ranks: Ranks | None = None,
     announce: Callable[[int], int] = lambda number: 0,
-    joint: bool = False,
+    exchanges_in_forward: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Run the network in evaluation mode over all batches.
@@ -185,7 +185,7 @@ def evaluate(
         ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
-        joint: run the network for a batch without samples too, because other ranks' passes need this one.
+        exchanges_in_forward: whether other ranks' passes need this one, so that a batch without samples is run too.
         is_asked_to_stop: called before each batch; the same on all ranks.
 
     Raises:
@@ -194,13 +194,13 @@ def evaluate(
     start = time.perf_counter()
     ranks = ranks or Ranks()
     tally = EvaluationTally.of(num_classes)
-    with evaluating(model), torch.no_grad() if joint else torch.inference_mode():
+    with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
         for number, batch in enumerate(batches):
             here.to("evaluation")
             if is_asked_to_stop():
                 raise StoppedError
             size = max(announce(number), len(batch.labels))
-            if size == 0 and not joint:
+            if size == 0 and not exchanges_in_forward:
                 tally.add(batch, torch.empty(0, num_classes))
                 continue
             images = to_input(batch)

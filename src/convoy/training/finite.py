@@ -150,7 +150,7 @@ class FiniteGuard:
 
     Args:
         network: that is trained.
-        devices: the ranks.
+        ranks: all ranks of the run.
         gradients: whether those are looked at too; a scale of the loss lets them overflow, and copes with it.
     """
 

@@ -34,7 +34,7 @@ class TrainedNetwork(Protocol):
     model: nn.Module
     sample_axes: Axes
     """Axes of the mesh that divide the samples."""
-    joint: bool
+    exchanges_in_forward: bool
     """Whether passes exchange between sample ranks, so that those without samples must run them too."""
     local_mean: bool
     """Whether the loss is to be the mean over this rank's own samples: approximate methods alone."""
@@ -101,7 +101,7 @@ class OneDevice:
     """A plain network."""
 
     sample_axes: Axes = ()
-    joint = False
+    exchanges_in_forward = False
     local_mean = False
     version = 0
 
@@ -115,65 +115,53 @@ class OneDevice:
         self._tree = GradientTree(list(model.parameters())) if tree else None
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
-        """One device has samples in every pass."""
         return False
 
     def enter(self, update: int, piece: Pass) -> None:
-        """Announce a pass to the layers."""
         self.context.enter(update, piece.parts[0].start, piece.sizes, self.device)
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        """Nothing to announce."""
+        pass
 
     def share(self, optimizer: Optimizer) -> Optimizer:
-        """Nobody to share with."""
         return optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
-        """Nothing to divide."""
+        pass
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing to pause."""
         return contextlib.nullcontext()
 
     def passed(self) -> None:
-        """Put the microbatch's gradient into the tree."""
         if self._tree is not None:
             self._tree.add()
 
     def finish_update(self) -> None:
-        """Take the sum out of the tree."""
         if self._tree is not None:
             self._tree.finish()
 
     def own_gradients(self) -> list[Tensor]:
-        """All."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradient."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Tensors are whole."""
         return contextlib.nullcontext()
 
     def updated(self) -> None:
-        """Nothing to do."""
+        pass
 
     def synchronize(self) -> None:
-        """Nobody drifts."""
+        pass
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
     def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The tensor alone."""
         return [tensor]
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
 
@@ -195,7 +183,7 @@ class Method:
 class ParallelNetwork:
     """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
 
-    joint = True
+    exchanges_in_forward = True
 
     def __init__(
         self,
@@ -242,7 +230,6 @@ class ParallelNetwork:
                 self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
-        """Where passes exchange nothing; batch norm learns of the others' microbatches all the same."""
         if self._method.tree or not self.engine.silent:
             return False
         if self._normed:
@@ -252,7 +239,6 @@ class ParallelNetwork:
         return True
 
     def enter(self, update: int, piece: Pass) -> None:
-        """Announce a pass with the samples of all ranks."""
         self._update = update
         self._left_over = False  # the pass takes with it what paused ones before it have left
         self.engine.samples = tuple(map(len, piece.parts))
@@ -262,20 +248,16 @@ class ParallelNetwork:
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        """Announce how many samples each rank has."""
         self.engine.samples = parts
 
     def forward(self, images: Tensor) -> Any:
-        """The outputs for this rank's samples."""
         return self.model(images)
 
     def share(self, optimizer: Optimizer) -> Optimizer:
-        """Divide the optimizer's state over the ranks where that is faster."""
         exact = not (self._method.tree or self._method.compression or self.local_mean)
         return divide_update(self.model, optimizer) if exact else optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
-        """Tell the tree, or the average of local SGD, who has how much."""
         if self._method.tree and self._tree is None:
             self._tree = TreeReducer(
                 self._reduced(),
@@ -297,16 +279,14 @@ class ParallelNetwork:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave gradients on this rank."""
         with self.engine.reducer.paused() if self.engine.reducer is not None else contextlib.nullcontext():
             yield
         self._left_over = self.engine.reducer is not None
 
     def passed(self) -> None:
-        """The engine was there."""
+        pass
 
     def finish_update(self) -> None:
-        """Gradients and running statistics of the global batch."""
         if self._left_over and self.engine.reducer is not None:
             self.engine.reducer.reduce()
         self._left_over = False
@@ -315,44 +295,36 @@ class ParallelNetwork:
         self.engine.context.statistics.fold(self.engine.groups)
 
     def own_gradients(self) -> list[Tensor]:
-        """This rank's pieces of those that are divided, and the others."""
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
         return [own[p][0] if p in own else p.grad for p in self.model.parameters() if p.grad is not None]
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradient by its norm over all shards."""
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
         clip_grad_norm(self._divided(), self.engine.groups, max_norm, own)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Whole norms for LARS and LAMB."""
         divided = self._divided()
         if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in divided):
             return contextlib.nullcontext()
         return WholeNorms(divided, self.engine.groups)
 
     def updated(self) -> None:
-        """Average the weights, where it is their time."""
         if self._local is not None:
             self._local.step(self._update)
 
     def synchronize(self) -> None:
-        """Average the weights now."""
         if self._local is not None:
             self._local.average()
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Collect a tensor from all ranks."""
         return self.engine.whole(name, tensor)
 
     def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Collect what local SGD leaves to each sample rank."""
         whole = self.whole(name, tensor)
         axes = self.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """Cut this rank's part out of a whole tensor."""
         whole = tuple(tensor.shape) == self.engine.entry(name)[0]
         return self.engine.part(name, tensor) if whole else tensor
 

@@ -59,11 +59,9 @@ class ConsoleReporter:
         self._line_at = -LINE_EVERY_S
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        """Draw a bar that goes away with the work, on a terminal."""
         if not self.console.is_terminal:
             return
         if self._bar is None:
@@ -76,7 +74,6 @@ class ConsoleReporter:
             self.end()
 
     def begin(self, done: int, total: int) -> None:
-        """Draw the bar, on a terminal."""
         self.end()
         if not self.console.is_terminal:
             return
@@ -94,7 +91,6 @@ class ConsoleReporter:
         self._task = self._bar.add_task("updates", total=total, completed=done)
 
     def advance(self, done: int, text: str | None = None) -> None:
-        """Move the bar."""
         if self._bar is not None:
             if text is None:
                 self._bar.update(self._task, completed=done)
@@ -105,7 +101,6 @@ class ConsoleReporter:
             self.say(text)
 
     def end(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -101,7 +101,7 @@ class Session:
                 self.autocast,
                 ranks,
                 announce,
-                self.network.joint,
+                self.network.exchanges_in_forward,
                 is_asked_to_stop,
             )
 

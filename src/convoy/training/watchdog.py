@@ -147,7 +147,7 @@ class Watchdog:
     """Watches over this rank while entered. All ranks make it, at the same time.
 
     Args:
-        devices: the ranks.
+        ranks: all ranks of the run.
         store: by which they have met; None where there is nobody to wait for.
         end: is called with the sentence, from a thread; it should end the process.
         timeout_s: seconds without movement.
