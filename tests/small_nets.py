@@ -123,14 +123,13 @@ class RootMeanSquare(nn.Module):
         self.norm = nn.RMSNorm(12, eps=1e-6)
         self.up = nn.Linear(12, 24)
         self.down = nn.Linear(24, 12)
-        self.pictures = nn.RMSNorm((12, 8, 8))
         self.second = nn.Conv2d(12, 6, 3, 2, 1)
         self.head = nn.Linear(6, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = x + self.down(F.silu(self.up(self.norm(x.permute(0, 2, 3, 1))))).permute(0, 3, 1, 2)
-        return self.head(F.relu(self.second(self.pictures(x))).mean([-2, -1]))
+        return self.head(F.relu(self.second(F.rms_norm(x, x.shape[1:]))).mean([-2, -1]))
 
 
 class Dropping(nn.Module):

@@ -28,6 +28,7 @@ WRONG = {
     "train lenet --data mnist-mini --weights none.pth": "weights file none.pth does not exist",
     "train lenet --data mnist-mini --plan sample=3 --devices 2": "is for 3 devices, but 2 run",
     "train lenet --data mnist-mini --plan auto --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
+    "train lenet --data mnist-mini --plan sample=2 --devices 2 --shares 1,2,3": "into 2: give 2 numbers",
     "train lenet --data mnist-mini --out .": "is not empty",
     "train lenet --data mnist-mini --out file": "is a file",
     "train none --extend 8": "none is no run directory: --extend needs the run to make longer",

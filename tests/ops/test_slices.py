@@ -132,7 +132,7 @@ def test_other_modes_need_the_rows_whole(mode: str) -> None:
 
 
 def test_wrong_renumbering_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from convoy.ops import select as kernel
+    from convoy.ops import slices as kernel
 
     given = Layout.of({1: Split((0,), ((0, 2), (1, 3)))})
     right: Callable[..., Indices] = kernel.places

@@ -100,6 +100,13 @@ def test_devices_that_only_cost_are_said_to() -> None:
     assert "One device alone" not in explain("sample=2", costs()).verdict.advice
 
 
+def test_where_one_device_is_faster_the_first_line_says_so() -> None:
+    slow = explain("filter=2", costs(gbytes=1e-3))
+    first = explanation_text(slow).partition("\n")[0]
+    assert first.endswith(f"; one device is faster: {slow.speedup:.2f} ×") and slow.speedup < 1
+    assert "one device is faster" not in explanation_text(explain("sample=2", costs())).partition("\n")[0]
+
+
 def test_a_slow_optimizer() -> None:
     found = explain("sample=2", costs(update=Update(per_byte=1e-6)))
     assert found.verdict.kind == "optimizer"

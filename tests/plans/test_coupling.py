@@ -44,6 +44,9 @@ class Between(nn.Module):
         (lambda x: x + x.cumsum(0), "cumsum"),
         (lambda x: x + (x @ x.t()) @ x, "matmul"),
         (lambda x: x / x.norm(), "norm"),
+        (lambda x: F.layer_norm(x, x.shape), "layer_norm"),
+        (lambda x: F.group_norm(x.t()[None], 4)[0].t(), "group_norm"),
+        (lambda x: F.rms_norm(x, x.shape), "rms_norm"),
     ],
 )
 def test_couplings(function: Callable[[Tensor], Tensor], name: str) -> None:
@@ -61,6 +64,7 @@ def test_couplings(function: Callable[[Tensor], Tensor], name: str) -> None:
         lambda x: x + x.flip(1),
         lambda x: F.batch_norm(x, None, None, training=True),
         lambda x: F.layer_norm(x, (4,)),
+        lambda x: F.rms_norm(x, (4,)),
         lambda x: F.normalize(x),
         lambda x: x.t().contiguous().t(),
     ],

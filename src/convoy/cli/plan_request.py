@@ -29,17 +29,17 @@ class Request:
     """What the command line asks for; None where it says nothing.
 
     Attributes:
-        arguments: of the line.
+        arguments: the words of the line.
         model: the network's name.
         recipe: a recipe, by its name or file.
         overrides: keys of the recipe with their values.
-        devices: that the plan is for.
-        image_size, classes: of the images; None for what the network usually has.
-        fixes, memory_limit: of a search.
+        devices: number of devices that the plan is for.
+        image_size, classes: the images' size and classes; None for what the network usually has.
+        fixes, memory_limit: constraints of a search.
         scores: plans to predict instead.
         link: between devices that are not at hand.
-        images_per_second: that the input of one device gives; None for an input that costs nothing.
-        cores_per_device: on a CPU; None for its share of all.
+        images_per_second: rate at which one device's input is ready; None for an input that costs nothing.
+        cores_per_device: CPU cores of each; None for its share of all.
         device: the kind of the devices, or one of them.
         keep: whether what is measured is kept.
     """

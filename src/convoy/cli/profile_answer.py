@@ -8,7 +8,7 @@ import click
 from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.planner.cost.device import Device
-from convoy.planner.cost.store import ProfileStore, Row
+from convoy.planner.cost.store import Measurement, ProfileStore
 from convoy.units import seconds
 
 
@@ -87,7 +87,7 @@ def _show_pieces(store: ProfileStore, device: Device, as_json: bool) -> None:
     options.show([_piece(row, as_json) for row in measured], as_json, right=("forward", "backward"))
 
 
-def _piece(row: Row, as_json: bool) -> dict[str, Any]:
+def _piece(row: Measurement, as_json: bool) -> dict[str, Any]:
     if as_json:
         return {
             "piece": row.local_op.describe(),

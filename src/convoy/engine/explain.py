@@ -8,8 +8,8 @@ from torch import nn
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
 from convoy.ops.memory import predict_memory
-from convoy.plans.explain import Setting, explanation, listed, text_of, together
 from convoy.plans.explain import explain as text_of_placement
+from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
 
 
@@ -59,5 +59,6 @@ def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, sampl
     for reason in dict.fromkeys(network.alone.values()):
         layers = [name for name, why in network.alone.items() if why == reason]
         notes.append(f"whole on every rank, as {reason}: {listed(layers)}")
-    setting = Setting(training, network.example_samples(samples), network.plan.mesh.num_devices, network.captured)
+    shares = network.example_samples(samples)
+    setting = setting_text(training, shares, network.plan.mesh.num_devices, network.captured)
     return text_of(found, setting, f"plan {network.plan}", notes)

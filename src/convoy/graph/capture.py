@@ -2,12 +2,8 @@
 
 The network runs once on tensors without numbers while every torch function it calls is written down, so python's own
 control flow over shapes and modes is followed as it is. A graph therefore holds for one mode and one size of input.
-
-Custom autograd functions are one call each: what they do inside has a backward pass of their own.
-
-Fake tensors in the places of a module's parameters and buffers.
-
-A forward pass that leaves no trace: in modules, in what they keep in lists and dicts, in random states.
+Fake tensors stand in for parameters and buffers, and the pass leaves no trace: in modules, in what they keep in lists
+and dicts, in random states.
 """
 
 import inspect
@@ -27,7 +23,7 @@ from convoy.graph import tree
 from convoy.graph.fake import Fakes
 from convoy.graph.graph import Apply, Call, CaptureError, Graph, LayerStack, Ref
 from convoy.graph.recorder import Recorder
-from convoy.graph.seen import Recognize
+from convoy.graph.torch_call import Recognize
 
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 
@@ -81,10 +77,7 @@ def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.devic
 
 @contextmanager
 def swapped(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    fakes: Mapping[str, Tensor],
-    constant: Callable[[Tensor], bool],
+    model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor], constant: Callable[[Tensor], bool]
 ) -> Iterator[None]:
     """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
 
@@ -238,8 +231,7 @@ def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) 
     needed = {ref.name for ref in tree.leaves(output, Ref)}
     calls: list[Call] = []
     for call in reversed(recorder.calls):
-        updates = call.op == "batch_norm" and call.attributes["training"] and call.attributes["running_mean"]
-        if updates or needed.intersection(call.outputs):
+        if call.updates or needed.intersection(call.outputs):
             calls.append(call)
             needed.update(call.inputs, call.outputs)
             needed.update(filter(None, [call.attributes.get("num_batches_tracked")]))

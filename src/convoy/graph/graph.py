@@ -1,11 +1,4 @@
-"""Which layer is running: a stack that follows the calls of a network's modules.
-
-Why a network could not be captured.
-
-Functions that a captured graph calls where torch has no single one.
-
-What a network computes, as a list of calls on named values: nothing here knows of devices.
-"""
+"""What a network computes, as a list of calls on named values: nothing here knows of devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +92,8 @@ class Call:
         inputs: names of the tensors among the arguments, in order, each once.
         outputs: names of the tensors that it returns.
         structure: the result with a `Ref` for every tensor.
-        attributes: the arguments that matter to the rules, under names of their own for each `op`.
+        attributes: the arguments that matter to the operation, under names of its own.
+        updates: whether it changes buffers, so that it runs also where nobody takes its result.
     """
 
     name: str
@@ -112,6 +106,7 @@ class Call:
     outputs: tuple[str, ...]
     structure: Any
     attributes: dict[str, Any] = field(default_factory=dict)
+    updates: bool = False
 
 
 @dataclass(frozen=True)

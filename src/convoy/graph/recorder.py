@@ -1,7 +1,4 @@
-"""Writes down the torch functions that a network calls.
-
-Functions that change a tensor, and those that give the same as a new one.
-"""
+"""The torch functions that a network calls, written down; what changes a tensor in place becomes a new tensor."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +13,7 @@ from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
 from convoy.graph.fake import Aliases, Fakes, FakeTensor
 from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
-from convoy.graph.seen import Recognize, Recognized, Seen
+from convoy.graph.torch_call import Recognize, Recognized, TorchCall
 
 Replacement = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -174,11 +171,11 @@ class Recorder(TorchFunctionMode):
             return result
         if len(made) == 1 and any(made[0] is tensor for tensor in tensors):
             return result
-        call = self._record(func, args, kwargs, result, made)
+        found = self._record(func, args, kwargs, result, made)
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
-        if changed and not (call.op == "batch_norm" or call.function is torch.nn.functional.instance_norm):
+        if changed and not found.updates:
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
-        if self._fakes.draws > draws and call.op != "dropout":
+        if self._fakes.draws > draws and not found.draws:
             dropout = _called(func).startswith("dropout")
             told = "of numbers that belong to no sample" if dropout else "in a way of its own"
             raise CaptureError(f"{_called(func)} draws random numbers {told}", self._layers.name)
@@ -186,20 +183,23 @@ class Recorder(TorchFunctionMode):
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, made: list[Tensor]
-    ) -> Call:
+    ) -> Recognized:
         args, kwargs = self.reference(args), self.reference(kwargs)
         inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
         outputs = self._name_outputs(func, made)
-        seen = Seen(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
+        torch_call = TorchCall(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
         depends = any(name in self._data for name in inputs)
-        found = self._recognize(seen) if depends else Recognized("opaque")
-        return self._add(seen, found, outputs, made, result)
+        found = self._recognize(torch_call) if depends else Recognized("opaque")
+        self._add(torch_call, found, outputs, made, result)
+        return found
 
-    def _add(self, seen: Seen, found: Recognized, outputs: tuple[Value, ...], made: list[Tensor], result: Any) -> Call:
+    def _add(
+        self, torch_call: TorchCall, found: Recognized, outputs: tuple[Value, ...], made: list[Tensor], result: Any
+    ) -> None:
         call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
-        function = seen.function if found.function is None else found.function
-        args = seen.args if found.args is None else found.args
-        kwargs = seen.kwargs if found.kwargs is None else found.kwargs
+        function = torch_call.function if found.function is None else found.function
+        args = torch_call.args if found.args is None else found.args
+        kwargs = torch_call.kwargs if found.kwargs is None else found.kwargs
         counter = found.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
         inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
@@ -214,20 +214,17 @@ class Recorder(TorchFunctionMode):
             self.values[counter] = self._given[counter]
         structure = self.reference(result)
         names = tuple(value.name for value in outputs)
-        call = Call(
-            call_name, self._layers.name, found.op, function, args, kwargs, inputs, names, structure, found.attributes
-        )
-        self.calls.append(call)
-        if not torch.is_grad_enabled() and seen.name != "detach":
+        facts = (inputs, names, structure, found.attributes, found.updates)
+        self.calls.append(Call(call_name, self._layers.name, found.op, function, args, kwargs, *facts))
+        if not torch.is_grad_enabled() and torch_call.name != "detach":
             self._stop_gradient(made)
-        return call
 
     def _stop_gradient(self, made: list[Tensor]) -> None:
         for tensor in made:
             ref = Ref(self._names[id(tensor)])
             outputs = self._name_outputs(torch.Tensor.detach, [tensor])
-            seen = Seen(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
-            self._add(seen, self._recognize(seen), outputs, [tensor], tensor)
+            torch_call = TorchCall(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
+            self._add(torch_call, self._recognize(torch_call), outputs, [tensor], tensor)
 
     def _name_outputs(self, func: Any, made: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name
@@ -304,8 +301,8 @@ class Recorder(TorchFunctionMode):
             raise CaptureError("it draws random numbers that do not belong to one sample each", self._layers.name)
         outputs = self._name_outputs(draw, [made])
         args = (kind, p, shape, made.dtype, made.device)
-        seen = Seen(draw, args, {}, self.values, outputs, self._layers.module, ())
-        self._add(seen, Recognized("random", {"draw": kind, "p": p}), outputs, [made], made)
+        torch_call = TorchCall(draw, args, {}, self.values, outputs, self._layers.module, ())
+        self._add(torch_call, Recognized("random", {"draw": kind, "p": p}), outputs, [made], made)
         return made
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_statistics import Holders, affine, normalize_together
@@ -23,21 +23,15 @@ from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 
-def _batch_norm(seen: Seen) -> Recognized:
-    found = seen.bound(
-        input=None,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        training=False,
-        momentum=0.1,
-        eps=1e-5,
+def _batch_norm(call: TorchCall) -> Recognized:
+    found = call.bound(
+        input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
-    counter = seen.updates[-1] if seen.updates and found["training"] and found["running_mean"] else None
-    if counter and hasattr(seen.module, "momentum"):  # the argument is 1 / count where the layer has None
-        found["momentum"] = seen.module.momentum
-    return Recognized("batch_norm", {**found, "num_batches_tracked": counter})
+    counter = call.updates[-1] if call.updates and found["training"] and found["running_mean"] else None
+    if counter and hasattr(call.module, "momentum"):  # the argument is 1 / count where the layer has None
+        found["momentum"] = call.module.momentum
+    updates = bool(found["training"] and found["running_mean"])
+    return Recognized("batch_norm", {**found, "num_batches_tracked": counter}, updates=updates)
 
 
 def place(situation: Situation) -> Placed:
@@ -109,15 +103,10 @@ class Tensors:
 def _build(site: Site) -> Kernel:
     """By running statistics in evaluation, otherwise as the context's mode says."""
     attributes, names = site.call.attributes, site.call.inputs
-    layer = _Layer(site)
-
-    def sorted_out(tensors: Sequence[Tensor]) -> Tensors:
-        found: dict[str | None, Tensor] = dict(zip(names, tensors, strict=True))
-        given: list[Any] = [found.get(attributes[name]) for name in ARGUMENTS]
-        return Tensors(*given)
+    layer, pick = _Layer(site), by_role(site.call, *ARGUMENTS)
 
     def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
-        return lambda *tensors: [run(sorted_out(tensors))]
+        return lambda *tensors: [run(Tensors(*pick(tensors)))]
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
@@ -126,15 +115,14 @@ def _build(site: Site) -> Kernel:
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    places = {name: place for place, name in enumerate(names)}
     kept = [attributes[name] for name in ARGUMENTS[3:]]
-    buffers = [places[name] for name in kept if name is not None]
+    buffers = [names.index(name) for name in kept if name is not None]
 
     def note(tensors: Sequence[Tensor], terms: list[Tensor]) -> None:
         found = iter(tensors)
         record(Buffers(*[None if name is None else next(found) for name in kept]), terms)
 
-    kernel = Recorded(lambda *tensors: compute(sorted_out(tensors)), note, tuple(buffers))
+    kernel = Recorded(lambda *tensors: compute(Tensors(*pick(tensors))), note, tuple(buffers))
     return kernel if layer.own is None else Alone(kernel)
 
 

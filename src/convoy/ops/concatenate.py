@@ -3,18 +3,18 @@
 from functools import lru_cache
 
 from convoy.graph.graph import Ref
-from convoy.graph.seen import Recognized, Seen
-from convoy.ops.layouts import agreed, even, used
+from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.layouts import agreed, even
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Layout, Split, indices
 from convoy.plans.place import Placed, Situation
 
 
-def _cat(seen: Seen) -> Recognized | None:
-    found = seen.bound(tensors=(), dim=0)
-    dim = seen.kwargs.get("axis", found["dim"]) % len(seen.output)
+def _cat(call: TorchCall) -> Recognized | None:
+    found = call.bound(tensors=(), dim=0)
+    dim = call.kwargs.get("axis", found["dim"]) % len(call.output)
     operands = tuple(ref.name for ref in found["tensors"] if isinstance(ref, Ref))
-    if any(len(seen.shape(name)) != len(seen.output) for name in operands):
+    if any(len(call.shape(name)) != len(call.output) for name in operands):
         return None  # torch lets empty one-dimensional tensors pass
     return Recognized("cat", {"operands": operands, "dim": dim})
 
@@ -27,7 +27,7 @@ def place(situation: Situation) -> Placed:
     dim = call.attributes["dim"] % len(out_shape)
     shapes = {name: _except(situation.shape(name), dim, out_shape) for name in names}
     target = agreed(situation, out_shape, shapes, skip=dim)
-    axes = _axes_along(situation, names, dim, used(target))
+    axes = _axes_along(situation, names, dim, {axis for split in target.values() for axis in split.axes})
     if not axes:
         layout = Layout.of(target)
         return Placed(dict.fromkeys(names, layout), {output: layout})
@@ -66,11 +66,5 @@ def _except(shape: tuple[int, ...], dim: int, out_shape: tuple[int, ...]) -> tup
 
 
 OPERATIONS = (
-    Operation(
-        "cat",
-        place,
-        dict.fromkeys(("cat", "concat", "concatenate"), _cat),
-        gives_own=True,
-        options=("dim",),
-    ),
+    Operation("cat", place, dict.fromkeys(("cat", "concat", "concatenate"), _cat), gives_own=True, options=("dim",)),
 )

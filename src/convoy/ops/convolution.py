@@ -5,6 +5,7 @@ The strategies are those of Dryden et al., "Channel and Filter Parallelism for L
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen, each
-from convoy.ops.kernel import AddBiasOnce, Kernel, Site
-from convoy.ops.layouts import bias_option, even, follow, put
+from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.ops.kernel import Kernel, Site, with_bias
+from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, Shape, keeps_operands
 from convoy.plans.check import axis_names, check_channel, check_filter, check_rows
 from convoy.plans.layout import Indices, Layout, Split, indices
@@ -23,12 +24,14 @@ from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
 
 
-def _conv(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
-    spatial = len(seen.shape(found["weight"])) - 2
-    if len(seen.shape(found["input"])) != spatial + 2:
+def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
+    rest = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
+    found = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **rest)
+    kernel = call.shape(found["weight"])[2:]
+    spatial = len(kernel)
+    if len(call.shape(found["input"])) != spatial + 2:
         return None
-    kernel, dilation = seen.shape(found["weight"])[2:], each(found["dilation"], spatial)
+    dilation = each(found["dilation"], spatial)
     if found["padding"] == "valid":
         padding = ((0, 0),) * spatial
     elif found["padding"] == "same":
@@ -36,35 +39,9 @@ def _conv(seen: Seen) -> Recognized | None:
         padding = tuple((total // 2, total - total // 2) for total in totals)
     else:
         padding = tuple((p, p) for p in each(found["padding"], spatial))
-    return Recognized(
-        "conv",
-        {
-            **found,
-            "stride": each(found["stride"], spatial),
-            "padding": padding,
-            "dilation": dilation,
-            "transposed": False,
-            "output_padding": (0,) * spatial,
-        },
-    )
-
-
-def _conv_transpose(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, weight=None, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)
-    spatial = len(seen.shape(found["weight"])) - 2
-    if len(seen.shape(found["input"])) != spatial + 2:
-        return None
-    return Recognized(
-        "conv",
-        {
-            **found,
-            "stride": each(found["stride"], spatial),
-            "padding": tuple((p, p) for p in each(found["padding"], spatial)),
-            "dilation": each(found["dilation"], spatial),
-            "transposed": True,
-            "output_padding": each(found["output_padding"], spatial),
-        },
-    )
+    found |= {"stride": each(found["stride"], spatial), "padding": padding, "dilation": dilation}
+    found |= {"transposed": transposed, "output_padding": each(found.get("output_padding", 0), spatial)}
+    return Recognized("conv", found)
 
 
 @dataclass(frozen=True)
@@ -84,19 +61,14 @@ def place(situation: Situation) -> Placed:
     source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
     output = call.outputs[0]
     channels = _grouped(situation) if call.attributes["groups"] > 1 else _plain(situation)
-    in_splits: dict[int, Split] = {}
-    out_splits: dict[int, Split] = {}
-    samples = situation.axes("sample")
-    for splits in (in_splits, out_splits):
-        put(splits, 0, situation.batch.split(samples))
-    put(in_splits, 1, channels.input)
-    put(out_splits, 1, channels.output)
-    rows = _rows(situation, in_splits, out_splits)
-    shared = {*samples, *rows}
-    inputs = {
-        source: Layout.of(in_splits, copied=channels.copied),
-        weight: Layout.of(channels.weight, copied=shared),
-    }
+    axes = situation.axes("sample")
+    samples = situation.batch.split(axes)
+    in_splits, out_splits = (
+        {dim: split for dim, split in ((0, samples), (1, of_channels)) if split is not None}
+        for of_channels in (channels.input, channels.output)
+    )
+    shared = {*axes, *_rows(situation, in_splits, out_splits)}
+    inputs = {source: Layout.of(in_splits, copied=channels.copied), weight: Layout.of(channels.weight, copied=shared)}
     if bias is not None:
         inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
     return Placed(inputs, {output: Layout.of(out_splits, partial=channels.partial)})
@@ -206,40 +178,16 @@ def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, s
     return [(dim, axes, name) for dim, axes, name in wanted if axes and max(before[dim], after[dim]) > 1]
 
 
-CONVOLUTIONS: dict[tuple[int, bool], Callable[..., Tensor]] = {
-    (1, False): F.conv1d,
-    (2, False): F.conv2d,
-    (3, False): F.conv3d,
-    (1, True): F.conv_transpose1d,
-    (2, True): F.conv_transpose2d,
-    (3, True): F.conv_transpose3d,
-}
-
-
 def _build(site: Site) -> Kernel:
-    """Padding only at the picture's true border, whole groups, and the bias of a partial sum by one rank."""
-    call, output = site.call, site.call.outputs[0]
-    names = {name: place for place, name in enumerate(call.inputs)}
-    source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]
-    bias = names.get(call.attributes["bias"])
-    partial = site.layouts[output].partial
-    first = site.is_first(partial)
-    convolve = _convolution(site)
-
-    def kernel(*tensors: Tensor) -> list[Tensor]:
-        if not partial:
-            return [convolve(tensors[source], tensors[weight], None if bias is None else tensors[bias])]
-        y = convolve(tensors[source], tensors[weight], None)
-        return [y if bias is None else AddBiasOnce.apply(y, tensors[bias], 1, first)]
-
-    return kernel
+    """Padding only at the picture's true border, and whole groups."""
+    return with_bias(site, _local(site), 1)
 
 
-def _convolution(site: Site) -> Callable[..., Tensor]:
+def _local(site: Site) -> Callable[..., Tensor]:
     """A function of (input, weight, bias or None)."""
     attributes = site.call.attributes
     transposed, num_dims = attributes["transposed"], len(attributes["stride"])
-    function = CONVOLUTIONS[num_dims, transposed]
+    function = getattr(F, f"conv{'_transpose' if transposed else ''}{num_dims}d")
     options: dict[str, Any] = {"stride": attributes["stride"], "dilation": attributes["dilation"]}
     options["groups"] = _local_groups(site)
     if transposed:
@@ -325,8 +273,8 @@ OPERATIONS = (
         "conv",
         place,
         {
-            **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
-            **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
+            **{f"conv{n}d": partial(_convolution, transposed=False) for n in (1, 2, 3)},
+            **{f"conv_transpose{n}d": partial(_convolution, transposed=True) for n in (1, 2, 3)},
         },
         _build,
         keeps=keeps_operands,

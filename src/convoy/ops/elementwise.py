@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from convoy.graph.graph import Call, Ref, Value, expand_like
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.layouts import agreed, operand
 from convoy.ops.operation import Kept, Operation
 from convoy.plans.layout import Layout
@@ -40,37 +40,37 @@ OPERATORS = (  # of python, as torch's methods call them without their underscor
 CONVERSIONS = ("to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "type", "contiguous", "clone")
 
 
-def _elementwise(seen: Seen) -> Recognized | None:
-    operands = seen.operands
-    if len(seen.outputs) != 1 or not operands:
+def _elementwise(call: TorchCall) -> Recognized | None:
+    operands = call.operands
+    if len(call.outputs) != 1 or not operands:
         return None
     try:
-        broadcast = torch.broadcast_shapes(*(seen.shape(name) for name in operands))
+        broadcast = torch.broadcast_shapes(*(call.shape(name) for name in operands))
     except RuntimeError:
         return None
-    return Recognized("elementwise") if tuple(broadcast) == seen.output else None
+    return Recognized("elementwise") if tuple(broadcast) == call.output else None
 
 
-def _prelu(seen: Seen) -> Recognized:
-    found = seen.bound(input=None, weight=None)
-    per_channel = seen.shape(found["weight"]) not in ((), (1,))
+def _prelu(call: TorchCall) -> Recognized:
+    found = call.bound(input=None, weight=None)
+    per_channel = call.shape(found["weight"]) not in ((), (1,))
     return Recognized("elementwise", {"channel_operand": found["weight"]} if per_channel else {})
 
 
-def _convert(seen: Seen) -> Recognized:
-    before, after = seen.values[seen.input], seen.outputs[0]
-    if before.dtype == after.dtype and len(seen.operands) == 1:
-        return Recognized("identity", {"input": seen.input})
-    return Recognized("elementwise", {}, torch.Tensor.to, (Ref(seen.input), after.dtype), {})
+def _convert(call: TorchCall) -> Recognized:
+    before, after = call.values[call.input], call.outputs[0]
+    if before.dtype == after.dtype and len(call.operands) == 1:
+        return Recognized("identity", {"input": call.input})
+    return Recognized("elementwise", {}, torch.Tensor.to, (Ref(call.input), after.dtype), {})
 
 
-def _expand(seen: Seen) -> Recognized | None:
-    if seen.output == seen.shape(seen.input):
-        return Recognized("identity", {"input": seen.input}, torch.Tensor.clone, (Ref(seen.input),), {})
-    others: list[Any] = [name for name in seen.operands[1:] if seen.shape(name) == seen.output]
+def _expand(call: TorchCall) -> Recognized | None:
+    if call.output == call.shape(call.input):
+        return Recognized("identity", {"input": call.input}, torch.Tensor.clone, (Ref(call.input),), {})
+    others: list[Any] = [name for name in call.operands[1:] if call.shape(name) == call.output]
     if not others:
         return None
-    return Recognized("elementwise", {}, expand_like, (Ref(seen.input), Ref(others[0])), {})
+    return Recognized("elementwise", {}, expand_like, (Ref(call.input), Ref(others[0])), {})
 
 
 LINEAR = frozenset({"add", "sub", "add_", "sub_", "__add__", "__iadd__", "__sub__", "__isub__", "__radd__"})

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
-from convoy.ops.kernel import Alone, Kernel, Site
-from convoy.ops.layouts import resolved
+from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.kernel import Alone, Kernel, Site, by_role
+from convoy.ops.layouts import axes_along, resolved
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_statistics import Normalize, Sharing, affine
 from convoy.plans.layout import Indices, Layout
@@ -18,8 +18,8 @@ from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
 
 
-def _instance_norm(seen: Seen) -> Recognized | None:
-    found = seen.bound(
+def _instance_norm(call: TorchCall) -> Recognized | None:
+    found = call.bound(
         input=None,
         running_mean=None,
         running_var=None,
@@ -34,13 +34,15 @@ def _instance_norm(seen: Seen) -> Recognized | None:
     if not found["use_input_stats"]:
         fixed = {"training": False, "momentum": found["momentum"], "num_batches_tracked": None}
         return Recognized("batch_norm", {**names, **statistics, **fixed})
-    if found["running_mean"] is not None or len(seen.shape(found["input"])) < 3:
+    if found["running_mean"] is not None:
+        return Recognized("opaque", updates=True)
+    if len(call.shape(found["input"])) < 3:
         return None
-    return Recognized("group_norm", {**names, "num_groups": seen.shape(found["input"])[1]})
+    return Recognized("group_norm", {**names, "num_groups": call.shape(found["input"])[1]})
 
 
-def _group_norm(seen: Seen) -> Recognized:
-    return Recognized("group_norm", seen.bound(input=None, num_groups=1, weight=None, bias=None, eps=1e-5))
+def _group_norm(call: TorchCall) -> Recognized:
+    return Recognized("group_norm", call.bound(input=None, num_groups=1, weight=None, bias=None, eps=1e-5))
 
 
 def place(situation: Situation) -> Placed:
@@ -63,22 +65,16 @@ def place(situation: Situation) -> Placed:
 
 def _build(site: Site) -> Kernel:
     """The function itself where the rank has whole groups; otherwise statistics are shared with other ranks."""
-    call = site.call
-    attributes, names = call.attributes, call.inputs
-    source, eps = attributes["input"], attributes["eps"]
-    layout, size = site.layouts[source], site.graph.shape(source)[1] // attributes["num_groups"]
-    view = (-1, *[1] * (len(site.graph.shape(source)) - 2))
+    call, pick = site.call, by_role(site.call, "input", "weight", "bias")
+    source, eps = call.attributes["input"], call.attributes["eps"]
+    shape = site.graph.shape(source)
+    size, view = shape[1] // call.attributes["num_groups"], (-1, *[1] * (len(shape) - 2))
     num_groups = len(site.parts(source, 1)) // size
-    split = layout.split(1)
-    aligned = split is None or all(whole_groups(part, size) for part in split.parts)
-    shared = {axis for dim, split in layout.splits for axis in split.axes if dim > 1 or (dim == 1 and not aligned)}
-    axes = tuple(sorted(shared))
+    axes = axes_along(site.layouts[source], _shared_dims(call, site.graph, site.layouts[source]))
     group = site.groups.of(axes)
 
     def alone(*tensors: Tensor) -> list[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
-        assert x is not None
+        x, weight, bias = pick(tensors)
         if x.numel() == 0:
             return [affine(x.clone(), weight, bias, view)]
         return [F.group_norm(x, num_groups, weight, bias, eps)]
@@ -86,15 +82,11 @@ def _build(site: Site) -> Kernel:
     if group is None:
         return alone
     membership, shares = _shares(site, source, axes, size)
-    sharing = Sharing(group, membership, shares, size * math.prod(site.graph.shape(source)[2:]))
+    sharing = Sharing(group, membership, shares, size * math.prod(shape[2:]))
 
     def together(*tensors: Tensor) -> list[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
-        assert x is not None
-        rows: Tensor = Normalize.apply(_rows(x), sharing, eps)
-        y = _from_rows(rows, x)
-        return [affine(y, weight, bias, view)]
+        x, weight, bias = pick(tensors)
+        return [affine(_from_rows(Normalize.apply(_rows(x), sharing, eps), x), weight, bias, view)]
 
     return Alone(together)
 
@@ -146,8 +138,8 @@ def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
     """Rows and columns, and the channels where those of a group lie on several ranks."""
     shape, split = graph.shape(call.attributes["input"]), layout.split(1)
     size = shape[1] // call.attributes["num_groups"]
-    cut = split is not None and any(len(part) % size or (len(part) and part[0] % size) for part in split.parts)
-    return {*range(2, len(shape)), *([1] if cut else [])}
+    is_cut = split is not None and not all(whole_groups(part, size) for part in split.parts)
+    return {*range(2, len(shape)), *([1] if is_cut else [])}
 
 
 OPERATIONS = (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
 from convoy.ops.layouts import spatial
 from convoy.ops.operation import Operation
@@ -19,8 +19,8 @@ from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import output_split
 
 
-def _interpolate(seen: Seen) -> Recognized | None:
-    found = seen.bound(
+def _interpolate(call: TorchCall) -> Recognized | None:
+    found = call.bound(
         input=None,
         size=None,
         scale_factor=None,
@@ -29,7 +29,7 @@ def _interpolate(seen: Seen) -> Recognized | None:
         recompute_scale_factor=None,
         antialias=False,
     )
-    spatial = len(seen.output) - 2
+    spatial = len(call.output) - 2
     if found["antialias"] or spatial < 1:
         return None
     scale: Any = found["scale_factor"]
@@ -38,8 +38,8 @@ def _interpolate(seen: Seen) -> Recognized | None:
     return Recognized(
         "interpolate",
         {
-            "input": seen.input,
-            "output_size": seen.output[2:],
+            "input": call.input,
+            "output_size": call.output[2:],
             "mode": found["mode"],
             "align_corners": found["align_corners"],
             "scale": scale,
@@ -200,11 +200,6 @@ def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
 
 OPERATIONS = (
     Operation(
-        "interpolate",
-        place,
-        {"interpolate": _interpolate},
-        _build,
-        by_function=True,
-        options=("mode", "align_corners"),
+        "interpolate", place, {"interpolate": _interpolate}, _build, by_function=True, options=("mode", "align_corners")
     ),
 )

@@ -120,6 +120,13 @@ def _listed(result: Any) -> Sequence[Tensor]:
     return [result] if isinstance(result, Tensor) else leaves(result, Tensor)
 
 
+def by_role(call: Call, *roles: str) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """Picks from the tensors of `call.inputs` those that attributes of the call name; None where it has no such."""
+    named = [call.attributes.get(role) for role in roles]
+    places = [None if name is None else call.inputs.index(name) for name in named]
+    return lambda tensors: [None if place is None else tensors[place] for place in places]
+
+
 def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty tensor of a shape, with a gradient edge to `x`: a rank without work takes part in the backward pass."""
     return x.flatten()[:0].reshape(tuple(shape))
@@ -170,3 +177,23 @@ class AddBiasOnce(torch.autograd.Function):
         """The bias's gradient is the sum over all other dimensions."""
         others = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
         return gradient, gradient.sum(others, dtype=ctx.dtype), None, None
+
+
+def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], dim: int) -> Kernel:
+    """A function of (input, weight, bias or None); where its output is a partial sum, one rank adds the bias.
+
+    Args:
+        site: of the call.
+        compute: the function.
+        dim: of the output's channels.
+    """
+    partial = site.layouts[site.call.outputs[0]].partial
+    first, pick = site.is_first(partial), by_role(site.call, "input", "weight", "bias")
+
+    def kernel(*tensors: Tensor) -> list[Tensor]:
+        x, weight, bias = pick(tensors)
+        if not partial or bias is None:
+            return [compute(x, weight, bias)]
+        return [AddBiasOnce.apply(compute(x, weight, None), bias, dim, first)]
+
+    return kernel

@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
-from convoy.ops.kernel import Alone, Kernel, Site
-from convoy.ops.layouts import resolved
+from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.kernel import Alone, Kernel, Site, by_role
+from convoy.ops.layouts import axes_along, resolved
 from convoy.ops.operation import Operation, Shape, keeps_input
 from convoy.ops.shared_statistics import Normalize, Sharing, affine
 from convoy.plans.layout import Layout
 from convoy.plans.place import Placed, Situation
 
 
-def _layer_norm(seen: Seen) -> Recognized:
-    found = seen.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
+def _layer_norm(call: TorchCall) -> Recognized:
+    found = call.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
     return Recognized("layer_norm", {**found, "normalized_shape": tuple(found["normalized_shape"])})
 
 
@@ -39,22 +39,19 @@ def place(situation: Situation) -> Placed:
 
 def _build(site: Site) -> Kernel:
     """The function itself where the rank has whole vectors; otherwise statistics are shared with other ranks."""
-    call = site.call
-    attributes, names = call.attributes, call.inputs
-    source, eps = attributes["input"], attributes["eps"]
+    call, pick = site.call, by_role(site.call, "input", "weight", "bias")
+    source, eps = call.attributes["input"], call.attributes["eps"]
     shape, layout = site.graph.shape(source), site.layouts[source]
-    dims = range(len(shape) - len(attributes["normalized_shape"]), len(shape))
-    local = [len(site.parts(source, dim)) for dim in dims]
-    axes = tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes))
+    dims = sorted(shared_dims(call, site.graph, layout))
+    local = tuple(len(site.parts(source, dim)) for dim in dims)
+    axes = axes_along(layout, dims)
     group = site.groups.of(axes)
-
-    def alone(*tensors: Tensor) -> list[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
-        assert x is not None
-        return [F.layer_norm(x, local, weight, bias, eps)]
-
     if group is None:
+
+        def alone(*tensors: Tensor) -> list[Tensor]:
+            x, weight, bias = pick(tensors)
+            return [F.layer_norm(x, local, weight, bias, eps)]
+
         return alone
     total = math.prod(shape[dim] for dim in dims)
     shares = tuple(
@@ -62,15 +59,11 @@ def _build(site: Site) -> Kernel:
         for place in site.mesh.group(site.coordinates, axes)
     )
     sharing = Sharing(group, (0,), shares, total)
-    view, elements, first = tuple(local), math.prod(local), dims[0]
 
     def together(*tensors: Tensor) -> list[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        x, weight, bias = (found.get(attributes[key]) for key in ("input", "weight", "bias"))
-        assert x is not None
-        rows = x.reshape(math.prod(x.shape[:first]), 1, elements)
-        y = Normalize.apply(rows, sharing, eps).view(x.shape)
-        return [affine(y, weight, bias, view)]
+        x, weight, bias = pick(tensors)
+        vectors = x.reshape(math.prod(x.shape[: dims[0]]), 1, math.prod(local))
+        return [affine(Normalize.apply(vectors, sharing, eps).view(x.shape), weight, bias, local)]
 
     return Alone(together)
 

@@ -1,6 +1,6 @@
 """Constructions on layouts that several operations share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -8,7 +8,6 @@ from convoy.graph.graph import Call
 from convoy.plans.layout import WHOLE, Layout, Split, even_split
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
-from convoy.plans.windows import Window, halo_split, output_split
 
 
 def without_partial(layout: Layout) -> Layout:
@@ -20,12 +19,6 @@ def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
     """A dimension cut into consecutive parts as even as can be, the first axis being the coarsest."""
     axes = tuple(sorted(axes))
     return even_split(axes, size, mesh.size(axes))
-
-
-def put(splits: dict[int, Split], dim: int, split: Split | None) -> None:
-    """Note a split, if there is one."""
-    if split is not None and split.axes:
-        splits[dim] = split
 
 
 def operand(
@@ -54,50 +47,14 @@ def operand(
     return Layout.of(splits, partial=keep, copied=copied)
 
 
-def is_balanced(split: Split, size: int) -> bool:
-    """Whether no part is much larger than its even share, so that following it keeps every rank busy."""
-    return max(map(len, split.parts)) <= -(-size // len(split.parts)) * 1.5
-
-
-def used(splits: Mapping[int, Split]) -> set[int]:
-    """Axes that some dimension is divided over."""
-    return {axis for split in splits.values() for axis in split.axes}
+def axes_along(layout: Layout, dims: Container[int]) -> Axes:
+    """Axes over which some of these dimensions are divided."""
+    return tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes))
 
 
 def resolved(situation: Situation, name: str) -> Layout:
     """The layout in which a value is given, with partial sums added up."""
     return without_partial(situation.given.get(name, WHOLE))
-
-
-def slide(
-    situation: Situation, given: Layout, windows: Mapping[int, Window | None]
-) -> tuple[dict[int, Split], dict[int, Split], str]:
-    """Follow the layout of the input: rows that are divided stay divided over the same axes.
-
-    Args:
-        situation: the call.
-        given: layout of its input.
-        windows: for each spatial dimension its window; None where the call has no regular one.
-
-    Returns:
-        The splits to ask the input for, those of the output, and a note on what has to be whole.
-    """
-    taken = {dim: split for dim, split in given.splits if dim not in windows}
-    left = dict(taken)
-    notes = []
-    for dim, window in windows.items():
-        split = given.split(dim)
-        if split is None:
-            continue
-        if window is None:
-            notes.append(f"dim {dim} is whole: its windows differ in size")
-        elif window.output_size < len(split.parts):
-            few = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
-            notes.append(f"dim {dim} is whole: {few}")
-        else:
-            left[dim] = output_split(window.output_size, situation.mesh, split.axes)
-            taken[dim] = halo_split(window, left[dim])
-    return taken, left, "; ".join(notes)
 
 
 def spatial(num_dims: int, num_spatial: int) -> range:
@@ -132,8 +89,10 @@ def agreed(
 def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -> Split:
     """The split that a dimension already has over exactly these axes, if it is a fair one; otherwise an even one."""
     before = situation.given[source].split(dim) if source in situation.given else None
-    if before is not None and before.axes == axes and is_balanced(before, size):
-        return before
+    if before is not None and before.axes == axes:
+        is_fair = max(map(len, before.parts)) <= -(-size // len(before.parts)) * 1.5
+        if is_fair:
+            return before
     return even(situation.mesh, axes, size)
 
 

@@ -4,12 +4,11 @@ from math import prod
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops import opaque
-from convoy.ops.kernel import AddBiasOnce, Kernel, Site
+from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
 from convoy.plans.check import axis_names, check_channel, check_filter
@@ -18,17 +17,17 @@ from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 
-def _linear(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, weight=None, bias=None)
-    if len(seen.shape(found["weight"])) != 2 or len(seen.shape(found["input"])) < 2:
+def _linear(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, weight=None, bias=None)
+    if len(call.shape(found["weight"])) != 2 or len(call.shape(found["input"])) < 2:
         return None
     return Recognized("linear", found)
 
 
-def _matmul(seen: Seen) -> Recognized | None:
-    if len(seen.operands) != 2:
+def _matmul(call: TorchCall) -> Recognized | None:
+    if len(call.operands) != 2:
         return None
-    a, b = seen.operands
+    a, b = call.operands
     return Recognized("matmul", {"a": a, "b": b})
 
 
@@ -69,23 +68,8 @@ def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
 
 
 def _build(site: Site) -> Kernel:
-    """Column-parallel parts give their own features; row-parallel ones a partial sum with the bias in one of them."""
-    call = site.call
-    names = {name: place for place, name in enumerate(call.inputs)}
-    source, weight = names[call.attributes["input"]], names[call.attributes["weight"]]
-    bias = names.get(call.attributes["bias"])
-    partial = site.layouts[call.outputs[0]].partial
-    first = site.is_first(partial)
-    last = len(site.graph.shape(call.outputs[0])) - 1
-
-    def whole(*tensors: Tensor) -> list[Tensor]:
-        return [F.linear(tensors[source], tensors[weight], None if bias is None else tensors[bias])]
-
-    def partly(*tensors: Tensor) -> list[Tensor]:
-        y = F.linear(tensors[source], tensors[weight])
-        return [y if bias is None else AddBiasOnce.apply(y, tensors[bias], last, first)]
-
-    return partly if partial else whole
+    """Column-parallel parts give their own features, row-parallel ones a partial sum."""
+    return with_bias(site, F.linear, len(site.graph.shape(site.call.outputs[0])) - 1)
 
 
 def _place_matmul(situation: Situation) -> Placed:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation, keeps_input
@@ -13,8 +13,8 @@ from convoy.plans.layout import Indices, Layout, Split
 from convoy.plans.place import Placed, Situation
 
 
-def _lrn(seen: Seen) -> Recognized:
-    return Recognized("lrn", seen.bound(input=None, size=1, alpha=1e-4, beta=0.75, k=1.0))
+def _lrn(call: TorchCall) -> Recognized:
+    return Recognized("lrn", call.bound(input=None, size=1, alpha=1e-4, beta=0.75, k=1.0))
 
 
 def place(situation: Situation) -> Placed:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Recognizer, Seen
+from convoy.graph.torch_call import Recognized, Recognizer, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.ops.layouts import operand
 from convoy.ops.operation import Operation, keeps_inputs
@@ -20,13 +20,13 @@ def _opaque(dims: tuple[int, ...]) -> Recognized | None:
     return Recognized("opaque", {"independent": dims}) if dims else None
 
 
-def _attention(seen: Seen) -> Recognized | None:
+def _attention(call: TorchCall) -> Recognized | None:
     """Scaled dot product attention of each sample and each head by itself, [..., length, channels]; keys, values or a
     mask may be shared by several of them."""
-    found = seen.bound(query=None, key=None, value=None, attn_mask=None)
+    found = call.bound(query=None, key=None, value=None, attn_mask=None)
     names = [found[name] for name in ("key", "value", "attn_mask") if isinstance(found[name], str)]
-    own, given = seen.shape(found["query"]), [seen.shape(name) for name in names]
-    if seen.kwargs.get("enable_gqa") or len(own) != max(map(len, given)) or seen.output[:-2] != own[:-2]:
+    own, given = call.shape(found["query"]), [call.shape(name) for name in names]
+    if call.kwargs.get("enable_gqa") or len(own) != max(map(len, given)) or call.output[:-2] != own[:-2]:
         return None
     shared = tuple(name for name, shape in zip(names, given, strict=True) if shape[:-2] != own[:-2])
     dims = tuple(range(len(own) - 2))
@@ -36,29 +36,29 @@ def _attention(seen: Seen) -> Recognized | None:
 def _along(name: str, place: int, last: bool = False) -> Recognizer:
     """A function that mixes numbers along the dimensions in its argument `name` only, and keeps all dimensions."""
 
-    def recognizer(seen: Seen) -> Recognized | None:
-        rank = len(seen.shape(seen.input))
-        dims = seen.kwargs.get(name, seen.args[place] if len(seen.args) > place else (-1 if last else None))
+    def recognizer(call: TorchCall) -> Recognized | None:
+        rank = len(call.shape(call.input))
+        dims = call.kwargs.get(name, call.args[place] if len(call.args) > place else (-1 if last else None))
         dims = (dims,) if isinstance(dims, int) else dims
-        ranks = {len(output.shape) for output in seen.outputs}
+        ranks = {len(output.shape) for output in call.outputs}
         if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims) or ranks != {rank}:
             return None
         mixed = {dim % rank for dim in dims}
-        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(seen.operands) == 1 else None
+        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(call.operands) == 1 else None
 
     return recognizer
 
 
-def _samples(seen: Seen) -> Recognized | None:
-    return _opaque((0,)) if len(seen.shape(seen.input)) == 4 or seen.name == "fold" else None
+def _samples(call: TorchCall) -> Recognized | None:
+    return _opaque((0,)) if len(call.shape(call.input)) == 4 or call.name == "fold" else None
 
 
-def _unfold(seen: Seen) -> Recognized | None:
+def _unfold(call: TorchCall) -> Recognized | None:
     """`F.unfold` of images, or windows along one dimension."""
-    if "kernel_size" in seen.kwargs or len(seen.outputs[0].shape) != len(seen.shape(seen.input)) + 1:
-        return _samples(seen)
-    mixed = seen.bound(input=None, dimension=0)["dimension"] % len(seen.shape(seen.input))
-    return _opaque(tuple(dim for dim in range(len(seen.shape(seen.input))) if dim != mixed))
+    if "kernel_size" in call.kwargs or len(call.outputs[0].shape) != len(call.shape(call.input)) + 1:
+        return _samples(call)
+    mixed = call.bound(input=None, dimension=0)["dimension"] % len(call.shape(call.input))
+    return _opaque(tuple(dim for dim in range(len(call.shape(call.input))) if dim != mixed))
 
 
 def place(situation: Situation) -> Placed:

@@ -3,20 +3,20 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called, taking
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.place import Placed, Situation
 
 
-def _pad(seen: Seen) -> Recognized:
-    found = seen.bound(input=None, pad=(), mode="constant", value=None)
-    rank, given = len(seen.output), tuple(found["pad"])
+def _pad(call: TorchCall) -> Recognized:
+    found = call.bound(input=None, pad=(), mode="constant", value=None)
+    rank, given = len(call.output), tuple(found["pad"])
     pairs = [(given[i], given[i + 1]) for i in range(0, len(given), 2)]
     pads = ((0, 0),) * (rank - len(pairs)) + tuple(reversed(pairs))
     value = 0.0 if found["value"] is None else found["value"]
-    return Recognized("pad", {"input": seen.input, "pads": pads, "mode": found["mode"], "value": value})
+    return Recognized("pad", {"input": call.input, "pads": pads, "mode": found["mode"], "value": value})
 
 
 def place(situation: Situation) -> Placed:
@@ -79,12 +79,4 @@ def _build(site: Site) -> Kernel:
     return kernel
 
 
-OPERATIONS = (
-    Operation(
-        "pad",
-        place,
-        {"pad": _pad},
-        _build,
-        options=("mode",),
-    ),
-)
+OPERATIONS = (Operation("pad", place, {"pad": _pad}, _build, options=("mode",)),)

@@ -5,7 +5,7 @@ from functools import partial
 
 from convoy.graph.capture import capture as capture_by
 from convoy.graph.graph import Call, Graph
-from convoy.ops.layouts import without_partial
+from convoy.ops.layouts import axes_along, without_partial
 from convoy.ops.registry import OPERATIONS, recognize
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
@@ -77,5 +77,4 @@ def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
     if dims is None:
         return ()
     layout = placed.inputs[call.attributes["input"]]
-    shared = dims(call, graph, layout)
-    return tuple(sorted(axis for dim, split in layout.splits if dim in shared for axis in split.axes))
+    return axes_along(layout, dims(call, graph, layout))

@@ -1,7 +1,7 @@
 """Pooling: follows the layout of its input; rows and columns stay divided, with a halo where windows overlap."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Value
-from convoy.graph.seen import Recognized, Seen, each
+from convoy.graph.torch_call import Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, as_called, nothing
-from convoy.ops.layouts import slide, spatial
+from convoy.ops.layouts import spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
-from convoy.plans.layout import Layout
+from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
-from convoy.plans.windows import Need, Window
+from convoy.plans.windows import Need, Window, halo_split, output_split
 
 
-def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
+def _window(call: TorchCall, found: dict[str, Any], spatial: int) -> dict[str, Any]:
     kernel = each(found["kernel_size"], spatial)
     stride = found["stride"]
     return {
@@ -32,18 +32,18 @@ def _window(seen: Seen, found: dict[str, Any], spatial: int) -> dict[str, Any]:
     }
 
 
-def _max_pool(seen: Seen, spatial: int) -> Recognized | None:
-    found = seen.bound(
+def _max_pool(call: TorchCall, spatial: int) -> Recognized | None:
+    found = call.bound(
         input=None, kernel_size=1, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
     )
-    if len(seen.outputs) > 1 or len(seen.shape(found["input"])) != spatial + 2:
+    if len(call.outputs) > 1 or len(call.shape(found["input"])) != spatial + 2:
         return None
     rest = {"dilation": each(found["dilation"], spatial), "count_include_pad": True, "divisor_override": None}
-    return Recognized("max_pool", {**_window(seen, found, spatial), **rest})
+    return Recognized("max_pool", {**_window(call, found, spatial), **rest})
 
 
-def _avg_pool(seen: Seen, spatial: int) -> Recognized | None:
-    found = seen.bound(
+def _avg_pool(call: TorchCall, spatial: int) -> Recognized | None:
+    found = call.bound(
         input=None,
         kernel_size=1,
         stride=None,
@@ -52,16 +52,16 @@ def _avg_pool(seen: Seen, spatial: int) -> Recognized | None:
         count_include_pad=True,
         divisor_override=None,
     )
-    if len(seen.shape(found["input"])) != spatial + 2:
+    if len(call.shape(found["input"])) != spatial + 2:
         return None
     rest = {name: found[name] for name in ("count_include_pad", "divisor_override")}
-    return Recognized("avg_pool", {**_window(seen, found, spatial), "dilation": (1,) * spatial, **rest})
+    return Recognized("avg_pool", {**_window(call, found, spatial), "dilation": (1,) * spatial, **rest})
 
 
-def _recognize_adaptive(seen: Seen, spatial: int, op: str) -> Recognized | None:
-    if len(seen.outputs) > 1 or len(seen.shape(seen.input)) != spatial + 2:
+def _recognize_adaptive(call: TorchCall, spatial: int, op: str) -> Recognized | None:
+    if len(call.outputs) > 1 or len(call.shape(call.input)) != spatial + 2:
         return None
-    return Recognized(op, {"input": seen.input, "output_size": seen.output[2:]})
+    return Recognized(op, {"input": call.input, "output_size": call.output[2:]})
 
 
 def _pool(situation: Situation, linear: bool) -> Placed:
@@ -79,11 +79,42 @@ def _pool(situation: Situation, linear: bool) -> Placed:
         out_shape = situation.shape(output)
         summed = {dim: split for dim, split in given.splits if dim in windows and out_shape[dim] == 1}
     rest = Layout.of({dim: split for dim, split in given.splits if dim not in summed})
-    taken, left, note = slide(situation, rest, windows)
+    taken, left, note = _slide(situation, rest, windows)
     partial = given.partial if linear else frozenset[int]()
     sums = {axis for split in summed.values() for axis in split.axes}
     inputs = Layout.of({**taken, **summed}, partial)
     return Placed({source: inputs}, {output: Layout.of(left, partial | sums)}, note)
+
+
+def _slide(
+    situation: Situation, given: Layout, windows: Mapping[int, Window | None]
+) -> tuple[dict[int, Split], dict[int, Split], str]:
+    """Follow the layout of the input: rows that are divided stay divided over the same axes.
+
+    Args:
+        situation: the call.
+        given: layout of its input.
+        windows: for each spatial dimension its window; None where the call has no regular one.
+
+    Returns:
+        The splits to ask the input for, those of the output, and a note on what has to be whole.
+    """
+    taken = {dim: split for dim, split in given.splits if dim not in windows}
+    left = dict(taken)
+    notes = []
+    for dim, window in windows.items():
+        split = given.split(dim)
+        if split is None:
+            continue
+        if window is None:
+            notes.append(f"dim {dim} is whole: its windows differ in size")
+        elif window.output_size < len(split.parts):
+            few = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+            notes.append(f"dim {dim} is whole: {few}")
+        else:
+            left[dim] = output_split(window.output_size, situation.mesh, split.axes)
+            taken[dim] = halo_split(window, left[dim])
+    return taken, left, "; ".join(notes)
 
 
 def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
@@ -110,26 +141,13 @@ def _adaptive(size: int, output_size: int) -> Window | None:
     return Window(size, size // output_size, size // output_size)
 
 
-MAX: Mapping[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-AVG: Mapping[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
-ADAPTIVE: Mapping[int, Callable[..., Tensor]] = {
-    1: F.adaptive_avg_pool1d,
-    2: F.adaptive_avg_pool2d,
-    3: F.adaptive_avg_pool3d,
-}
-
-
 def _build_max(site: Site) -> Kernel:
     """The largest value of every window; outside the tensor there is none."""
     windows, attributes = _windows(site), site.call.attributes
     if not _divided(site, windows):
         return _guarded(site, as_called(site))
     pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = MAX[len(windows)], attributes["kernel"], attributes["stride"]
+    function, kernel, stride = getattr(F, f"max_pool{len(windows)}d"), attributes["kernel"], attributes["stride"]
     dilation = tuple(window.dilation for window in windows.values())
 
     def pool(x: Tensor) -> list[Tensor]:
@@ -145,7 +163,7 @@ def _build_avg(site: Site) -> Kernel:
     if not _divided(site, windows):
         return _guarded(site, as_called(site))
     pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = AVG[len(windows)], attributes["kernel"], attributes["stride"]
+    function, kernel, stride = getattr(F, f"avg_pool{len(windows)}d"), attributes["kernel"], attributes["stride"]
     correct = _correction(site, windows)
 
     def pool(x: Tensor) -> list[Tensor]:
@@ -166,13 +184,13 @@ def _build_adaptive(site: Site) -> Kernel:
     layout = site.layouts[source]
     if not any(dim >= len(shape) - num_dims for dim, _ in layout.splits):
         return _guarded(site, as_called(site))
+    function = getattr(F, f"{site.call.op}{num_dims}d")
     if site.call.op == "adaptive_max_pool":
-        return _guarded(site, _adaptive_max(site, size))
+        return _guarded(site, lambda x: [function(x, size)])
     whole = site.graph.shape(source)
     summed = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
     rows = [len(site.parts(source, dim)) for dim in summed]
     share = math.prod(rows) / math.prod(whole[dim] for dim in summed)
-    function = ADAPTIVE[num_dims]
 
     def pool(x: Tensor) -> list[Tensor]:
         if share == 0:
@@ -181,16 +199,6 @@ def _build_adaptive(site: Site) -> Kernel:
         return [y if share == 1 else y * share]
 
     return _guarded(site, pool)
-
-
-def _adaptive_max(site: Site, size: Sequence[int]) -> Kernel:
-    functions: dict[int, Callable[..., Any]] = {
-        1: F.adaptive_max_pool1d,
-        2: F.adaptive_max_pool2d,
-        3: F.adaptive_max_pool3d,
-    }
-    function = functions[len(size)]
-    return lambda x: [function(x, size)]
 
 
 def _guarded(site: Site, kernel: Kernel) -> Kernel:

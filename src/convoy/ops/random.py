@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from convoy.errors import ConvoyError
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation
@@ -50,21 +50,22 @@ def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits >> (32 - steps)).bitwise_and_((1 << steps) - 1).to(dtype) * 2.0**-steps
 
 
-def _dropout(seen: Seen, channels: bool) -> Recognized | None:
-    found = seen.bound(input=None, p=0.5, training=True, train=True)
-    if seen.name in ("dropout", "feature_dropout") and "train" in seen.kwargs:
+def _dropout(call: TorchCall, channels: bool) -> Recognized | None:
+    found = call.bound(input=None, p=0.5, training=True, train=True)
+    if call.name in ("dropout", "feature_dropout") and "train" in call.kwargs:
         found["training"] = found["train"]
     if not found["training"] or found["p"] == 0:
-        return Recognized("identity", {"input": seen.input})
-    if channels and len(seen.shape(seen.input)) < 3:
+        return Recognized("identity", {"input": call.input})
+    if channels and len(call.shape(call.input)) < 3:
         return None
-    return Recognized("dropout", {"input": seen.input, "p": float(found["p"]), "channels": channels})
+    attributes = {"input": call.input, "p": float(found["p"]), "channels": channels}
+    return Recognized("dropout", attributes, draws=True)
 
 
-def _inactive(seen: Seen) -> Recognized | None:
+def _inactive(call: TorchCall) -> Recognized | None:
     """Alpha dropout, for which there is no rule while it draws."""
-    inactive = not seen.bound(input=None, p=0.5, training=False)["training"]
-    return Recognized("identity", {"input": seen.input}) if inactive else None
+    inactive = not call.bound(input=None, p=0.5, training=False)["training"]
+    return Recognized("identity", {"input": call.input}) if inactive else None
 
 
 def _place_dropout(situation: Situation) -> Placed:

@@ -4,20 +4,20 @@ import math
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Layout
 from convoy.plans.place import Placed, Situation
 
 
-def _reduce(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, dim=None, keepdim=False, dtype=None)
-    dims = seen.kwargs.get("axis", found["dim"])
-    rank = len(seen.shape(seen.input))
-    if found["dtype"] is not None or rank == 0 or "keepdims" in seen.kwargs:
+def _reduce(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, dim=None, keepdim=False, dtype=None)
+    dims = call.kwargs.get("axis", found["dim"])
+    rank = len(call.shape(call.input))
+    if found["dtype"] is not None or rank == 0 or "keepdims" in call.kwargs:
         return None
-    if seen.values[seen.input].dtype != seen.outputs[0].dtype:
+    if call.values[call.input].dtype != call.outputs[0].dtype:
         return None
     if dims is None or dims in ((), []):
         dims = tuple(range(rank))
@@ -25,8 +25,8 @@ def _reduce(seen: Seen) -> Recognized | None:
     return Recognized(
         "reduce",
         {
-            "input": seen.input,
-            "function": seen.name,
+            "input": call.input,
+            "function": call.name,
             "dims": tuple(sorted(dim % rank for dim in dims)),
             "keepdim": bool(found["keepdim"]),
         },

@@ -10,31 +10,30 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
-from convoy.graph.seen import Recognized, Seen
-from convoy.ops.kernel import Alone, Kernel, Site
+from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.kernel import Alone, Kernel, Site, by_role
 from convoy.ops.layer_norm import num_vectors, place, shared_dims
+from convoy.ops.layouts import axes_along
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_statistics import affine
 
 
-def _rms_norm(seen: Seen) -> Recognized:
-    found = seen.bound(input=None, normalized_shape=None, weight=None, eps=None)
+def _rms_norm(call: TorchCall) -> Recognized:
+    found = call.bound(input=None, normalized_shape=None, weight=None, eps=None)
     return Recognized("rms_norm", {**found, "normalized_shape": tuple(found["normalized_shape"])})
 
 
 def _build(site: Site) -> Kernel:
     """The function itself where the rank has whole vectors; otherwise sums of squares are shared with other ranks."""
-    call, attributes, names = site.call, site.call.attributes, site.call.inputs
-    source, eps = attributes["input"], attributes["eps"]
+    call, pick = site.call, by_role(site.call, "input", "weight")
+    source, eps = call.attributes["input"], call.attributes["eps"]
     layout = site.layouts[source]
     dims = sorted(shared_dims(call, site.graph, layout))
     local = tuple(len(site.parts(source, dim)) for dim in dims)
-    group = site.groups.of(tuple(sorted(axis for dim, split in layout.splits if dim in dims for axis in split.axes)))
-    total = math.prod(attributes["normalized_shape"])
+    group, total = site.groups.of(axes_along(layout, dims)), math.prod(call.attributes["normalized_shape"])
 
     def kernel(*tensors: Tensor) -> list[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        x, weight = found[source], found.get(attributes["weight"])
+        x, weight = pick(tensors)
         if group is None:
             return [F.rms_norm(x, local, weight, eps)]
         vectors = x.reshape(*x.shape[: dims[0]], math.prod(local))

@@ -6,61 +6,61 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen, flat
+from convoy.graph.torch_call import Recognized, TorchCall, flat
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.place import Placed, Situation
 
 
-def _reshape(seen: Seen) -> Recognized | None:
-    same_type = seen.values[seen.input].dtype == seen.outputs[0].dtype
-    return Recognized("reshape", {"input": seen.input}) if same_type else None
+def _reshape(call: TorchCall) -> Recognized | None:
+    same_type = call.values[call.input].dtype == call.outputs[0].dtype
+    return Recognized("reshape", {"input": call.input}) if same_type else None
 
 
-def _permuted(seen: Seen, order: list[int]) -> Recognized:
-    return Recognized("permute", {"input": seen.input, "order": tuple(order)})
+def _permuted(call: TorchCall, order: list[int]) -> Recognized:
+    return Recognized("permute", {"input": call.input, "order": tuple(order)})
 
 
-def _permute(seen: Seen) -> Recognized:
-    rank = len(seen.output)
-    order = flat(seen.args[1:]) if len(seen.args) > 1 else tuple(seen.kwargs["dims"])
-    return _permuted(seen, [dim % rank for dim in order])
+def _permute(call: TorchCall) -> Recognized:
+    rank = len(call.output)
+    order = flat(call.args[1:]) if len(call.args) > 1 else tuple(call.kwargs["dims"])
+    return _permuted(call, [dim % rank for dim in order])
 
 
-def _transpose(seen: Seen) -> Recognized:
-    rank = len(seen.output)
-    names = ("axis0", "axis1") if "axis0" in seen.kwargs or "axis1" in seen.kwargs else ("dim0", "dim1")
-    found = seen.bound(input=None, **dict.fromkeys(names, 0))
+def _transpose(call: TorchCall) -> Recognized:
+    rank = len(call.output)
+    names = ("axis0", "axis1") if "axis0" in call.kwargs or "axis1" in call.kwargs else ("dim0", "dim1")
+    found = call.bound(input=None, **dict.fromkeys(names, 0))
     a, b = (found[name] % rank for name in names)
     order = list(range(rank))
     order[a], order[b] = b, a
-    return _permuted(seen, order)
+    return _permuted(call, order)
 
 
-def _move(seen: Seen) -> Recognized:
-    rank = len(seen.output)
-    found = seen.bound(input=None, source=0, destination=0)
+def _move(call: TorchCall) -> Recognized:
+    rank = len(call.output)
+    found = call.bound(input=None, source=0, destination=0)
     ends = [(value,) if isinstance(value, int) else tuple(value) for value in (found["source"], found["destination"])]
     sources, targets = ([dim % rank for dim in dims] for dims in ends)
     rest = iter(dim for dim in range(rank) if dim not in sources)
     placed = dict(zip(targets, sources, strict=True))
-    return _permuted(seen, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
+    return _permuted(call, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
 
 
-def _t(seen: Seen) -> Recognized:
-    return _permuted(seen, list(range(len(seen.output)))[::-1])
+def _t(call: TorchCall) -> Recognized:
+    return _permuted(call, list(range(len(call.output)))[::-1])
 
 
-def _property(seen: Seen) -> Recognized | None:
+def _property(call: TorchCall) -> Recognized | None:
     """`.T` and `.mT`, told apart by their descriptors."""
-    descriptor = getattr(seen.function, "__self__", None)
+    descriptor = getattr(call.function, "__self__", None)
     name = getattr(descriptor, "__name__", "")
-    rank = len(seen.output)
+    rank = len(call.output)
     if name == "T":
-        return _t(seen)
+        return _t(call)
     if name == "mT":
-        return _permuted(seen, [*range(rank - 2), rank - 1, rank - 2])
+        return _permuted(call, [*range(rank - 2), rank - 1, rank - 2])
     return None
 
 

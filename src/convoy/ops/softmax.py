@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.graph.graph import Call, Graph
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Site, as_called
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation, keeps_output
@@ -18,11 +18,11 @@ from convoy.plans.layout import Layout
 from convoy.plans.place import Placed, Situation
 
 
-def _softmax(seen: Seen) -> Recognized | None:
-    dim = seen.kwargs.get("dim", seen.args[1] if len(seen.args) > 1 else None)
-    if dim is None or seen.values[seen.input].dtype != seen.outputs[0].dtype:
+def _softmax(call: TorchCall) -> Recognized | None:
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    if dim is None or call.values[call.input].dtype != call.outputs[0].dtype:
         return None
-    return Recognized("softmax", {"input": seen.input, "dim": dim % len(seen.output), "function": seen.name})
+    return Recognized("softmax", {"input": call.input, "dim": dim % len(call.output), "function": call.name})
 
 
 def place(situation: Situation) -> Placed:

@@ -20,7 +20,7 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
     together any further.
 
     Args:
-        placement: of the network.
+        placement: the network under its plan.
         most: groups there may be.
     """
     graph = placement.graph
@@ -71,7 +71,7 @@ class Group:
     """Layers that stand together.
 
     Attributes:
-        name: of the module; `GRADIENTS` for what is exchanged when all layers are done.
+        name: the module's name; `GRADIENTS` for what is exchanged when all layers are done.
         computes: forward, backward and packing.
         waits: exchanging what layers need of others.
     """
@@ -87,10 +87,10 @@ class Comparison:
 
     Attributes:
         batch: samples of an update.
-        rank: whose seconds they are: of the prediction's, the one that computes longest.
+        rank: the rank whose seconds they are: of the prediction's, the one that computes longest.
         update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
         parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
-        groups: in the order of the network; empty where its layers were not watched.
+        groups: groups of layers in the order of the network; empty where its layers were not watched.
         learned: operations whose times the profile store has taken over.
         notes: sentences on what there is not.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
@@ -130,7 +130,7 @@ def groups_beside(placement: Placement, before: Summary | None, after: Summary |
     """The layers in groups, and what gradients of all of them take; without what nobody knows.
 
     Args:
-        placement: of the network, for the order of its layers.
+        placement: the network under its plan, for the order of its layers.
         before: what was predicted.
         after: what was measured.
     """

@@ -31,7 +31,7 @@ class Layer:
     """What a layer costs under a plan; seconds of an update, of the rank that computes longest.
 
     Attributes:
-        name: of the module; empty for the network itself.
+        name: the module's name; empty for the network itself.
         ops: kinds of its calls, in order.
         strategy: one for each axis of the mesh; empty for a layer that follows what it is given.
         takes, gives: shapes of its first input and last output on that rank.

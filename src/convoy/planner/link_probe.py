@@ -57,10 +57,10 @@ def measure_links(
     """Measure the groups over each of some sets of axes; all ranks call it.
 
     Args:
-        groups: of the mesh.
+        groups: the groups of the mesh.
         subsets: sets of axes.
         device: where the tensors are that travel.
-        sizes: of the messages, in bytes.
+        sizes: bytes of the messages.
     """
     world = groups.of(tuple(groups.mesh.axes))
     found = {}
@@ -76,7 +76,7 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
     """Measure the groups of all meshes on the ranks that have joined; all ranks call it.
 
     Args:
-        meshes: whose groups exchange.
+        meshes: the meshes whose groups exchange.
         largest: bytes of the largest tensor that will be sent; much larger ones are not tried.
         device: where the tensors are.
 

@@ -54,10 +54,10 @@ def slowdowns_of(
     All ranks call it. Of ranks that nobody has measured it is empty too.
 
     Args:
-        measured: of each profiling, the seconds that each rank took for the same; empty where only one profiled.
-        ranks: who profiled.
+        measured: for each profiling, the seconds that each rank took for equal work; empty where only one profiled.
+        ranks: the ranks that profiled.
         store: knows it from before where nothing had to be profiled.
-        device: of the first rank.
+        device: the first rank's device.
     """
     name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
     rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
@@ -162,7 +162,7 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
     Args:
         make: makes it for some parameters.
         device: where they are.
-        repetitions: of each, the median counts.
+        repetitions: how often each is timed; the median counts.
     """
     measured = []
     state = 0
@@ -203,7 +203,7 @@ class Knowledge:
     """Times on the devices at hand.
 
     Attributes:
-        alone: of operations, where one device computes and the others of the host rest.
+        alone: costs where one device computes and the others of the host rest.
         together: where all devices of the host compute at the same time.
         notes: sentences on what could not be measured.
         slowdowns: how many times as long as in the mean each rank computes; empty where they are about equally fast.
@@ -221,7 +221,7 @@ class Job:
 
     Attributes:
         name: for people.
-        workload: that is placed.
+        workload: the training that is placed.
         alone: whether one device does it while the others rest.
     """
 
@@ -263,7 +263,7 @@ def measure(
         jobs: the profiling runs that times are needed from.
         ranks: the devices at hand.
         links: between the devices of the meshes.
-        store: of what was measured before; None keeps nothing.
+        store: measurements from before; None keeps nothing.
         progress: is told of every profiling.
         per_transfer: seconds of the engine for a redistribution in one direction.
         room: bytes that a rank has; what needs more than `_ROOM` of them is not profiled, as what kernels hold while

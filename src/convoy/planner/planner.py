@@ -34,12 +34,12 @@ class Planned:
     """What the planner has found.
 
     Attributes:
-        workload: that was planned.
+        workload: the training that was planned.
         devices: number of ranks.
         candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
         serial: one device.
         search: what the search says of its way, on the rank that searched; None where plans were only scored.
-        costs: that the candidates were predicted with.
+        costs: the costs with which the candidates were predicted.
         notes: sentences about what was assumed.
     """
 
@@ -104,15 +104,15 @@ def make_plan(
 
     Args:
         workload: what is to be trained.
-        devices: that the plan is for.
+        devices: number of ranks that the plan is for.
         ranks: the devices at hand, on which times are measured.
         link: between the devices, as `links_named` reads it; None measures the links where as many ranks run, and
             assumes them otherwise.
-        store: of what was measured before; it keeps what is measured now.
+        store: measurements from before; it keeps those of now.
         fixes: strategies that are given, such as `classifier.*=filter`.
         memory_limit: bytes that each device has; of `plans`, those that need more are left out.
         plans: are only predicted, instead of a search.
-        input: of a pass on each rank; None costs nothing.
+        input: getting the input of a pass ready, on each rank; None costs nothing.
         notes: sentences that come before those of the planner.
         progress: is told of long work.
 

@@ -20,7 +20,7 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.link import Kind, Links
+from convoy.planner.cost.link import Collective, Links
 from convoy.planner.cost.local import local_op
 from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
 from convoy.planner.cost.program import InternalMessages, internal_messages, moved
@@ -42,8 +42,8 @@ class Profiled:
     """What a profiling has shown.
 
     Attributes:
-        times: of the operations.
-        around: of a pass, outside of its calls.
+        times: seconds of the operations.
+        around: seconds of a pass outside of its calls.
         by_rank: seconds that each rank takes for the operations that all of them had; empty where only one profiled.
     """
 
@@ -70,7 +70,7 @@ def profile(
 
     Args:
         workload: what is profiled.
-        placement: of it.
+        placement: the workload under a plan.
         ranks: the devices at hand.
         alone: whether the first profiles by itself.
         links: between the ranks of the mesh.
@@ -175,7 +175,7 @@ def _redistribution(
     traffic = step_elements(step, mesh, place, shape)
     whole = one.inputs[0].bytes
     reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
-    kind: Kind = "exchange" if reduced is None else "all_reduce"
+    kind: Collective = "exchange" if reduced is None else "all_reduce"
     sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
     return one, _without(
         found, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links

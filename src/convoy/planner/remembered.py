@@ -68,9 +68,9 @@ def recalled(
 
     Args:
         store, device, optimizer: as they were given to `remember`.
-        plan: that is predicted.
-        placement: of a pass of it.
-        passes: of an update.
+        plan: the plan to predict.
+        placement: a pass under that plan.
+        passes: passes of an update.
         batch_norm, microbatch: as the run has them.
     """
     try:
@@ -122,7 +122,7 @@ def measured_ops(
     Left out are views, empty operations, and calls inside of which ranks wait for each other.
 
     Args:
-        updates: in which gradients were sent after the backward pass, so that none took cycles from it.
+        updates: watched updates in which gradients were sent after the backward pass, so that none took cycles from it.
         rank: this one.
         batch_norm, microbatch: as for `convoy.planner.cost.local.local_op`.
         typed: gives a placement the types that its values have under autocast.

@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.link import Kind as MessageKind
+from convoy.planner.cost.link import Collective, Curve, Link, Links
 from convoy.planner.cost.step import Scored, predict
 from convoy.planner.layers import Layer, alternatives, layers_of
 from convoy.planner.planner import Planned
@@ -26,7 +25,7 @@ class Change:
     Attributes:
         text: what, as a noun.
         gain: how many times as many samples a second there would be.
-        seconds: of an update.
+        seconds: time of an update.
     """
 
     kind: ChangeKind
@@ -92,7 +91,7 @@ def faster(links: Links, factor: float) -> Links:
         return given and Curve(tuple((size, seconds / factor) for size, seconds in given.points))
 
     def link(given: Link) -> Link:
-        curves: dict[str, Any] = {kind: curve(getattr(given, kind)) for kind in get_args(MessageKind)}
+        curves: dict[str, Any] = {kind: curve(getattr(given, kind)) for kind in get_args(Collective)}
         return replace(given, **curves)
 
     otherwise = links.otherwise
@@ -102,7 +101,7 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
-Kind = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
+Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 `division` is computing that takes longer in parts, `repeated` what runs whole on every device."""
 _SPENT_WELL = 0.9
@@ -127,7 +126,7 @@ class Part:
 
     Attributes:
         name: for people.
-        seconds: of the rank that computes longest.
+        seconds: time on the rank that computes longest.
         ideal: what an even share of one device's time would be.
     """
 
@@ -146,13 +145,13 @@ class Verdict:
     """What holds a plan up.
 
     Attributes:
-        layer: in which, where it is one.
+        layer: the layer that does, where it is one.
         sentence: for people.
         change: what would help most; None where nothing that was tried would.
         advice: the change as a sentence; empty without one.
     """
 
-    kind: Kind
+    kind: Bottleneck
     layer: str | None
     sentence: str
     change: Change | None
@@ -166,7 +165,7 @@ class Explained:
     Attributes:
         scored: the plan that is explained.
         parts: its time, in the order of a step; they add up to it.
-        layers: in the order of the network.
+        layers: the layers in the order of the network.
         changes: what would make it faster, the most helpful first.
     """
 
@@ -265,7 +264,7 @@ def _verdict(
 
 def _kind(
     planned: Planned, scored: Scored, parts: dict[str, Part], layers: tuple[Layer, ...], possible: tuple[Change, ...]
-) -> tuple[Kind, Layer | None]:
+) -> tuple[Bottleneck, Layer | None]:
     """What takes most of the time that a perfect division would not take."""
     total, ideal = scored.seconds, planned.serial.seconds / planned.devices
     input_seconds = parts["input"].seconds if "input" in parts else 0.0
@@ -320,7 +319,7 @@ def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
     return max(layers, key=beyond, default=None)
 
 
-def _sentence(kind: Kind, layer: Layer | None, planned: Planned, total: float, parts: dict[str, Part]) -> str:
+def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: float, parts: dict[str, Part]) -> str:
     name = (layer.name or "the network itself") if layer is not None else ""
 
     def share(*names: str) -> str:

@@ -33,17 +33,17 @@ class Workload:
     """A network and one weight update of it.
 
     Attributes:
-        name: of the network, for people.
-        graph: of a pass, in training, over the samples of all devices together, with the types that autocast gives it.
+        name: the network's name, for people.
+        graph: a pass in training, over the samples of all devices together, with the types that autocast gives it.
         outputs: names of the values that the network returns.
         passes: forward and backward passes before an update.
-        device: on which the network runs.
+        device: where the network runs.
         channels_last: whether images lie with the channels innermost in memory.
         batch_norm: over which samples its statistics are taken.
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
-        precision: in which autocast has layers compute; None for the type of the weights.
+        precision: the type in which autocast has layers compute; None for the type of the weights.
         optimizer: makes the optimizer for some parameters.
-        optimizer_name: under which what is known of its updates is kept; empty where nothing is to be.
+        optimizer_name: the name under which measurements of its updates are kept; empty where none are.
         shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
             stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
         bound: whether the batch may have no other number of parts than there are shares.
@@ -143,8 +143,8 @@ def workload_of(
         model: any network.
         example: images; the shape of a sample, the type and the device matter, and what is in them a little.
         global_batch: samples of one update on all devices together.
-        name: of the network, for people; by default that of its class.
-        passes: into which the update is divided.
+        name: the network's name, for people; by default that of its class.
+        passes: number of passes that the update is divided into.
         channels_last: memory format; None takes that of the example and the weights.
         batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
 

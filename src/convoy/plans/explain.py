@@ -18,7 +18,7 @@ class Row:
     Attributes:
         layer: name of the module.
         op: kind of work.
-        strategy: on each mesh axis; empty for calls that follow their input.
+        strategy: its strategy on each mesh axis; empty for calls that follow their input.
         gives: layout of the output, for people.
         sent: the steps for its inputs in which something is sent, each as `kind over axes`.
         traffic: what a rank sends in these steps.
@@ -48,7 +48,7 @@ class Explanation:
         output: what is sent for the network's output, if anything is.
         traffic: bytes of the rank that sends most in the forward, and in the backward pass, all steps together.
         gradients: likewise, for the gradients of all parameters.
-        memory: of the rank that needs most.
+        memory: bytes on the rank that needs most.
         whole: bytes of all parameters.
         unmatched: layers with work to divide that no pattern matches.
     """
@@ -68,8 +68,8 @@ def explanation(placement: Placement, memory: Sequence[Memory], plan: Plan | Non
 
     Args:
         placement: the network on the mesh.
-        memory: of each rank.
-        plan: to say which layers no pattern matches.
+        memory: bytes on each rank.
+        plan: the plan, to say which layers no pattern matches.
     """
     graph = placement.graph
     sent = transfer_traffic(placement)
@@ -202,69 +202,45 @@ _NUMBERS = ("forward", "backward", "gradients", "parameters")
 _HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """For what an explanation holds.
-
-    Attributes:
-        training: the mode.
-        parts: samples of every sample rank.
-        capture: how the network was captured, in a few words: `as one program`.
-    """
-
-    training: bool
-    parts: tuple[int, ...]
-    num_devices: int
-    capture: str = ""
-
-
 def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = None, capture: str = "") -> str:
     """A table of the layers of a plan, and what it costs in all.
 
     Args:
         placement: the network on the mesh.
-        memory: of each rank.
+        memory: bytes on each rank.
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
     """
-    parts = tuple(map(len, placement.batch.parts))
-    setting = Setting(placement.graph.training, parts, placement.mesh.num_devices, capture)
+    ranks = placement.mesh.num_devices
+    setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
     notes = []
-    if placement.graph.recomputed and setting.num_devices > 1:
+    if placement.graph.recomputed and ranks > 1:
         layers = listed(placement.graph.recomputed)
         notes.append(f"activation checkpointing has no effect on several devices: {layers}")
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
     return text_of(explanation(placement, memory, plan), setting, name, notes)
 
 
-def text_of(found: Explanation, setting: Setting, name: str, notes: Iterable[str] = ()) -> str:
+def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = ()) -> str:
     """An explanation as text.
 
     Args:
         found: the numbers.
-        setting: for what they hold.
+        setting: the second line, for what they hold: `setting_text`.
         name: the first line.
         notes: lines about layers that the plan does not divide.
     """
-    return "\n".join(_lines(found, setting, name, notes)) + "\n"
-
-
-def _lines(found: Explanation, setting: Setting, name: str, notes: Iterable[str]) -> Iterable[str]:
-    yield name
-    yield _setting(setting)
-    yield ""
     rows = [*found.rows, *([found.output] if found.output else [])]
-    yield from table(_HEADERS, [_cells(row) for row in rows], _NUMBERS)
-    yield ""
+    lines = [name, setting, "", *table(_HEADERS, [_cells(row) for row in rows], _NUMBERS), ""]
     if found.others:
         follow = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
-        yield f"{follow} the layout given, without sending anything"
-    yield from notes
+        lines.append(f"{follow} the layout given, without sending anything")
+    lines += notes
     for note in dict.fromkeys(row.note for row in found.rows if row.note):
-        yield f"{note}: {listed([row.layer for row in found.rows if row.note == note])}"
+        lines.append(f"{note}: {listed([row.layer for row in found.rows if row.note == note])}")
     if found.unmatched:
-        yield f"replicated, as no pattern matches them: {listed(found.unmatched)}"
-    yield from _totals(found)
+        lines.append(f"replicated, as no pattern matches them: {listed(found.unmatched)}")
+    return "\n".join([*lines, *_totals(found)]) + "\n"
 
 
 def listed(layers: Sequence[str]) -> str:
@@ -274,16 +250,12 @@ def listed(layers: Sequence[str]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def _setting(setting: Setting) -> str:
-    shares = f" ({' + '.join(map(str, setting.parts))})" if len(setting.parts) > 1 else ""
-    return ", ".join(
-        [
-            "training" if setting.training else "evaluation",
-            f"{sum(setting.parts)} samples{shares}",
-            f"{setting.num_devices} {'rank' if setting.num_devices == 1 else 'ranks'}",
-            *([f"captured {setting.capture}"] if setting.capture else []),
-        ]
-    )
+def setting_text(training: bool, parts: Sequence[int], num_ranks: int, capture: str = "") -> str:
+    """For what an explanation holds: `training, 8 samples (4 + 4), 2 ranks, captured as one program`."""
+    mode = "training" if training else "evaluation"
+    shares = f" ({' + '.join(map(str, parts))})" if len(parts) > 1 else ""
+    ranks = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
+    return ", ".join([mode, f"{sum(parts)} samples{shares}", ranks, *([f"captured {capture}"] if capture else [])])
 
 
 def _totals(found: Explanation) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Plans and what they meet: the names of a network's layers, another number of devices, the hosts."""
+"""Whether a plan fits: its patterns the layers of a network, its sizes a number of devices, its axes the hosts."""
 
 import difflib
 import fnmatch
@@ -41,12 +41,12 @@ def check_patterns(
         if user is not None:
             hint = f"its weights are those of layer {user}: write {user}" if user else _OF_THE_NETWORK
         else:
-            hint = _nearest(pattern, names)
+            hint = nearest(pattern, names) or f"its layers are {_some(names)}"
         raise ConvoyError(f"the plan's pattern {pattern} matches no layer of this network: {hint}")
 
 
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """What may have been meant."""
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """What may have been meant by a pattern that matches none of some modules: a question, empty without an answer."""
     if any(name.startswith(f"{pattern}.") for name in names):
         return f"did you mean {pattern}.*?"
     possible = {name for name in names if name}
@@ -54,7 +54,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
         parts = name.split(".")
         possible |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
     close = difflib.get_close_matches(pattern, sorted(possible), 1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"its layers are {_some(names)}"
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,11 +1,11 @@
 """What a person has decided already: `classifier.*=filter`."""
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
+from convoy.plans.fit import nearest
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES, strategy_error
 from convoy.terminal import brief
@@ -49,7 +49,9 @@ def parse_fixes(fixes: Iterable["str | Fix"], layers: Mapping[str, str]) -> tupl
     found = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
     for fix in found:
         if not any(fnmatch.fnmatchcase(layer, fix.pattern) for layer in layers):
-            raise ConvoyError(f"the fix {fix} matches no layer of this network: {_nearest(fix.pattern, list(layers))}")
+            shown = f"its layers are {', '.join(list(layers)[:_SHOWN])}{', …' if len(layers) > _SHOWN else ''}"
+            hint = nearest(fix.pattern, list(layers)) or shown
+            raise ConvoyError(f"the fix {fix} matches no layer of this network: {hint}")
     return found
 
 
@@ -72,15 +74,3 @@ def parse_fix(text: str) -> Fix:
         if word not in STRATEGIES:
             raise ConvoyError(f"the fix {brief(text)}: {strategy_error(word)}")
     return Fix(pattern.strip(), words)
-
-
-def _nearest(pattern: str, layers: Sequence[str]) -> str:
-    if any(layer.startswith(f"{pattern}.") for layer in layers):
-        return f"did you mean {pattern}.*?"
-    possible = {layer for layer in layers if layer}
-    for layer in layers:
-        parts = layer.split(".")
-        possible |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
-    close = difflib.get_close_matches(pattern, sorted(possible), 1, cutoff=0.5)
-    more = ", …" if len(layers) > _SHOWN else ""
-    return f"did you mean {close[0]}?" if close else f"its layers are {', '.join(list(layers)[:_SHOWN])}{more}"

@@ -28,15 +28,15 @@ class Task:
     """One piece of work. The tasks of a stream run in the order of the list that they stand in.
 
     Attributes:
-        rank: that does it.
-        layer: whose it is, empty where it belongs to none.
-        name: of the call, the value or the parameter.
-        seconds: that it takes while nobody is in its way.
+        rank: the rank that does it.
+        layer: its layer, empty where it belongs to none.
+        name: the name of the call, the value or the parameter.
+        seconds: the time it takes while nothing is in its way.
         after: places in the list of the tasks that must be done before it begins.
         meeting: tasks of several ranks with one number are one collective: they begin when all ranks are there, and
             end together. -1 for what a rank does by itself.
         cpu_share: the part of the rank's computing that it takes while it runs.
-        num_bytes: that it is about, for messages.
+        num_bytes: size of the tensor, for messages.
     """
 
     rank: int
@@ -121,7 +121,7 @@ class Timeline:
     """A step, in seconds from its beginning.
 
     Attributes:
-        spans: in the order of the tasks.
+        spans: one for each task, in their order.
     """
 
     spans: tuple[Span, ...]

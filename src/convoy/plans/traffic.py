@@ -59,7 +59,7 @@ def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple
         step: the step.
         mesh: the devices.
         coordinates: the rank's place.
-        shape: of the whole tensor.
+        shape: the whole tensor's shape.
     """
     count = mesh.size(step.axes)
     before = math.prod(step.source.local_shape(shape, mesh, coordinates))

@@ -3,7 +3,7 @@
 import json
 
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.cost.trace import trace, write_trace
+from convoy.planner.cost.trace import trace
 from convoy.plans.timeline import Span, Task, Timeline
 
 TASKS = [
@@ -67,8 +67,3 @@ def test_events_of_a_thread_do_not_overlap():
         for other in found:
             if one is not other and (one["pid"], one["tid"]) == (other["pid"], other["tid"]):
                 assert one["ts"] + one["dur"] <= other["ts"] or other["ts"] + other["dur"] <= one["ts"]
-
-
-def test_a_trace_is_written_as_a_file(tmp_path):
-    write_trace(tmp_path / "step.json", predicted=simulate(TASKS))
-    assert len(json.loads((tmp_path / "step.json").read_text())["traceEvents"]) == 4 + 2 * 6

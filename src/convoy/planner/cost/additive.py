@@ -31,7 +31,7 @@ class Additive:
     """Seconds of one update of a network, part by part, each for the rank that has most to do.
 
     Args:
-        costs: of the device and its links.
+        costs: the costs of the device and its links.
         graph: the network.
         passes: before an update.
         shown: the part of an exchange of gradients beside the computation that the step is longer for, beyond the
@@ -59,7 +59,7 @@ class Additive:
 
         Args:
             placed: the call with its layouts.
-            placement: of its graph, mesh and batch; the rest is not read.
+            placement: its graph, mesh and batch; the rest is not read.
         """
         slowdowns = self.costs.slowdowns
         if slowdowns:  # the busiest rank may be any

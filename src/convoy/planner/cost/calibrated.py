@@ -32,7 +32,7 @@ class Regression:
     Attributes:
         roofline: the device; gives the unit of each rate.
         way: forward or backward.
-        rates: in these units, for starting, operations, bytes of activations, bytes of parameters.
+        rates: seconds per unit for starting, operations, bytes of activations, bytes of parameters.
     """
 
     roofline: Roofline
@@ -64,7 +64,7 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     Args:
         measured: operations with their seconds.
         way: forward or backward.
-        roofline: of the device, as far as it is known.
+        roofline: the device's roofline, as far as it is known.
     """
     rows = [(terms(local_op, way, roofline), seconds) for local_op, seconds in measured if seconds > 0]
     points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
@@ -105,7 +105,7 @@ class Neighbours:
     """Measured operations of one kind.
 
     Args:
-        ratios: of each of them.
+        ratios: measured over modeled time, of each of them.
     """
 
     def __init__(self, ratios: Mapping[LocalOp, Ratios]) -> None:
@@ -164,7 +164,7 @@ class Calibrated:
 
     Args:
         measured: what is known. Empty operations and views calibrate nothing.
-        roofline: of the device; by default made from what was measured.
+        roofline: the device's roofline; by default made from what was measured.
     """
 
     def __init__(self, measured: Mapping[LocalOp, Times], roofline: Roofline | None = None) -> None:

@@ -35,15 +35,15 @@ class Costs:
     """Times on one kind of device, all in seconds and bytes.
 
     Attributes:
-        times: of the pieces of layers.
+        times: seconds of single operations.
         links: between the ranks.
-        update: of the optimizer.
-        input: of what comes before the network: getting a batch, taking it to the device, normalizing it.
-        loss: of the loss, forward and backward.
+        update: the optimizer's time and memory.
+        input: the work before the network: getting a batch, taking it to the device, normalizing it.
+        loss: the loss, forward and backward.
         batch_norm: over which samples batch norm takes its statistics.
         microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
         on_cpu: whether the ranks compute on CPUs.
-        sizes: of the messages with gradients; by default the engine's for the device.
+        sizes: sizes of the messages with gradients; by default the engine's for the device.
         per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
         slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
         per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.

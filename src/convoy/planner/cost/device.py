@@ -95,15 +95,15 @@ class Device:
     """Everything that would make the same piece take another time.
 
     Attributes:
-        name: of the processor or GPU.
+        name: the processor's or GPU's name.
         torch, convoy: versions.
-        threads: that compute on it; 0 where that says nothing, as on a GPU.
+        threads: threads that compute on it; 0 where that says nothing, as on a GPU.
         precision: the type in which convolutions and matrix products compute, as `float32`, `bfloat16`.
         channels_last: whether images lie with the channels innermost.
         compiled: whether `torch.compile` is used.
         neighbours: ranks that compute on the same host at the same time, and share its memory; itself counted.
         numerics: torch's switches that change kernels, as `benchmark, tf32 products`.
-        share: of the time of the cores of its threads that control groups leave it.
+        share: part of the time of its threads' cores that control groups leave it.
     """
 
     name: str

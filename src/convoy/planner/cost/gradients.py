@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from convoy.planner.cost.link import Kind
+from convoy.planner.cost.link import Collective
 from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes, Mesh
@@ -80,7 +80,7 @@ class GradientMessage:
 
     Attributes:
         axes: over which it is added.
-        layer: whose gradients are in it, that of the first where there are several.
+        layer: the layer whose gradients are in it, the first where there are several.
         parameters: their names; none in a message that only counts users.
         kind, bytes: for each rank, as `Link.seconds` counts them.
         copied: bytes that each rank copies into it, and out of it again; 0 where the gradient itself is sent.
@@ -90,7 +90,7 @@ class GradientMessage:
     axes: Axes
     layer: str
     parameters: tuple[str, ...]
-    kind: Kind
+    kind: Collective
     bytes: tuple[int, ...]
     copied: tuple[int, ...]
     gathered: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class Exchange:
     """How the gradients of a step are added, and what each rank updates.
 
     Attributes:
-        messages: in the order in which they are sent.
+        messages: the messages in the order in which they are sent.
         divided: whether ranks with the same parameters divide the update of large ones.
         held: bytes of parameters that each rank has.
         updated: bytes of those that each rank updates.
@@ -128,7 +128,7 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         placement: the network on its mesh.
         order: names of parameters as their gradients become ready.
         update: the optimizer.
-        sizes: of the messages.
+        sizes: sizes of the messages.
         on_cpu: whether the ranks are CPUs: only those divide an update for speed.
     """
     graph, mesh = placement.graph, placement.mesh

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
 
-Kind = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
+Collective = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
 """`all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
 sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
 gradient in place, the first with its additions."""
@@ -94,11 +94,11 @@ class Link:
     reduce_scatter: Curve | None = None
     gather: Curve | None = None
 
-    def seconds(self, kind: Kind, num_bytes: float) -> float:
+    def seconds(self, kind: Collective, num_bytes: float) -> float:
         """Time of one collective."""
         return self._curve(kind)(num_bytes)
 
-    def _curve(self, kind: Kind) -> Curve:
+    def _curve(self, kind: Collective) -> Curve:
         match kind:
             case "all_reduce":
                 return self.all_reduce
@@ -111,7 +111,7 @@ class Link:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Kind)}
+        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}
         points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share}
 
@@ -124,7 +124,7 @@ class Link:
         """
         curves: dict[str, Curve] = {
             kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
-            for kind in get_args(Kind)
+            for kind in get_args(Collective)
             if kind in given or kind in ("all_reduce", "exchange")
         }
         return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), **curves)
@@ -171,9 +171,9 @@ class Links:
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
 
     @staticmethod
-    def from_list(given: Sequence[Mapping[str, Any]], otherwise: AnyLink | None = None) -> "Links":
+    def from_list(given: Sequence[Mapping[str, Any]]) -> "Links":
         """The links that `to_list` wrote."""
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given}, otherwise)
+        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:
@@ -191,7 +191,7 @@ class Rate:
 
     Attributes:
         latency: seconds of a message without content.
-        bytes_per_s: in one direction.
+        bytes_per_s: rate in one direction.
     """
 
     latency: float
@@ -241,48 +241,17 @@ class Assumed:
         return Links(otherwise=self)
 
 
-@dataclass(frozen=True)
-class Interconnect:
-    """A row of the catalogue.
-
-    Attributes:
-        name: as the user writes it.
-        rate: fitted to published measurements, or of the standard where `fitted` is not.
-        source: where the numbers come from.
-    """
-
-    name: str
-    rate: Rate
-    fitted: bool
-    source: str
-
-
 @cache
-def catalogue() -> dict[str, Interconnect]:
-    """Known interconnects, by name."""
+def catalogue() -> dict[str, tuple[Rate, str]]:
+    """Known interconnects by name: the rate, and where it comes from."""
     text = resources.files("convoy.planner.cost").joinpath("interconnects.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines())
     return {
-        row["name"]: Interconnect(
-            row["name"],
+        row["name"]: (
             Rate(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9),
-            row["fitted"] == "yes",
-            row["source"],
+            "fitted to published measurements" if row["fitted"] == "yes" else row["source"],
         )
-        for row in rows
+        for row in csv.DictReader(text.splitlines())
     }
-
-
-def interconnect(name: str) -> Interconnect:
-    """A known interconnect.
-
-    Raises:
-        ConvoyError: nobody knows it.
-    """
-    known = catalogue()
-    if name not in known:
-        raise ConvoyError(f"{name!r} is no known interconnect: it must be one of {', '.join(known)}")
-    return known[name]
 
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(mbit|gbit|mb|gb)(?:/s|ps)?")
@@ -298,8 +267,7 @@ def rate_of(text: str) -> tuple[Rate, str]:
     known = catalogue()
     name = text.strip().lower()
     if name in known:
-        entry = known[name]
-        return entry.rate, "fitted to published measurements" if entry.fitted else entry.source
+        return known[name]
     match = _RATE.fullmatch(name)
     if match is None or float(match[1]) == 0:
         raise ConvoyError(
@@ -323,7 +291,7 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     """
     across, comma, within = text.partition(",")
     rate, source = rate_of(across)
-    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"].rate.bytes_per_s) if on_cpu else 0.0
+    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"][0].bytes_per_s) if on_cpu else 0.0
     note = (
         f"the links are assumed: {text}, {rate.bytes_per_s / 1e9:.3g} GB/s after {rate.latency * 1e6:.3g} µs ({source})"
     )

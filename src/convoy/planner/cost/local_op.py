@@ -80,7 +80,7 @@ VIEWS = frozenset(name for name, operation in OPERATIONS.items() if operation.is
 """Operations that only look at their input otherwise."""
 
 
-class Both(NamedTuple):
+class PerPass(NamedTuple):
     """A number for the forward and one for the backward pass."""
 
     forward: int
@@ -183,33 +183,33 @@ class LocalOp:
         return not any(operand.numel for operand in self.outputs)
 
     @property
-    def flops(self) -> Both:
+    def flops(self) -> PerPass:
         """Floating-point operations of convolutions and matrix products, 2 for a multiply-add; 0 for all else."""
         count = OPERATIONS[self.op].multiplications if self.op in OPERATIONS else None
         if count is None or self.is_empty:
-            return Both(0, 0)
+            return PerPass(0, 0)
         shapes = [operand.shape for operand in self.inputs]
         forward = 2 * count(shapes, self.outputs[0].shape, bool(self.option("transposed")))
-        return Both(forward, forward * sum(operand.gradient for operand in self.inputs[:2]))
+        return PerPass(forward, forward * sum(operand.gradient for operand in self.inputs[:2]))
 
     @property
-    def bytes(self) -> Both:
+    def bytes(self) -> PerPass:
         """Bytes that must at least be read and written."""
         if self.op == "redistribute":
             forward, backward = self.option("forward"), self.option("backward")
             assert isinstance(forward, int) and isinstance(backward, int)
-            return Both(forward, backward)
+            return PerPass(forward, backward)
         added = 3 * sum(operand.bytes for operand in self.inputs if operand.adds)
         operation = OPERATIONS.get(self.op)
         if self.is_empty or (operation is not None and operation.is_view):
-            return Both(0, added)
+            return PerPass(0, added)
         taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
         wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
         if operation is not None and operation.is_slice:
-            return Both(0, given + wanted + added)
+            return PerPass(0, given + wanted + added)
         again = int((operation.passes if operation is not None else 0.0) * given) + 2 * self._padded()
         backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
-        return Both(taken + given + again, backward + added if wanted else 0)
+        return PerPass(taken + given + again, backward + added if wanted else 0)
 
     def describe(self) -> str:
         """For people: `conv 32×64×56×56 → 32×64×56×56, 3×3 /1`."""

@@ -12,7 +12,7 @@ from typing import Any
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.placing import sharing_axes
-from convoy.planner.cost.link import Kind
+from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -30,7 +30,7 @@ class Message:
     """
 
     axes: Axes
-    kind: Kind
+    kind: Collective
     bytes: tuple[int, ...]
 
 
@@ -78,14 +78,14 @@ class InternalMessages:
     """
 
     axes: Axes = ()
-    forward: tuple[tuple[Kind, int], ...] = ()
-    backward: tuple[tuple[Kind, int], ...] = ()
+    forward: tuple[tuple[Collective, int], ...] = ()
+    backward: tuple[tuple[Collective, int], ...] = ()
 
 
 def internal_messages(
     placed: PlacedCall, graph: Graph, mesh: Mesh, own: LocalOp, batch_norm: BatchNorm = "sync"
 ) -> InternalMessages:
-    """The messages inside a call, on a rank whose operation of it is `own`: those of the engine's kernels."""
+    """The messages inside a call, on a rank whose operation of it is `own`: those of its kernel."""
     call = placed.call
     operation = OPERATIONS[call.op]
     if operation.statistics is None:
@@ -102,8 +102,8 @@ def internal_messages(
     shape = own.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
     size = operation.statistics(call, shape) * itemsize
-    summed: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
-    forward: tuple[tuple[Kind, int], ...] = (("exchange", others * size),)
+    summed: tuple[tuple[Collective, int], ...] = (("all_reduce", size),)
+    forward: tuple[tuple[Collective, int], ...] = (("exchange", others * size),)
     return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
@@ -141,8 +141,8 @@ class Item:
     """A call, or one step of a transfer.
 
     Attributes:
-        layer: whose it is; that which asks for it, for a transfer.
-        name: of the call, or of the value and the step.
+        layer: its layer; for a transfer, the layer that asks for it.
+        name: the call's name, or the value's and the step's.
         is_transfer: a transfer, not a call.
         operations: what each rank computes, or copies for a transfer.
         forward, backward: messages, in order.

@@ -15,7 +15,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """When the tasks run.
 
     Args:
-        tasks: of all ranks; those of one stream of a rank in their order.
+        tasks: the tasks of all ranks; those of one stream of a rank in their order.
 
     Raises:
         ValueError: some tasks wait for each other for ever.

@@ -9,7 +9,7 @@ from itertools import count
 
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
-from convoy.planner.cost.link import Kind as LinkKind
+from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.memory import RankMemory, most, rank_memory
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
@@ -61,7 +61,7 @@ def step_tasks(placement: Placement, costs: Costs, passes: int = 1, every_rank: 
 
     Args:
         placement: the network on its mesh, at the batch of one pass.
-        costs: of the device and its links.
+        costs: the costs of the device and its links.
         passes: forward and backward passes before an update.
         every_rank: list the tasks of all ranks, alike or not.
     """
@@ -88,9 +88,9 @@ class Scored:
     """A plan and what is predicted of it.
 
     Attributes:
-        placement: of the workload's graph.
-        timeline: of one update.
-        memory: of the rank that needs most.
+        placement: the workload's graph under the plan.
+        timeline: one update.
+        memory: bytes on the rank that needs most.
     """
 
     plan: Plan
@@ -234,7 +234,7 @@ class _Builder:
     def _collective(
         self,
         axes: Axes,
-        link_kind: LinkKind,
+        link_kind: Collective,
         num_bytes: Sequence[int],
         stream: Stream,
         kind: Kind,

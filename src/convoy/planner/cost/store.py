@@ -46,7 +46,7 @@ Source = Literal["profiling", "run"]
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measured operation.
 
     Attributes:
@@ -79,9 +79,9 @@ class ProfileStore:
         """All operations that were measured on a device."""
         return {row.local_op: row.times for row in self.rows(device)}
 
-    def rows(self, device: Device) -> list[Row]:
+    def rows(self, device: Device) -> list[Measurement]:
         """What is known of every operation, the one that was measured longest ago first."""
-        found: dict[str, list[Row]] = {}
+        found: dict[str, list[Measurement]] = {}
         for op, *columns in self._read(
             "SELECT op, local_op, forward, backward, measured, source FROM times WHERE device = ? ORDER BY number",
             device.key,
@@ -215,21 +215,23 @@ def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
             database.execute(f"DELETE FROM {table} WHERE {column} = ?", (key,))
 
 
-def _row(local_op: str, forward: float, backward: float, measured: float, source: str) -> Row:
+def _row(local_op: str, forward: float, backward: float, measured: float, source: str) -> Measurement:
     """A row of the table `times`.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none.
     """
     times = Times(float(forward), float(backward))
-    return Row(LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling")
+    return Measurement(
+        LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
+    )
 
 
-def _together(rows: list[Row]) -> Row:
+def _together(rows: list[Measurement]) -> Measurement:
     """Several measurements of an operation, the newest last, as one."""
     forward, backward = ([getattr(row.times, way) for row in rows] for way in ("forward", "backward"))
     last = rows[-1]
-    return Row(last.local_op, Times(_middle(forward), _middle(backward)), last.measured, last.source)
+    return Measurement(last.local_op, Times(_middle(forward), _middle(backward)), last.measured, last.source)
 
 
 def _middle(values: list[float]) -> float:

@@ -60,8 +60,8 @@ class Roofline:
 
     Attributes:
         flops_per_s: what convolutions and matrix products reach, multiplications and additions both counted.
-        bytes_per_s: of its memory.
-        overhead_s: of starting a kernel, once forward and once backward.
+        bytes_per_s: its memory's rate.
+        overhead_s: time to start a kernel, once forward and once backward.
     """
 
     flops_per_s: float

@@ -4,9 +4,7 @@ The format is Google's "Trace Event Format": complete events (`X`) in microsecon
 for each stream, and metadata events (`M`) with their names.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from convoy.plans.timeline import Span, Timeline
@@ -34,11 +32,6 @@ def trace(**sources: Timeline) -> dict[str, Any]:
     for number, (source, timeline) in enumerate(sources.items()):
         found += _of_source(source, number, len(sources), timeline.spans)
     return {"traceEvents": found, "displayTimeUnit": "ms"}
-
-
-def write_trace(path: Path, **sources: Timeline) -> None:
-    """Write such a trace into a file that Perfetto and chrome://tracing open."""
-    path.write_text(json.dumps(trace(**sources), allow_nan=False), encoding="utf-8")
 
 
 def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:

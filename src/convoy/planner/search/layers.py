@@ -114,9 +114,9 @@ def allowed(
     sample, whose rule then does what `sample` or `replicate` does, whichever the input is in already.
 
     Args:
-        prices: of the graph and mesh.
+        prices: the prices of the graph and mesh.
         batch: how the samples are divided.
-        calls: of the layer, those whose rules look at its strategy.
+        calls: the layer's calls whose rules look at its strategy.
         given: the candidates.
         narrow: leave out what is no more than another one; what is refused is left out in any case.
 

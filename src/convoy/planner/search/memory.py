@@ -40,7 +40,7 @@ def fitting(
     """A plan for a rank with so much memory.
 
     Args:
-        solver: of the mesh and its sample axes, with bytes.
+        solver: the solver of the mesh and its sample axes, with bytes.
         fastest: the best plan whatever it needs.
         limit: bytes that a rank has.
         memory: bytes that a plan really needs, on the rank that needs most.
@@ -85,7 +85,7 @@ def nothing_fits(
     """The sentence for where even the smallest plan is too large.
 
     Args:
-        placement: of the smallest plan that was found.
+        placement: the smallest plan that was found.
         costs: for the memory of parameters.
         needed: bytes on its rank that needs most.
         limit: bytes that a rank has.

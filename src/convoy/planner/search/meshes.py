@@ -85,8 +85,8 @@ class NextBest:
         layers: mostly one; those that have one strategy together where they are tied.
         strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
         other: the second best, None where they can have no other.
-        seconds: of the whole plan with `other`; infinite where there is none. It can be less than those of the best
-            plan, by the search's tolerance at most, which then sends less.
+        seconds: time of the whole plan with `other`; infinite where there is none. It can be less than that of the
+            best plan, by the search's tolerance at most, which then sends less.
     """
 
     layers: tuple[str, ...]
@@ -158,7 +158,7 @@ class MeshSearch:
 
     Args:
         graph: the network.
-        costs: of calls, transfers and parameters.
+        costs: the costs of calls, transfers and parameters.
         layers: what is chosen for.
         parts: how the samples are divided over a number of ranks.
         outputs: names of the values that the network returns.
@@ -166,8 +166,8 @@ class MeshSearch:
         tolerance: by this share plans may take longer than the fastest and are to be found all the same.
 
     Attributes:
-        solvers: of all ways that were looked at.
-        plain: that which knows plain `sample` on one axis; None where that cannot be.
+        solvers: one for each way to divide the samples that was looked at.
+        plain: the solver that knows plain `sample` on one axis; None where that cannot be.
         refused: why the last way that cannot be cannot.
     """
 

@@ -105,7 +105,7 @@ def codes_of(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
 
     Args:
         call: the call.
-        prices: of its graph and mesh.
+        prices: the prices of its graph and mesh.
         given: for every input the numbers of its layouts, all of one shape; None for parameters and the like.
     """
     if call.op == "cat" and len(call.inputs) > 2:
@@ -218,7 +218,7 @@ class PlacedStates:
     """A call for every state of the variables that it depends on, which stand here by their places in its scope.
 
     Attributes:
-        seconds: of the call; infinite where it cannot be.
+        seconds: time of the call; infinite where it cannot be.
         inside: bytes that it alone keeps.
         wants, gives: layouts of its inputs and outputs.
         keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
@@ -237,7 +237,7 @@ class Shared:
     """What the problems of one mesh share: prices, and what was worked out for some states already.
 
     Attributes:
-        tables: of what is sent, by what they depend on.
+        tables: seconds and counts of redistributions, by what they depend on.
     """
 
     def __init__(self, prices: Prices) -> None:

@@ -148,7 +148,7 @@ class Costs(Protocol):
         Args:
             placed: the call with the layouts of its inputs and outputs. Its `transfers` name the inputs that come from
                 another layout, without the steps, and nothing for calls whose layer has a strategy.
-            placement: of its graph, mesh and batch, which are all that is filled in.
+            placement: its graph, mesh and batch; nothing else is filled in.
         """
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
@@ -157,7 +157,7 @@ class Costs(Protocol):
         Args:
             step: the step.
             mesh: the devices.
-            shape: of the whole tensor.
+            shape: the whole tensor's shape.
             itemsize: bytes of an element.
             differentiable: whether its gradient comes back.
         """
@@ -212,7 +212,7 @@ class Answer:
     Attributes:
         wants: number of the layout that it asks for, for each of its inputs; NOWHERE where it asks nothing.
         gives: number of the layout of each of its outputs.
-        seconds: of the call itself.
+        seconds: time of the call itself.
         inside: bytes that it alone keeps for the backward pass, on rank 0.
         keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
     """
@@ -274,7 +274,7 @@ class Prices:
         Args:
             call: the call.
             batch: how the samples are divided.
-            strategy: of its layer; empty where its rule does not look at it.
+            strategy: its layer's strategy; empty where its rule does not look at it.
             given: for every input the number of its layout, NOWHERE for parameters, buffers and constants.
         """
         key = (self.kind(call), *self._relevant(call, batch, strategy, given))

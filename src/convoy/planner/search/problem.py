@@ -26,8 +26,8 @@ class Sending:
     """What some uses of a value take, over the variables that they depend on.
 
     Attributes:
-        seconds: of what is sent.
-        count: of redistributions: layouts, other than the one in which it lies, in which the value is wanted.
+        seconds: time of the messages.
+        count: number of redistributions: layouts, other than the one in which it lies, in which the value is wanted.
     """
 
     scope: Scope
@@ -39,7 +39,7 @@ class Tensors:
     """The uses of tensors, as tables.
 
     Args:
-        shared: of the graph and mesh.
+        shared: what is known of the graph on the mesh.
         sizes: number of states of every variable.
     """
 
@@ -180,7 +180,7 @@ def build(
     """The tables of a graph.
 
     Args:
-        shared: of the graph and mesh.
+        shared: what is known of the graph on the mesh.
         batch: how the samples are divided.
         choices: the layers and what they may have; every layer whose rule looks at its strategy is in one of them.
         outputs: names of the values that the network returns.

@@ -9,6 +9,7 @@ than some plan costs in all, no best plan has this strategy there.
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def possible(
     """What each layer may have in a plan that costs at most so many seconds.
 
     Args:
-        least: of every layer by strategy.
+        least: seconds of every layer by strategy.
         allowed: what each layer may have.
         groups: layers that have one strategy together.
         enough: seconds of some plan.
@@ -190,24 +191,20 @@ def _part_sizes(batch: Batch, axes: Axes) -> list[int]:
     return [len(part) for part in split.parts] if split else []
 
 
-@dataclass(frozen=True)
-class Remaining:
-    """What is left to choose from.
+def remaining(
+    shared: Shared,
+    batch: Batch,
+    allowed: Mapping[str, Sequence[Strategy]],
+    outputs: Sequence[str],
+    groups: Groups,
+    enough: float,
+    tolerance: float,
+    limit: int,
+    price: Callable[[Mapping[str, Strategy]], float],
+) -> tuple[Mapping[str, Sequence[Strategy]], Floor | None]:
+    """The strategies of every layer that may be in a best plan on one mesh, for one way to divide the samples.
 
-    Attributes:
-        strategies: of every layer.
-        floor: what plans take at least that divide the samples over fewer axes; None where that was too much to ask.
-    """
-
-    strategies: Mapping[str, Sequence[Strategy]]
-    floor: Floor | None = None
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """Leaves strategies out, on one mesh and for one way to divide the samples.
-
-    Attributes:
+    Args:
         shared: what is known of the graph on the mesh.
         batch: how the samples are divided.
         allowed: for every layer its strategies.
@@ -217,69 +214,51 @@ class Pruning:
         tolerance: by this share plans may take longer than the fastest and are kept all the same.
         limit: the most entries of a table.
         price: seconds of one plan.
+
+    Returns:
+        The strategies, and what plans take at least that divide the samples over fewer axes; None where that was too
+        much to ask.
+
+    Raises:
+        UninterestingError: nothing is left.
     """
-
-    shared: Shared
-    batch: Batch
-    allowed: Mapping[str, Sequence[Strategy]]
-    outputs: Sequence[str]
-    groups: Groups
-    enough: float
-    tolerance: float
-    limit: int
-    price: Callable[[Mapping[str, Strategy]], float]
-
-    def remaining(self) -> Remaining:
-        """What may be in a best plan.
-
-        Raises:
-            UninterestingError: nothing.
-        """
-        enough = self.enough
-        if not np.isfinite(enough):
-            enough = self.price({layer: self._plain(given) for layer, given in self.allowed.items()})
-        least = least_of_layers(self.shared.prices, self.batch, self.allowed)
-        most = enough * INTERESTING
-        found = possible(least, self.allowed, self.groups, most)
-        choices = [Choice(group, in_common(group, found)) for group in self.groups]
-        # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
-        tied = any(len(group) > 1 for group in self.groups)
-        rounds: Sequence[Sent] = (
-            ("nothing",) if tied else ("nothing", "at least") if self.enough < np.inf else ("at least",)
+    graph, least_known = shared.prices.graph, enough
+    if not np.isfinite(enough):
+        least_known = price(
+            {layer: min(given, key=partial(_plainness, batch.axes)) for layer, given in allowed.items()}
         )
-        try:
-            for sent in rounds:
-                problem = build(self.shared, self.batch, choices, self.outputs, sent=sent)
-                inner = relaxed(problem.seconds, _RELAXED)
-                elimination = Elimination([*inner, *relaxed(problem.ends, _RELAXED)], problem.sizes, self.limit)
-                if elimination.least > self.enough:
-                    raise UninterestingError(elimination.least)
-        except TooWideError:
-            return Remaining(found)
-        floor = Floor(self.shared.prices.graph, self.batch, choices, inner, problem.sizes, most, self.limit)
-        layers = assigned(choices, elimination.assignment())
-        if self._uses_all_axes(layers):
-            enough = min(enough, self.price(layers))
-        bounds = elimination.min_marginals()
-        for v, choice in enumerate(choices):
-            near = kept(choice.strategies, list(bounds[v]), enough * (1 + self.tolerance))
-            found |= dict.fromkeys(choice.layers, near)
-        return Remaining(found, floor)
+    most = least_known * INTERESTING
+    found = possible(least_of_layers(shared.prices, batch, allowed), allowed, groups, most)
+    choices = [Choice(group, in_common(group, found)) for group in groups]
+    # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
+    tied = any(len(group) > 1 for group in groups)
+    rounds: Sequence[Sent] = ("nothing",) if tied else ("nothing", "at least") if enough < np.inf else ("at least",)
+    try:
+        for sent in rounds:
+            problem = build(shared, batch, choices, outputs, sent=sent)
+            inner = relaxed(problem.seconds, _RELAXED)
+            elimination = Elimination([*inner, *relaxed(problem.ends, _RELAXED)], problem.sizes, limit)
+            if elimination.least > enough:
+                raise UninterestingError(elimination.least)
+    except TooWideError:
+        return found, None
+    floor = Floor(graph, batch, choices, inner, problem.sizes, most, limit)
+    layers = assigned(choices, elimination.assignment())
+    ops = {call.layer: call.op for call in graph.calls if call.op in COMPUTE}
+    if used_axes({layer: s for layer, s in layers.items() if layer in ops}, ops) == batch.axes:
+        least_known = min(least_known, price(layers))
+    bounds = elimination.min_marginals()
+    for v, choice in enumerate(choices):
+        near = kept(choice.strategies, list(bounds[v]), least_known * (1 + tolerance))
+        found |= dict.fromkeys(choice.layers, near)
+    return found, floor
 
-    def _uses_all_axes(self, layers: Mapping[str, Strategy]) -> bool:
-        ops = {call.layer: call.op for call in self.shared.prices.graph.calls if call.op in COMPUTE}
-        return used_axes({layer: s for layer, s in layers.items() if layer in ops}, ops) == self.batch.axes
 
-    def _plain(self, given: Sequence[Strategy]) -> Strategy:
-        """Samples on all axes that may divide them, filters or rows on the others, as far as a layer can."""
-        axes = self.batch.axes
-
-        def rank(strategy: Strategy) -> tuple[int, int, int]:
-            others = [each for axis, each in enumerate(strategy) if axis not in axes]
-            return (
-                sum(strategy[axis] != "sample" for axis in axes),
-                sum(each not in ("filter", "height") for each in others),
-                sum(each == "height" for each in others),
-            )
-
-        return min(given, key=rank)
+def _plainness(axes: Axes, strategy: Strategy) -> tuple[int, int, int]:
+    """Least for samples on all axes that may divide them, and filters, or else rows, on the others."""
+    others = [each for axis, each in enumerate(strategy) if axis not in axes]
+    return (
+        sum(strategy[axis] != "sample" for axis in axes),
+        sum(each not in ("filter", "height") for each in others),
+        sum(each == "height" for each in others),
+    )

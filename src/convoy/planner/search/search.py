@@ -8,7 +8,7 @@ Minimized is the sum, over one update, of
   + seconds of the optimizer for a rank's part of it             Costs.update
 
 over a mesh (every ordered factorization of the devices into one or two axes), the set of its axes that divide the
-samples, and for every layer one strategy on each axis. The rules of the operations (`RULES`) say which strategies a
+samples, and for every layer one strategy on each axis. The operations (`ops`) say which strategies a
 layer can have, and in which layouts it takes and gives its tensors. Constraints: fixes of the user; with a memory
 limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, the one with
 the fewest redistributions is taken.
@@ -20,7 +20,7 @@ Which function does which:
     build (problem.py)                the sum as tables over variables: one for each layer, one for a layout where that
                                       says less than the layers that decide about it
     Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
-    Pruning (pruning.py)              on wide networks, strategies that no best plan has, by lower bounds
+    remaining (pruning.py)            on wide networks, strategies that no best plan has, by lower bounds
     tied (layers.py)                  where tables are still too large, layers of one role share a strategy; noted
     Solver (solve.py)                 all of these for one mesh and one set of sample axes
     fewest (fewest.py)                the fewest redistributions within a budget of seconds
@@ -82,7 +82,7 @@ def search(
     Args:
         graph: the network in training, captured at the whole batch of one pass.
         num_devices: ranks that the plans are for.
-        costs: of calls, transfers and parameters.
+        costs: the costs of calls, transfers and parameters.
         parts: how the samples are divided over a number of ranks; None divides them as evenly as can be.
         outputs: names of the values that the network returns; None takes those of the graph.
         fixes: strategies that are given, such as `classifier.*=filter`; the first that matches a layer counts.

@@ -12,7 +12,7 @@ from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_wh
 from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import Strategy
 from convoy.planner.search.problem import Problem, assigned, build
-from convoy.planner.search.pruning import Floor, Pruning, UninterestingError
+from convoy.planner.search.pruning import Floor, UninterestingError, remaining
 from convoy.plans.place import Batch
 
 LIMIT = 20_000_000
@@ -190,7 +190,7 @@ class Solver:
         if self.with_memory or not self._is_wide:
             return self.allowed
         if self.groups not in self._kept:
-            pruning = Pruning(
+            self._kept[self.groups], floor = remaining(
                 self.shared,
                 self.batch,
                 self.allowed,
@@ -201,8 +201,7 @@ class Solver:
                 LIMIT,
                 lambda layers: self.price(layers)[0],
             )
-            remaining = pruning.remaining()
-            self._kept[self.groups], self._floor = remaining.strategies, remaining.floor or self._floor
+            self._floor = floor or self._floor
         return self._kept[self.groups]
 
     def _narrow(self, choices: Sequence[Choice], error: TooWideError) -> None:

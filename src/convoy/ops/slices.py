@@ -1,34 +1,34 @@
-"""Basic indexing: a slice of a divided dimension leaves each rank with those of its indices that are in the slice."""
+"""Parts of a tensor, by basic indexing and in chunks: each rank is left with those of its indices that are in them."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from convoy.graph.seen import Recognized, Seen
+from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, taking
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.layout import Indices, Layout, Split, consecutive, indices
 from convoy.plans.place import Placed, Situation
 
 Range = tuple[int, int, int] | int
 
 
-def _select(seen: Seen, ranges: dict[int, Range]) -> Recognized:
-    sizes = seen.shape(seen.input)
+def _select(call: TorchCall, ranges: dict[int, Range]) -> Recognized:
+    sizes = call.shape(call.input)
     whole = tuple(ranges.get(dim, (0, size, 1)) for dim, size in enumerate(sizes))
-    return Recognized("select", {"input": seen.input, "ranges": whole})
+    return Recognized("select", {"input": call.input, "ranges": whole})
 
 
-def _getitem(seen: Seen) -> Recognized | None:
-    index = seen.args[1] if isinstance(seen.args[1], tuple) else (seen.args[1],)
+def _getitem(call: TorchCall) -> Recognized | None:
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if not all(item is Ellipsis or _plain(item) for item in index):
         return None
-    sizes = seen.shape(seen.input)
+    sizes = call.shape(call.input)
     if Ellipsis in index:
         place = index.index(Ellipsis)
         index = (*index[:place], *[slice(None)] * (len(sizes) - len(index) + 1), *index[place + 1 :])
-    return _select(seen, {dim: _range(item, size) for dim, (item, size) in enumerate(zip(index, sizes, strict=False))})
+    return _select(call, {dim: _range(item, size) for dim, (item, size) in enumerate(zip(index, sizes, strict=False))})
 
 
 def _plain(item: Any) -> bool:
@@ -44,23 +44,23 @@ def _range(item: int | slice, size: int) -> Range:
     return start, max(start, stop), step
 
 
-def _narrow(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, dim=0, start=0, length=0)
-    dim = found["dim"] % len(seen.shape(seen.input))
+def _narrow(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, dim=0, start=0, length=0)
+    dim = found["dim"] % len(call.shape(call.input))
     if not isinstance(found["start"], int):
         return None
-    start = found["start"] % max(1, seen.shape(seen.input)[dim])
-    return _select(seen, {dim: (start, start + found["length"], 1)})
+    start = found["start"] % max(1, call.shape(call.input)[dim])
+    return _select(call, {dim: (start, start + found["length"], 1)})
 
 
-def _one(seen: Seen) -> Recognized | None:
-    found = seen.bound(input=None, dim=0, index=0)
-    sizes = seen.shape(seen.input)
+def _one(call: TorchCall) -> Recognized | None:
+    found = call.bound(input=None, dim=0, index=0)
+    sizes = call.shape(call.input)
     dim = found["dim"] % len(sizes)
-    return _select(seen, {dim: found["index"] % sizes[dim]})
+    return _select(call, {dim: found["index"] % sizes[dim]})
 
 
-def place(situation: Situation) -> Placed:
+def _place_range(situation: Situation) -> Placed:
     """Nothing is sent; a dimension from which one index is taken is asked for whole."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
@@ -93,7 +93,7 @@ def places(part: Indices, chosen: range) -> Indices:
     return indices(place for place, index in enumerate(part) if index in chosen)
 
 
-def _build(site: Site) -> Kernel:
+def _build_range(site: Site) -> Kernel:
     """Of each dimension the rank's own indices that are in the slice."""
     call = site.call
     source, ranges = call.attributes["input"], call.attributes["ranges"]
@@ -113,12 +113,53 @@ def _step(dim: int, chosen: int | tuple[int, int, int], part: Indices) -> Callab
     return taking(dim, places(part, range(*chosen)), len(part))
 
 
+def _split(call: TorchCall) -> Recognized:
+    found = call.bound(input=None, pieces=None, dim=0)
+    dim = found["dim"] % len(call.shape(call.input))
+    sizes = tuple(output.shape[dim] for output in call.outputs)
+    return Recognized("split", {"input": call.input, "dim": dim, "sizes": sizes})
+
+
+def _place_chunks(situation: Situation) -> Placed:
+    """Nothing is sent; a rank may be left with nothing of some chunk."""
+    call = situation.call
+    source = call.attributes["input"]
+    given = situation.given.get(source, Layout())
+    dim = call.attributes["dim"] % len(situation.shape(source))
+    others = {other: split for other, split in given.splits if other != dim}
+    divided = given.split(dim)
+    outputs = {}
+    for name, chunk in zip(call.outputs, consecutive(call.attributes["sizes"]), strict=True):
+        splits = dict(others)
+        if divided is not None:
+            splits[dim] = Split(divided.axes, tuple(within(part, chunk) for part in divided.parts))
+        outputs[name] = Layout.of(splits)
+    return Placed({source: Layout.of(dict(given.splits))}, outputs)
+
+
+def _build_chunks(site: Site) -> Kernel:
+    """Of each chunk the rank's own indices."""
+    attributes = site.call.attributes
+    source = attributes["input"]
+    dim = attributes["dim"] % len(site.graph.shape(source))
+    part = site.parts(source, dim)
+    chunks = [taking(dim, places(part, chunk), len(part)) for chunk in consecutive(attributes["sizes"])]
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        return [chunk(x) for chunk in chunks]
+
+    return kernel
+
+
 OPERATIONS = (
     Operation(
-        "select",
-        place,
-        {"getitem": _getitem, "narrow": _narrow, "select": _one},
-        _build,
+        "select", _place_range, {"getitem": _getitem, "narrow": _narrow, "select": _one}, _build_range, is_slice=True
+    ),
+    Operation(
+        "split",
+        _place_chunks,
+        dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split"), _split),
+        _build_chunks,
         is_slice=True,
     ),
 )

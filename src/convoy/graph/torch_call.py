@@ -1,4 +1,4 @@
-"""A call as torch sees it, and what a family of functions makes of it."""
+"""A call of a torch function before it is known which operation it is, and what an operation makes of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from convoy.graph.graph import Ref, Value
 
 
 @dataclass(frozen=True)
-class Seen:
+class TorchCall:
     """A call of a torch function.
 
     Attributes:
@@ -66,18 +66,28 @@ class Seen:
 
 @dataclass(frozen=True)
 class Recognized:
-    """Op and attributes of a call; function and arguments where they are to be others than those called."""
+    """What an operation makes of a call.
+
+    Attributes:
+        op: name of the operation.
+        attributes: the arguments that matter to it, under names of its own.
+        function, args, kwargs: what to record in place of what was called; None leaves it.
+        updates: whether it changes buffers, so that it runs also where nobody takes its result.
+        draws: whether it draws random numbers, and knows for which samples.
+    """
 
     op: str
     attributes: dict[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
+    updates: bool = False
+    draws: bool = False
 
 
-Recognizer = Callable[[Seen], Recognized | None]
+Recognizer = Callable[[TorchCall], Recognized | None]
 """What one operation makes of a call; None where it does not know it."""
-Recognize = Callable[[Seen], Recognized]
+Recognize = Callable[[TorchCall], Recognized]
 """What all operations together make of a call."""
 
 
