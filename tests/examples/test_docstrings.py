@@ -24,8 +24,10 @@ NAMES = sorted(name for name in dir(convoy) if not name.startswith("_"))
 CENTRAL = [
     "graph.graph:Graph",
     "ops.operation:Operation",
+    "planner.cost.local_op:LocalOp",
     "plans.layout:Layout",
     "plans.place:Placement",
+    "plans.timeline:Timeline",
     "plans.transfer:transfer",
     "training.division:divide",
 ]

@@ -1,11 +1,7 @@
 """An update as a timeline: what ran on which stream of which rank, when, and after what.
 
 A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convoy.engine.watched`) are the same
-`Timeline`, so that "predicted beside measured" is two of them side by side:
-
-    timeline = Timeline((Span(Task(0, "compute", "forward", "conv", "conv", 2.0), ready=0.0, start=0.0, end=2.0),))
-    timeline.total                  # 2.0
-    timeline.summary().parts        # {"input": 0.0, "forward": 2.0, …}
+`Timeline`, so that "predicted beside measured" is two of them side by side.
 """
 
 from collections import defaultdict
@@ -118,10 +114,21 @@ class Summary:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step, in seconds from its beginning.
+    """An update, in seconds from its beginning.
 
     Attributes:
         spans: one for each task, in their order.
+
+    Two seconds of computing, and a message of one second that waits for half of it:
+
+    >>> conv = Task(0, "compute", "forward", "conv", "conv", 2.0)
+    >>> gradient = Task(0, "gradients", "gradient", "conv", "conv.weight", 1.0, after=(0,))
+    >>> timeline = Timeline((Span(conv, 0.0, 0.0, 2.0), Span(gradient, 2.0, 2.5, 3.5)))
+    >>> timeline.total
+    3.5
+    >>> parts = timeline.summary().parts
+    >>> parts["forward"], parts["waiting"]
+    (2.0, 1.5)
     """
 
     spans: tuple[Span, ...]

@@ -135,6 +135,13 @@ class LocalOp:
         inputs: in the order of the call's, each tensor once.
         outputs: likewise.
         options: what else decides about the time, sorted by name: strides, the rank's own padding, its groups, …
+
+    Half of the filters of a linear layer, for 32 samples:
+
+    >>> images, weight = Operand((32, 256), "float32"), Operand((5, 256), "float32", "parameter", gradient=True)
+    >>> half = LocalOp("linear", "", (images, weight), (Operand((32, 5), "float32"),))
+    >>> half.flops.forward
+    81920
     """
 
     op: str
