@@ -10,7 +10,7 @@ from convoy.training.recipe import load_recipe
 WRONG = [
     # names
     ("optimizer.momntum=0.9", ["optimizer.momntum is unknown", "optimizer.momentum?"]),
-    ("optimizer.lr=0.1", ["optimizer is unknown", "did you mean optimizer?"]),
+    ("optimiser.lr=0.1", ["optimiser is unknown", "did you mean optimizer?"]),
     ("lr=0.1", ["lr is unknown", "optimizer.lr?"]),
     ("data.augmnt.flip=true", ["data.augmnt is unknown", "data.augment?"]),
     ("loss.smoothing=0.1", ["loss.label_smoothing?"]),

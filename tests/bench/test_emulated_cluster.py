@@ -57,8 +57,8 @@ def test_one_host_needs_no_link(tmp_path: Path) -> None:
     [
         ("", "has the keys devices and links"),
         ("- 1", "has the keys devices and links"),
-        ("devices: [", "line 1: this is no YAML"),
-        ("devices: {count: 2}\ndevices: {count: 4}", "'devices' is there twice"),
+        ("devices: [", "expected the node content"),
+        ("devices: {count: 2}\ndevices: {count: 4}", "line 2: the key devices is twice here"),
         ("links: {rate: 1gbit}", "devices is missing"),
         ("device: {count: 2}", "no key 'device': did you mean devices"),
         ("devices: 4", "devices is 4: write"),
