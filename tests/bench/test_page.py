@@ -15,6 +15,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser: chr
 PLANS = ("sample", "filter", "sample=2,filter=2", "owt", "auto")
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(400, False), (820, True), (1600, True)])
 def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool) -> None:
@@ -30,6 +31,7 @@ def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool
     assert found["dark"] == dark
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_tables_fit_a_page_of_1200_pixels(tmp_path: Path) -> None:
     folder = write_trainings(write_study(tmp_path, plans=PLANS))
@@ -45,6 +47,7 @@ def test_the_page_of_one_row_alone(tmp_path: Path) -> None:
     assert found["content"] <= 400
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(400, True), (1600, False)])
 def test_the_page_of_trainings_alone(tmp_path: Path, width: int, dark: bool) -> None:

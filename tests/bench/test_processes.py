@@ -32,6 +32,7 @@ def place(factor: int, say: Say) -> tuple[int, list[int], int]:
     return factor * int(x), sorted(os.sched_getaffinity(0)), torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_ranks_have_places_and_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     slots = [RankSlot(rank, 2, (core,)) for rank, core in enumerate((cores[0], cores[-1]))]

@@ -97,6 +97,7 @@ def test_more_than_the_ideal_is_explained(tmp_path: Path, seconds: float, weak: 
     assert sentence.startswith(said) and bool(sentence) == bool(said)
 
 
+@pytest.mark.slow
 def test_what_is_above_the_ideal_is_named_beside_the_table(tmp_path: Path) -> None:
     for plan, above in (("filter", False), ("sample", True)):  # speed-ups of 1.6 and 1.9, where 1.7 is ideal
         folder = write_study(tmp_path / plan, devices=(1, 2), plans=[plan], peers=(), speeds=(1.0, 0.7))

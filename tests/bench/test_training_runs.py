@@ -57,6 +57,7 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     assert results(store.document, 90.0, 100).cost.wall == pytest.approx(100.0, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["", "emulated"])
 def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str

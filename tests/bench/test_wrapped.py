@@ -32,6 +32,7 @@ def backward(kind: str, say: Say) -> tuple[set[str], list[float]]:
     return addresses, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fabric", "accelerate"])
 def test_ranks_listen_on_one_address_and_exchange_gradients(kind: str) -> None:
     if missing(kind) is not None:

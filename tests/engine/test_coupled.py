@@ -119,6 +119,7 @@ def test_a_captured_coupling_is_over_the_global_batch(kind: str) -> None:
         assert not layerwise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "owt=2", "sample=2,filter=2"])
 @pytest.mark.parametrize("kind", UNSEEN)
 def test_a_coupling_that_nobody_sees_is_over_the_global_batch(kind: str, plan: str) -> None:

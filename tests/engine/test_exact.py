@@ -83,8 +83,19 @@ def check(net: str, plan, timeout: float = 150, **options) -> None:
         assert found.ok, found
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "filter=4"])
-@pytest.mark.parametrize("net", ["lenet", *SMALL_NETS])
+def slowly(net: str, plan: str) -> bool:
+    """Four ranks on two cores take long: of the networks two suffice for the quick tests."""
+    return Plan.parse(plan).mesh.num_devices > 2 and net not in ("lenet", "dense")
+
+
+@pytest.mark.parametrize(
+    ("net", "plan"),
+    [
+        pytest.param(net, plan, marks=pytest.mark.slow if slowly(net, plan) else ())
+        for net in ("lenet", *SMALL_NETS)
+        for plan in (*PLANS, "filter=4")
+    ],
+)
 def test_small_nets_are_exact_under_every_plan(net: str, plan: str) -> None:
     exact_or_refused(net, plan)
 
@@ -94,6 +105,7 @@ def through_gloo(net: str, plan: str, options: dict[str, Any]) -> Distance:
     return run(net, plan, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["filter=4", "sample=2,filter=2"])
 @pytest.mark.parametrize("net", ["lenet", "dense"])
 def test_channels_in_uneven_parts_are_exact_between_hosts(net: str, plan: str) -> None:
@@ -143,6 +155,7 @@ def test_ranks_without_samples_join_in(plan: str) -> None:
     check("dense", plan, batches=(2, 1, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", ["dense", "depthwise", "dropping"])
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2", "width=2", "sample=2,height=2"])
 def test_microbatches_have_statistics_of_their_own(net: str, plan: str) -> None:

@@ -50,6 +50,7 @@ def errors(name: str, plan: str, parallelize_inside: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2"])
 @pytest.mark.parametrize("name", ["dense", "shuffle", "permuted", "layer by layer"])
 def test_inference_mode_and_training_take_turns(name: str, plan: str) -> None:

@@ -41,6 +41,7 @@ def _kept(name, size, plan):
     return (measured, parameters), (said.activations, said.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "plan"),
     [

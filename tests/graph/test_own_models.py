@@ -30,6 +30,7 @@ def test_a_replayed_graph_gives_what_the_network_gives(name: str) -> None:
         assert not same(before, model(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_call_has_an_op_and_every_parameter_is_used(name: str, mode: bool) -> None:

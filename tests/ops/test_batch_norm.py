@@ -80,6 +80,7 @@ def serial(case: OneCall, module: nn.Module | None = None) -> dict[str, Tensor]:
     return found | {f"{name}.grad": p.grad for name, p in module.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_statistics_of_the_whole_pass(name: str) -> None:
     sizes, given = LAYOUTS[name]

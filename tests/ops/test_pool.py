@@ -66,6 +66,7 @@ def windows(kernels: range) -> Iterator[dict[str, Any]]:
             yield {"kernel_size": k, "stride": s, "padding": p, "ceil_mode": ceil}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 9, 14])
 def test_max_pooling_of_rows(size: int) -> None:
     x = tensor(1, 2, size)
@@ -75,6 +76,7 @@ def test_max_pooling_of_rows(size: int) -> None:
             assert bool(placed.note) == (placed.inputs["x"].split(2) is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 9, 14])
 @pytest.mark.parametrize("count_include_pad", [False, True])
 def test_average_pooling_of_rows(size: int, count_include_pad: bool) -> None:

@@ -47,6 +47,7 @@ def test_rms_norm_keeps_what_it_normalizes_and_what_it_scales():
     assert memory.activations + roots == _measured(model, torch.zeros(2, 3, 6, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("lenet", 28), ("alexnet", 96), ("squeezenet1_1", 64), ("resnet18", 64)])
 def test_known_networks_to_a_few_hundredths(name, size):
     model = create(name)

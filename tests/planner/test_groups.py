@@ -26,6 +26,7 @@ def test_layers_without_weights_belong_to_those_before() -> None:
     assert found["features.1"] == "features.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "some"), [("alexnet", "classifier.6"), ("resnet18", "layer1.0"), ("resnet50", "fc")])
 def test_large_networks_are_shown_by_blocks(name: str, some: str) -> None:
     found = groups(name, 64)

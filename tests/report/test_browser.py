@@ -77,6 +77,7 @@ def look(report: Path, profile: Path, *, width: int, dark: bool = False) -> tupl
     return json.loads(probes[0]), [line for line in said if not line.startswith("PROBE")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(400, False), (820, True), (1600, True)])
 def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool) -> None:
     names = ["airplane", "<script>alert(1)</script>", "w" * 300, *map(str, range(9))]

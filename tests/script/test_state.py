@@ -107,6 +107,7 @@ def serial(request: pytest.FixtureRequest) -> tuple[str, State, State]:
     return case, first, run_ranks(_state, 1, "serial", case, first)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_every_plan_gives_the_serial_state_and_takes_it(plan: str, serial: tuple[str, State, State]) -> None:
     case, first, second = serial

@@ -140,6 +140,7 @@ def whole_way(data: Path, cache: Path, keep: bool) -> tuple[str, list[str], bool
     return str(found.plan), found.notes, any(cache.rglob("*.sqlite"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path, keep: bool) -> None:
     (first, notes, kept), (second, _, _) = run_ranks(whole_way, 2, data, tmp_path, keep)

@@ -30,6 +30,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, settings", SETTINGS.values(), ids=SETTINGS)
 def test_network_and_transform_give_the_evaluations_logits(
     size: tuple[int, int], settings: list[str], tmp_path: Path

@@ -37,6 +37,7 @@ def _every(graph, mesh, among, costs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", COSTS, ids=["even", "slow", "links"])
 @pytest.mark.parametrize(
     ("model", "mesh", "among"),
