@@ -64,12 +64,22 @@ _SCRIPT = """\
 out={out}
 stopping=
 step=
-trap 'stopping=yes; [ -z "$step" ] || kill -USR2 "$step"' USR2
+told=
+stop() {{
+    stopping=yes
+    if [ -n "$step" ] && [ -z "$told" ]; then
+        told=yes
+        kill -USR2 "$step"
+    fi
+}}
+trap stop USR2
 restarts=0
 while true; do
+    step=
     srun {srun} \\
         {command} &
     step=$!
+    [ -z "$stopping" ] || stop  # the signal came while nothing ran
     wait "$step"
     status=$?
     if [ -n "$stopping" ]; then
