@@ -1,6 +1,7 @@
 """A batch of pictures, and how one is made from the numbers of its samples."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class BatchMaker:
         self.skip_bad = skip_bad
         self.color = ColorAugment(geometry.augment, seed)
 
-    @property
+    @cached_property
     def vectorised(self) -> bool:
         """Whether training batches need no work picture by picture: pixels in memory, and crop and flip at most."""
         crop = self.geometry.augment.crop
@@ -71,6 +72,8 @@ class BatchMaker:
             ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
         """
         used = samples.copy()
+        if not self._augments and self._as_stored:
+            return self._stored(used, epoch)
         images = self._empty(len(samples))
         bad: list[tuple[int, str]] = []
         places = np.arange(len(samples))
@@ -90,9 +93,9 @@ class BatchMaker:
         Raises:
             ConvoyError: a picture cannot be read and bad ones are not skipped.
         """
+        if self._as_stored:
+            return self._stored(samples, 0)
         bad: list[tuple[int, str]] = []
-        if self._central and not getattr(self.source, "bad", None):
-            return self._batch(self._pixels[samples].transpose(0, 3, 1, 2), samples, 0, bad)
         images = self._empty(len(samples))
         good: list[int] = []
         for sample in samples.tolist():
@@ -111,6 +114,19 @@ class BatchMaker:
 
     def _in_memory(self, side: int) -> bool:
         return isinstance(self.source, PixelSource) and self._pixels.shape[1:] == (side, side, self.channels)
+
+    @cached_property
+    def _augments(self) -> bool:
+        augment = self.geometry.augment
+        return self.color.on or augment.flip or augment.crop != "none"
+
+    @cached_property
+    def _as_stored(self) -> bool:
+        """Whether pictures without augmentation are taken from memory as they lie there, and all can be read."""
+        return self._central and not getattr(self.source, "bad", None)
+
+    def _stored(self, samples: NDArray[np.int64], epoch: int) -> Batch:
+        return self._batch(self._pixels[samples].transpose(0, 3, 1, 2), samples, epoch, [])
 
     @property
     def _central(self) -> bool:

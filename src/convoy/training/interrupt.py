@@ -83,8 +83,7 @@ class Stop:
         return partial(self._ask, Agreement(self._ranks))
 
     def _ask(self, agreement: "Agreement") -> bool:
-        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-            self.signal = self.signal or agreement.signal(self._interrupt.signal)
+        self.signal = self.signal or agreement.signal(self._interrupt.signal)
         self._interrupt.is_due = self.signal is not None
         return self.signal is not None
 
@@ -115,6 +114,8 @@ class Agreement:
         now = time.perf_counter()
         took = max(now - self._asked, 1e-6)
         wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-        number, self._wait = self._ranks.largest(_SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0)
+        wish = _SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0
+        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
+            number, self._wait = self._ranks.largest(*wish)
         self._left, self._asked = self._wait, now
         return _SIGNALS[number] or None

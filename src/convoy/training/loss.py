@@ -51,7 +51,7 @@ def heads(outputs: Any) -> tuple[Tensor, ...]:
 def num_correct(outputs: Any, targets: Tensor) -> Tensor:
     """Samples whose largest logit of the main head is their label (or their most probable class): an integer scalar."""
     labels = targets if targets.dim() == 1 else targets.argmax(1)
-    return (heads(outputs)[0].detach().argmax(1) == labels).sum()
+    return (heads(outputs)[0].detach().argmax(1) == labels).count_nonzero()
 
 
 def _logits(outputs: Any) -> Iterator[Tensor]:

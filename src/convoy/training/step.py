@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,7 +35,7 @@ class InputPipeline:
         return self.normalize(batch.images[start:end].to(self.device, non_blocking=True))
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
     loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
@@ -110,8 +110,9 @@ class TrainingStep:
         result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
             return self._left_out(batch, update, result, self.guard)
+        rate = self.learning_rate(update)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(update)
+            group["lr"] = rate
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.network.clip(self.clip_norm)
@@ -121,8 +122,9 @@ class TrainingStep:
         self._begin("rest")
         self.scaler.update()
         self.network.updated()
-        own_s = time.perf_counter() - began - (here.waited_s - waited_s)
-        return replace(result, own_s=own_s if self.pipeline.device.type == "cpu" else 0.0)
+        if self.pipeline.device.type == "cpu":
+            result.own_s = time.perf_counter() - began - (here.waited_s - waited_s)
+        return result
 
     def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
         """Leave the gradient of the global batch in the parameters."""
