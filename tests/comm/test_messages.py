@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm.groups import everyone, num_ranks
-from convoy.comm.messages import broadcast_object, broadcast_tensors, gather_objects
-from convoy.comm.ranks import Ranks
+from convoy.comm.ranks import Ranks, broadcast_object, broadcast_tensors, gather_objects
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.training.environment import join_ranks

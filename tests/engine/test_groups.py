@@ -17,7 +17,7 @@ MESH = Mesh(("a", "b", "c"), (2, 1, 2))
 
 
 def _groups():
-    groups = Groups(MESH, subsets=[(0,)])
+    groups = Groups(MESH)
     found = {}
     for axes in [(2,), (0,), (0, 1), (1,), (), (0, 1, 2)]:
         group = groups.of(axes)

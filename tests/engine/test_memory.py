@@ -9,6 +9,7 @@ from convoy.engine.network import network_of
 from convoy.models import create
 from convoy.ops.memory import predict_memory
 from convoy.plans.layout import balanced
+from kept import kept_bytes
 from plans.made_graph import same_net
 from ranks import run_ranks
 
@@ -22,18 +23,7 @@ def _kept(name, size, plan):
     images = torch.randn(SAMPLES, 1 if name == "lenet" else 3, size, size)
     net = convoy.parallelize(model, plan, example=images[:1])
     mine = images[convoy.local_samples(net, SAMPLES)].clone()
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]}
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = net(mine)
-    assert output is not None
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    measured = sum(size for pointer, size in storages.items() if pointer not in own)
+    measured = kept_bytes(net, mine)
     network = network_of(net)
     parts = tuple(len(part) for part in balanced(SAMPLES, network.num_sample_ranks))
     said = predict_memory(network.placement([mine], parts, True))[dist.get_rank()]

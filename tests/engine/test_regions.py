@@ -44,7 +44,7 @@ def results(region: Region, x: Tensor, part: Tensor) -> dict[str, Tensor]:
     """What a region selects, and a tensor after it has been written and added to."""
     written, added = x.clone(), x.clone()
     region.write(written, part)
-    region.add(added, part)
+    region.write(added, part, accumulate=True)
     return {"select": region.select(x), "take": region.take(x), "write": written, "add": added}
 
 

@@ -11,30 +11,15 @@ from convoy.ops import capture, place
 from convoy.ops.memory import predict_memory
 from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
+from kept import kept_bytes
 from plans.made_graph import placed, same_net, small_net
-
-
-def _measured(model: nn.Module, images: torch.Tensor) -> int:
-    """Bytes of the storages that autograd keeps, parameters and buffers not among them."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(images)
-    assert output is not None
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
 def test_a_small_network_to_the_byte():
     memory = predict_memory(placed(small_net(), "serial"))[0]
     model = same_net()
     assert memory.parameters == memory.gradients == sum(4 * p.numel() for p in model.parameters())
-    assert memory.activations == _measured(model, torch.zeros(8, 3, 16, 16))
+    assert memory.activations == kept_bytes(model, torch.zeros(8, 3, 16, 16))
     assert memory.total == memory.parameters + memory.gradients + memory.activations
 
 
@@ -44,7 +29,7 @@ def test_rms_norm_keeps_what_it_normalizes_and_what_it_scales():
     graph = capture(model, ((2, 3, 6, 6),))
     memory = predict_memory(place(graph, plan, Batch(plan.mesh, (), (range(2),)), ["1"]))[0]
     roots = 2 * 4  # one number for each vector is left out
-    assert memory.activations + roots == _measured(model, torch.zeros(2, 3, 6, 6))
+    assert memory.activations + roots == kept_bytes(model, torch.zeros(2, 3, 6, 6))
 
 
 @pytest.mark.slow
@@ -58,7 +43,7 @@ def test_known_networks_to_a_few_hundredths(name, size):
     placement = place(graph, plan, batch, [ref.name for ref in leaves(graph.output, Ref)])
     memory = predict_memory(placement)[0]
     assert memory.parameters == sum(4 * p.numel() for p in model.parameters())
-    assert memory.activations == pytest.approx(_measured(model, images), rel=0.03)
+    assert memory.activations == pytest.approx(kept_bytes(model, images), rel=0.03)
 
 
 def test_more_ranks_hold_less():

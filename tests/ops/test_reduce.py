@@ -24,7 +24,7 @@ def tensor(*shape: int) -> Tensor:
 
 
 def reduce(function: str, x: Tensor, dims: tuple[int, ...], keepdim: bool, mesh: Mesh, given: Layout) -> Placed:
-    attributes = {"function": function, "dims": dims, "keepdim": keepdim}
+    attributes = {"function": function, "dims": tuple(sorted(dim % x.dim() for dim in dims)), "keepdim": keepdim}
     options: dict[str, Any] = {"dim": dims, "keepdim": keepdim}
     return check("reduce", FUNCTIONS[function], (x,), (), options, attributes, mesh, {"x": given})
 

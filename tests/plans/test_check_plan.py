@@ -3,8 +3,7 @@
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.plans.check import axis_names, check_channel, check_devices, check_filter, check_rows
-from convoy.plans.fit import check_patterns
+from convoy.plans.fit import axis_names, check_devices, check_patterns, check_size
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
@@ -116,21 +115,21 @@ def test_devices():
         check_devices(Mesh((), ()), 2)
 
 
-@pytest.mark.parametrize("check", [check_filter, check_channel])
-def test_channels(check):
+@pytest.mark.parametrize("strategy", ["filter", "channel"])
+def test_channels(strategy):
     for count, channels, groups in [(1, 1, 1), (4, 4, 1), (1, 8, 4), (4, 8, 4), (3, 8, 4)]:
-        check("layer 'a'", "gpu", count, channels, groups)
+        check_size("layer 'a'", "gpu", count, strategy, channels, groups)
     for count, channels, groups in [(5, 4, 1), (3, 8, 2), (5, 8, 4)]:
         with pytest.raises(ConvoyError, match=r"layer 'a' .*axis gpu.* replicate on it in a YAML plan"):
-            check("layer 'a'", "gpu", count, channels, groups)
+            check_size("layer 'a'", "gpu", count, strategy, channels, groups)
 
 
 def test_rows():
-    check_rows("layer 'a'", "gpu", 3, 3, "height")
+    check_size("layer 'a'", "gpu", 3, "height", 3)
     with pytest.raises(ConvoyError, match=r"only 1 output row for the 2 ranks of axis gpu: give it larger images"):
-        check_rows("layer 'a'", "gpu", 2, 1, "height")
+        check_size("layer 'a'", "gpu", 2, "height", 1)
     with pytest.raises(ConvoyError, match=r"only 2 output columns .*at most 2, give it larger images, or"):
-        check_rows("layer 'a'", "gpu", 3, 2, "width")
+        check_size("layer 'a'", "gpu", 3, "width", 2)
 
 
 def test_axes_by_name():

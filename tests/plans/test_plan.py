@@ -217,7 +217,7 @@ def test_every_yaml_reads_back():
         layers = []
         for _ in range(rng.randint(0, 4)):
             pattern = "".join(rng.choices(pieces, k=rng.randint(1, 5)))
-            layers.append((pattern, {axis: rng.choice(STRATEGIES) for axis in axes if rng.random() < 0.8}))
+            layers.append((pattern, {axis: rng.choice(list(STRATEGIES)) for axis in axes if rng.random() < 0.8}))
         try:
             plan = Plan(mesh, tuple(layers))
         except ConvoyError as error:

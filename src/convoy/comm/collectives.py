@@ -24,7 +24,6 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from convoy.comm import point_to_point, shared_memory
-from convoy.comm import shared_memory as operations
 from convoy.comm.position import here
 from convoy.comm.shared_memory import Channel
 
@@ -137,7 +136,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
         return Pending((), lambda: x)
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     if (channel := _channel(x, group)) is not None:
-        return Pending((), lambda: operations.all_reduce(x, channel))
+        return Pending((), lambda: shared_memory.all_reduce(x, channel))
     if not _is_gloo(x, group):
         return Pending([dist.all_reduce(x, group=group, async_op=True)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
@@ -159,7 +158,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     if group is None:
         return Pending((), lambda: x.unsqueeze(0))
     if (channel := _channel(x, group)) is not None:
-        return Pending((), lambda: operations.all_gather(x, channel))
+        return Pending((), lambda: shared_memory.all_gather(x, channel))
     ranks = size(group)
     here = _for(group, x).contiguous()
     received = here.new_empty(ranks, *x.shape)
@@ -184,7 +183,7 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     if group is None:
         return Pending((), lambda: x)
     if (channel := _channel(x, group)) is not None:
-        return Pending((), lambda: operations.all_to_all(x, channel))
+        return Pending((), lambda: shared_memory.all_to_all(x, channel))
     here = _for(group, x).contiguous()
     received = torch.empty_like(here)
     if _is_gloo(x, group):
@@ -210,7 +209,7 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     """
     some = next(x for x in sends if x is not None)
     if group is not None and not torch.compiler.is_compiling() and (channel := _channel(some, group)) is not None:
-        return operations.exchange(sends, shapes, channel)
+        return shared_memory.exchange(sends, shapes, channel)
     wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
     if group is not None and not torch.compiler.is_compiling() and _is_gloo(some, group):
         received = _exchange_over_gloo(sends, wanted, some, group)
@@ -259,7 +258,7 @@ def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], gro
         return Pending((), lambda: receives[0])
     here = group.rank()
     if (channel := _channel(receives[here], group)) is not None:
-        return Pending((), lambda: operations.exchange_into(sends, receives, channel)[here - 1])
+        return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[here - 1])
     if not _is_gloo(receives[here], group):
         nothing = receives[here].new_empty(0)
         taken = [nothing if q == here else x for q, x in enumerate(receives)]
@@ -283,7 +282,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if group is None:
         return x[0]
     if not torch.compiler.is_compiling() and (channel := _channel(x, group)) is not None:
-        return operations.reduce_scatter(x, channel)
+        return shared_memory.reduce_scatter(x, channel)
     if torch.compiler.is_compiling() or _is_gloo(x, group):
         return all_to_all(x, group).sum(0)
     found = x.new_empty(x.shape[1:])

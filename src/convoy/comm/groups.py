@@ -277,10 +277,9 @@ class Groups:
     Args:
         mesh: its number of devices must be the number of ranks, if a process group is joined.
         rank: this one; by default its number in the process group, 0 without one.
-        subsets: axes whose groups are made at once.
     """
 
-    def __init__(self, mesh: Mesh, rank: int | None = None, subsets: Iterable[Axes] = ()) -> None:
+    def __init__(self, mesh: Mesh, rank: int | None = None) -> None:
         world = num_ranks()
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -293,7 +292,7 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
-        for axes in _all_subsets(mesh) if _temporary else subsets:
+        for axes in _all_subsets(mesh) if _temporary else ():
             self.of(axes)
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:

@@ -1,20 +1,69 @@
 """The ranks of a run, of a plan in the making or of a measurement: this one's place among them, and what they tell
-each other."""
+each other.
 
+Objects are packed into tensors on the CPU, which is for what is small and rare. A group of None is one rank alone. All
+ranks of a group call the same function.
+"""
+
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from convoy.comm import messages
-from convoy.comm.collectives import Group, gather_ints, place, size
+from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
 from convoy.comm.groups import everyone, num_local, temporary
 from convoy.errors import ConvoyError, MachineError
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
+
+
+def broadcast_object(value: T, group: Group) -> T:
+    """What rank 0 has; the others' values play no role."""
+    if group is None:
+        return value
+    packed = _pack(value) if place(group) == 0 else torch.empty(0, dtype=torch.uint8)
+    size = gather_ints([len(packed)], group)[0][0]
+    if place(group) == 0:
+        broadcast(packed, group)
+        return value
+    found: T = _unpack(broadcast(torch.empty(size, dtype=torch.uint8), group))
+    return found
+
+
+def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+    """The named tensors of rank 0, on the CPU; others give None."""
+    if group is None:
+        assert tensors is not None
+        return tensors
+    shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()} if tensors is not None else None
+    found: dict[str, Tensor] = {}
+    for name, (shape, dtype) in (broadcast_object(shapes, group) or {}).items():
+        tensor = tensors[name].cpu().contiguous() if tensors is not None else torch.empty(shape, dtype=dtype)
+        found[name] = broadcast(tensor, group)
+    return found
+
+
+def gather_objects(value: T, group: Group) -> list[T]:
+    """What every rank has, in the order of ranks."""
+    if group is None:
+        return [value]
+    packed = _pack(value)
+    sizes = [size for (size,) in gather_ints([len(packed)], group)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(packed)] = packed
+    return [_unpack(row[:size]) for row, size in zip(all_gather(padded, group), sizes, strict=True)]
+
+
+def _pack(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Any:
+    return pickle.loads(packed.numpy().tobytes())
 
 
 class RankFailedError(MachineError):
@@ -96,15 +145,15 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """The value of rank 0."""
-        return messages.broadcast_object(value, self.group)
+        return broadcast_object(value, self.group)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The named tensors of rank 0, on the CPU; others give None."""
-        return messages.broadcast_tensors(tensors, self.group)
+        return broadcast_tensors(tensors, self.group)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
-        return messages.gather_objects(value, self.group)
+        return gather_objects(value, self.group)
 
     def gather_samples(self, value: T) -> list[T]:
         """The values for each part of the batch, in the order of the parts; model groups speak once."""

@@ -55,31 +55,19 @@ class Region:
         """The part of `x`, contiguous."""
         return self.select(x).contiguous()
 
-    def write(self, x: Tensor, part: Tensor) -> None:
-        """Overwrite the part of `x`."""
-        target = self._cut(x)
+    def write(self, x: Tensor, part: Tensor, accumulate: bool = False) -> None:
+        """Overwrite the part of `x`, or add to it."""
+        target, put = self._cut(x), Tensor.add_ if accumulate else Tensor.copy_
         if not self._picks:
-            target.copy_(part)
+            put(target, part)
         elif self._runs:
             for mine, theirs in self._pairs(target, part):
-                mine.copy_(theirs)
+                put(mine, theirs)
         elif len(self._picks) == 1:
-            target.index_copy_(self._picks[0][0], self._numbers(0, x), part)
+            by_index = target.index_add_ if accumulate else target.index_copy_
+            by_index(self._picks[0][0], self._numbers(0, x), part)
         else:
-            target.index_put_(self._grid(target), part)
-
-    def add(self, x: Tensor, part: Tensor) -> None:
-        """Add to the part of `x`."""
-        target = self._cut(x)
-        if not self._picks:
-            target.add_(part)
-        elif self._runs:
-            for mine, theirs in self._pairs(target, part):
-                mine.add_(theirs)
-        elif len(self._picks) == 1:
-            target.index_add_(self._picks[0][0], self._numbers(0, x), part)
-        else:
-            target.index_put_(self._grid(target), part, accumulate=True)
+            target.index_put_(self._grid(target), part, accumulate)
 
     def _cut(self, x: Tensor) -> Tensor:
         for dim, start, length in self._cuts:
@@ -149,7 +137,7 @@ class Assembly:
         else:
             made, others = parts[0].new_zeros(self.shape), self.kept
         for index in others:
-            self.regions[index].add(made, parts[index])
+            self.regions[index].write(made, parts[index], accumulate=True)
         return made
 
 

@@ -1,11 +1,10 @@
 """Runs a network so that its numbers depend on the recipe alone: microbatches, random numbers, batch norm."""
 
-from convoy.engine.batch_norm import MicrobatchNorm, prepare
 from convoy.engine.class_parallel import cross_entropy
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
-from convoy.engine.dropout import SampleDropout
 from convoy.engine.explain import explain
 from convoy.engine.gradients.tree import GradientTree
+from convoy.engine.layers import MicrobatchNorm, SampleDropout, prepare
 from convoy.engine.parallelize import (
     accumulate,
     clip_grad_norm_,

@@ -4,7 +4,6 @@ A head with a million classes is so trained with each rank holding its share of 
 (Deng et al., ArcFace, 2019; An et al., Partial FC, 2021): per sample, the ranks exchange three numbers.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import redistribute
-from convoy.engine.network import Network, network_of
+from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from convoy.plans import Layout, transfer
-from convoy.plans.layout import Indices
+from convoy.plans.layout import Indices, Split
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 
@@ -51,39 +50,20 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
             f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
             "leave samples without a class out"
         )
-    rows = Rows.of(placement, placement.output_layouts[name], network, len(labels))
-    losses = _losses(logits, rows.here(labels), placement, name, network.groups, label_smoothing)
-    return _AddOver.apply(losses.sum() / placement.batch.num_samples, rows.axes, network.groups)  # type: ignore[no-any-return]
+    rows = placement.output_layouts[name].split(0)
+    labels = _move_rows(labels, placement, rows, network.groups)
+    losses = _losses(logits, labels, placement, name, network.groups, label_smoothing)
+    loss: Tensor = _AddOver.apply(losses.sum() / placement.batch.num_samples, rows.axes if rows else (), network.groups)
+    return loss
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which samples of the pass a rank has the logits of.
-
-    Attributes:
-        axes: over which they are divided.
-    """
-
-    placement: Placement
-    own: Layout
-    layout: Layout
-    axes: Axes
-    groups: Groups
-
-    @staticmethod
-    def of(placement: Placement, logits: Layout, network: Network, num_own: int) -> "Rows":
-        """The rows of logits in a layout."""
-        batch = placement.batch.split(placement.batch.axes)
-        own = Layout.of({0: batch} if batch else {})
-        split = logits.split(0)
-        layout = Layout.of({0: split} if split else {})
-        return Rows(placement, own, layout, split.axes if split else (), network.groups)
-
-    def here(self, labels: Tensor) -> Tensor:
-        """The labels of these rows, from every rank's own."""
-        mesh, shape = self.groups.mesh, (self.placement.batch.num_samples,)
-        steps = transfer(self.own, self.layout, mesh, shape)
-        return redistribute(steps, mesh, self.groups.coordinates, self.groups, shape)(labels) if steps else labels
+def _move_rows(x: Tensor, placement: Placement, rows: Split | None, groups: Groups) -> Tensor:
+    """Numbers of every rank's own samples to where the rows of the logits are."""
+    batch = placement.batch.split(placement.batch.axes)
+    own, target = (Layout.of({0: split} if split else {}) for split in (batch, rows))
+    shape = (placement.batch.num_samples,)
+    steps = transfer(own, target, groups.mesh, shape)
+    return redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(x)
 
 
 def _losses(

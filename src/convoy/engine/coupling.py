@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.engine.batch_norm import MicrobatchNorm
-from convoy.engine.dropout import SampleDropout
+from convoy.engine.layers import MicrobatchNorm, SampleDropout
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
 from convoy.graph.graph import Call, Graph
@@ -176,7 +175,7 @@ def probe(
     Weights, buffers, the mode and torch's random state are left as they were.
 
     Args:
-        model: the network, prepared by `convoy.engine.batch_norm`.
+        model: the network, prepared by `convoy.engine.layers`.
         context: its step context.
         image_shape: (channels, height, width).
         device: where the network lives.

@@ -99,11 +99,9 @@ class NoTransfer:
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        """The values."""
         return self._new(x, self._after)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Their gradients."""
         return self._new(gradient, self._before)
 
     def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -28,11 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from convoy.comm.collectives import all_gather, broadcast, gather_ints
 from convoy.engine import optimizers
-from convoy.engine.contents import named_tensors
 from convoy.engine.gradients.backward import at_end_of_backward, current_backward
 from convoy.engine.gradients.buckets import flat, is_dense
 from convoy.engine.gradients.divided import DividedGradient, DividedGradients, plain
-from convoy.engine.network import WRAPPED, Network
+from convoy.engine.network import WRAPPED, Network, named_tensors
 from convoy.engine.shards import part_name
 from convoy.errors import ConvoyError
 
@@ -282,14 +281,12 @@ class Guard:
     # Optimizers.
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called by torch before any optimizer's step."""
         if self._has_parameters_of(optimizer):
             self._between_updates = True
             self._updates += 1
             self._gradients.clear()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called by torch after it."""
         if self._optimizers.get(optimizer, 0) <= 0:
             return
         for parameter in self._divided:  # a closure's backward pass has marked gradients that it then kept
@@ -314,8 +311,7 @@ class Guard:
         return known > 0
 
     def _forget(self, optimizer: Optimizer) -> None:
-        """Look at it anew before its next step."""
-        self._optimizers[optimizer] = 0
+        self._optimizers[optimizer] = 0  # to be looked at before its next step
 
 
 _guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()

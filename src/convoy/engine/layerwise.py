@@ -20,8 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
-from convoy.engine.contents import plain_forward
-from convoy.engine.network import Network
+from convoy.engine.network import Network, plain_forward
 from convoy.engine.output import writable
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError

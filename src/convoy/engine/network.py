@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
 from convoy.engine.agreement import Form, Kind, Signature, arguments, exchange_samples, kinds
-from convoy.engine.contents import named_tensors, owners, plain_forward
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
@@ -35,6 +34,32 @@ from convoy.plans.place import Batch, Placement, Strategies, sample_axes
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 WRAPPED = "DistributedDataParallel around a network of convoy.parallelize would add gradients twice: take it away"
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """For every parameter and buffer the dictionary that holds it, and its key there."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in named_tensors(model):
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        found[name] = (module._parameters if key in module._parameters else module._buffers), key
+    return found
+
+
+@contextlib.contextmanager
+def plain_forward(model: nn.Module) -> Iterator[None]:
+    """The model with the forward pass of its class."""
+    own = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if own is not None:
+            model.__dict__["forward"] = own
 
 
 class Guard(Protocol):
@@ -178,18 +203,19 @@ class Network:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
-        inputs, samples = self.open_pass(inputs)
-        signature = self._signature(samples, inputs, None if form.is_plain else form)
-        placement, program = self._program(signature)
-        self.begin_pass(samples, inputs[0].device)
-        found = self._run(placement, program, inputs)
-        self.end_pass()
+        found, placement = self._pass(inputs, None if form.is_plain else form)
+        samples = tuple(map(len, placement.batch.parts))
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
 
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         """The outputs as the last layers give them, by name, and how they are laid out."""
+        return self._pass(inputs, as_given=True)
+
+    def _pass(
+        self, inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
+    ) -> tuple[dict[str, Tensor], Placement]:
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(self._signature(samples, inputs, as_given=True))
+        placement, program = self._program(self._signature(samples, inputs, form, as_given))
         self.begin_pass(samples, inputs[0].device)
         found = self._run(placement, program, inputs)
         self.end_pass()

@@ -19,18 +19,16 @@ from convoy.comm.collectives import broadcast, gather_ints
 from convoy.comm.groups import Groups, join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.contents import named_tensors
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.network import Loss, Network, network_of
+from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
-from convoy.plans.check import check_devices
-from convoy.plans.fit import check_patterns
+from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan

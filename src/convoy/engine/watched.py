@@ -179,11 +179,9 @@ class _WatchedPass:
         self._ends = False
 
     def before(self, name: str) -> None:
-        """An instruction begins."""
         self._update.mark("forward" if name else "transfer", name, self._run)
 
     def after(self, name: str, results: Sequence[Any]) -> None:
-        """It has given its results."""
         self._update.mark("rest", "", self._run)
         for result in results:
             node = result.grad_fn if isinstance(result, Tensor) else None

@@ -63,7 +63,7 @@ def _glu(input: Tensor, dim: int = -1) -> Steps:
 def _getitem(input: Tensor, index: Any) -> Steps:
     """`x[:, None]`: plain ranges first, new dimensions afterwards."""
     if not isinstance(index, tuple) or not any(item is None for item in index):
-        return _unsqueeze(input) if index is None else None
+        return (lambda: input.unsqueeze(0)) if index is None else None
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
         return None
     given = sum(item is not None and item is not Ellipsis for item in index)
@@ -90,22 +90,6 @@ def _getitem(input: Tensor, index: Any) -> Steps:
     return steps
 
 
-def _unsqueeze(input: Tensor) -> Steps:
-    return lambda: input.unsqueeze(0)
-
-
-def _unbind(input: Tensor, dim: int = 0) -> Steps:
-    return lambda: tuple(input.select(dim, index) for index in range(input.shape[dim]))
-
-
-def _upsample(input: Tensor, *args: Any, **kwargs: Any) -> Steps:
-    return lambda: F.interpolate(input, *args, **kwargs)
-
-
-def _view_as(input: Tensor, other: Tensor) -> Steps:
-    return lambda: input.reshape(other.shape)
-
-
 def _pair(function: Callable[..., Any]) -> Callable[..., Steps]:
     return lambda input, other, **kwargs: None if kwargs else lambda: function(other, input)
 
@@ -119,10 +103,10 @@ EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "native_channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
-    "reshape_as": _view_as,
+    "reshape_as": lambda input, other: lambda: input.reshape(other.shape),
     "stack": _stack,
-    "unbind": _unbind,
-    "upsample": _upsample,
-    "view_as": _view_as,
+    "unbind": lambda input, dim=0: lambda: tuple(input.select(dim, index) for index in range(input.shape[dim])),
+    "upsample": lambda *args, **kwargs: lambda: F.interpolate(*args, **kwargs),
+    "view_as": lambda input, other: lambda: input.reshape(other.shape),
 }
 """By name of the function: called with its arguments, gives what to call instead, or None to leave it as it is."""

@@ -48,7 +48,6 @@ class Apply:
         return self.function.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call its `apply`."""
         return self.function.apply(*args, **kwargs)
 
 

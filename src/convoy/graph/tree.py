@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ def replace(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], 
 
 def leaves(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """The leaves of a `kind`, in the order in which `replace` meets them."""
-    return list(_leaves(tree, kind))
+    found: list[Any] = []
+    replace(tree, kind, found.append)
+    return found
 
 
 def _replace_dict(tree: dict, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
@@ -51,19 +53,3 @@ def _replace_fields(made: Any, tree: Any, kind: type | tuple[type, ...], functio
     for field in dataclasses.fields(tree):
         object.__setattr__(made, field.name, replace(getattr(tree, field.name), kind, function))
     return made
-
-
-def _leaves(tree: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _leaves(item, kind)
-    elif isinstance(tree, slice):
-        yield from _leaves((tree.start, tree.stop, tree.step), kind)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _leaves(item, kind)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _leaves(getattr(tree, field.name), kind)

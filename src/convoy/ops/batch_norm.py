@@ -14,13 +14,13 @@ from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
-from convoy.ops.layouts import resolved
+from convoy.ops.layouts import by_channel
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_statistics import Holders, affine, normalize_together
 from convoy.ops.statistics import Running, Term, add_term
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
-from convoy.plans.place import Placed, Situation
+from convoy.plans.place import Placed
 
 
 def _batch_norm(call: TorchCall) -> Recognized:
@@ -32,30 +32,6 @@ def _batch_norm(call: TorchCall) -> Recognized:
         found["momentum"] = call.module.momentum
     updates = bool(found["training"] and found["running_mean"])
     return Recognized("batch_norm", {**found, "num_batches_tracked": counter}, updates=updates)
-
-
-def place(situation: Situation) -> Placed:
-    """Scale, shift and running statistics are divided as the channels are, without communication.
-
-    Over the axes that divide samples, rows or columns every rank has all of them and its share of their gradient; the
-    statistics are added up over those axes inside the call.
-    """
-    call = situation.call
-    attributes = call.attributes
-    source = attributes["input"]
-    layout = resolved(situation, source)
-    channels = layout.split(1)
-    own = {} if channels is None else {0: channels}
-    others = layout.split_axes - set(channels.axes if channels else ())
-    inputs = {name: Layout.of() for name in call.inputs}
-    for key in ("running_mean", "running_var"):
-        if attributes[key] is not None:
-            inputs[attributes[key]] = Layout.of(own)
-    for key in ("weight", "bias"):
-        if attributes[key] is not None:
-            inputs[attributes[key]] = Layout.of(own, copied=others)
-    inputs[source] = layout
-    return Placed(inputs, {call.outputs[0]: layout})
 
 
 def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
@@ -300,7 +276,7 @@ def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
 OPERATIONS = (
     Operation(
         "batch_norm",
-        place,
+        by_channel,
         {"batch_norm": _batch_norm},
         _build,
         keeps=keeps_input,

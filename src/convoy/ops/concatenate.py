@@ -24,8 +24,9 @@ def place(situation: Situation) -> Placed:
     call, mesh = situation.call, situation.mesh
     names, output = call.attributes["operands"], call.outputs[0]
     out_shape = situation.shape(output)
-    dim = call.attributes["dim"] % len(out_shape)
-    shapes = {name: _except(situation.shape(name), dim, out_shape) for name in names}
+    dim = call.attributes["dim"]
+    own = {name: situation.shape(name) for name in names}
+    shapes = {name: (*shape[:dim], out_shape[dim], *shape[dim + 1 :]) for name, shape in own.items()}
     target = agreed(situation, out_shape, shapes, skip=dim)
     axes = _axes_along(situation, names, dim, {axis for split in target.values() for axis in split.axes})
     if not axes:
@@ -59,10 +60,6 @@ def _axes_along(situation: Situation, names: tuple[str, ...], dim: int, taken: s
         if split is not None and not set(split.axes) & taken:
             return split.axes
     return ()
-
-
-def _except(shape: tuple[int, ...], dim: int, out_shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:dim], out_shape[dim], *shape[dim + 1 :])
 
 
 OPERATIONS = (

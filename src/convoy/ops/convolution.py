@@ -17,7 +17,7 @@ from convoy.graph.torch_call import Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, Shape, keeps_operands
-from convoy.plans.check import axis_names, check_channel, check_filter, check_rows
+from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
@@ -83,10 +83,10 @@ def _plain(situation: Situation) -> _Channels:
     weight: dict[int, Split] = {}
     taken = given = None
     if filters:
-        check_filter(situation.where, axis_names(mesh, filters), mesh.size(filters), num_out)
+        check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", num_out)
         given = weight[out_dim] = even(mesh, filters, num_out)
     if channels:
-        check_channel(situation.where, axis_names(mesh, channels), mesh.size(channels), num_in)
+        check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", num_in)
         taken = weight[in_dim] = follow(situation, source, 1, channels, num_in)
     return _Channels(taken, given, weight, copied=filters, partial=channels)
 
@@ -99,7 +99,7 @@ def _grouped(situation: Situation) -> _Channels:
     axes = situation.axes("filter", "channel")
     if not axes:
         return _Channels(None, None, {}, (), ())
-    check_filter(situation.where, axis_names(mesh, axes), mesh.size(axes), num_out, groups)
+    check_size(situation.where, axis_names(mesh, axes), mesh.size(axes), "filter", num_out, groups)
     in_size, out_size = num_in // groups, num_out // groups
     owned = _owned_groups(follow(situation, source, 1, axes, num_in), in_size)
     if owned is None:
@@ -131,7 +131,7 @@ def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[in
     found: Axes = ()
     for dim, axes, name in spatial_dims(situation, len(situation.shape(call.outputs[0]))):
         size = situation.shape(call.outputs[0])[dim]
-        check_rows(situation.where, axis_names(situation.mesh, axes), situation.mesh.size(axes), size, name)
+        check_size(situation.where, axis_names(situation.mesh, axes), situation.mesh.size(axes), name, size)
         out_splits[dim] = output_split(size, situation.mesh, axes)
         in_splits[dim] = halo_split(window_of(situation.graph, call, dim), out_splits[dim])
         found += axes
@@ -150,19 +150,31 @@ def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
     return Window(size, kernel, stride, dilation, before, after)
 
 
+def needs_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[Need]:
+    """What a rank needs of each spatial dimension for its part of the output."""
+    found = []
+    for dim, size in list(enumerate(graph.shape(call.outputs[0])))[2:]:
+        rows = output.parts(dim, mesh, place, size)
+        assert isinstance(rows, range)
+        found.append(window_of(graph, call, dim).needed(rows))
+    return found
+
+
 def paddings_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[tuple[int, int, int]]:
     """What a rank pads, for each spatial dimension of a convolution that is not transposed: so much at both ends,
     which the convolution does itself, then what more at either end, which takes a copy of the input."""
-    found = []
-    for at, (before, after) in enumerate(call.attributes["padding"]):
-        if output.split(2 + at) is not None:
-            rows = output.parts(2 + at, mesh, place, graph.shape(call.outputs[0])[2 + at])
-            assert isinstance(rows, range)
-            need = window_of(graph, call, 2 + at).needed(rows)
-            before, after = need.before, need.after
-        both = min(before, after)
-        found.append((both, before - both, after - both))
-    return found
+    needs = needs_of(graph, call, output, mesh, place)
+    ends = [
+        padding if output.split(2 + at) is None else (needs[at].before, needs[at].after)
+        for at, padding in enumerate(call.attributes["padding"])
+    ]
+    return [(min(end), end[0] - min(end), end[1] - min(end)) for end in ends]
+
+
+def local_groups(graph: Graph, call: Call, source: Layout, mesh: Mesh, place: Coordinates) -> int:
+    """The groups of a convolution that a rank has."""
+    groups, channels = call.attributes["groups"], graph.shape(call.attributes["input"])[1]
+    return max(1, len(source.parts(1, mesh, place, channels)) // (channels // groups)) if groups > 1 else 1
 
 
 def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
@@ -189,10 +201,11 @@ def _local(site: Site) -> Callable[..., Tensor]:
     transposed, num_dims = attributes["transposed"], len(attributes["stride"])
     function = getattr(F, f"conv{'_transpose' if transposed else ''}{num_dims}d")
     options: dict[str, Any] = {"stride": attributes["stride"], "dilation": attributes["dilation"]}
-    options["groups"] = _local_groups(site)
+    place = site.mesh, site.coordinates
+    options["groups"] = local_groups(site.graph, site.call, site.layouts[attributes["input"]], *place)
     if transposed:
         return _transposed(site, function, options)
-    paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], site.mesh, site.coordinates)
+    paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = _flat([(before, after) for _, before, after in paddings])
     if not any(flat):
@@ -202,7 +215,7 @@ def _local(site: Site) -> Callable[..., Tensor]:
 
 def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
     attributes, output = site.call.attributes, site.call.outputs[0]
-    needs = [_need(site, 2 + at) for at in range(len(attributes["stride"]))]
+    needs = needs_of(site.graph, site.call, site.layouts[output], site.mesh, site.coordinates)
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
@@ -221,20 +234,6 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
     return convolve
 
 
-def _need(site: Site, dim: int) -> Need:
-    output = site.call.outputs[0]
-    rows = site.parts(output, dim)
-    assert isinstance(rows, range)
-    return window_of(site.graph, site.call, dim).needed(rows)
-
-
-def _local_groups(site: Site) -> int:
-    attributes = site.call.attributes
-    num_in = site.graph.shape(attributes["input"])[1]
-    group = num_in // attributes["groups"]
-    return max(1, len(site.parts(attributes["input"], 1)) // group) if attributes["groups"] > 1 else 1
-
-
 def _flat(padding: list[tuple[int, int]]) -> tuple[int, ...]:
     """In the order of `torch.nn.functional.pad`: the last dimension first."""
     return tuple(size for pair in reversed(padding) for size in pair)
@@ -248,20 +247,12 @@ def _multiplications(operands: Sequence[Shape], output: Shape, transposed: bool)
 def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
     """The rank's own groups and padding: so much at both ends, then what more before and after."""
     attributes, output = call.attributes, placed.outputs[call.outputs[0]]
-    group = graph.shape(attributes["input"])[1] // attributes["groups"]
-    mine = placed.inputs[attributes["input"]].parts(1, mesh, place, group * attributes["groups"])
     found = bias_option(call, placed, place)
-    found["groups"] = max(1, len(mine) // group) if attributes["groups"] > 1 else 1
+    found["groups"] = local_groups(graph, call, placed.inputs[attributes["input"]], mesh, place)
     if not attributes["transposed"]:
         found["padding"] = paddings_of(graph, call, output, mesh, place)
     elif any(dim > 1 for dim, _ in output.splits):
-        needs = []
-        for dim in range(2, len(graph.shape(call.outputs[0]))):
-            rows = output.parts(dim, mesh, place, graph.shape(call.outputs[0])[dim])
-            assert isinstance(rows, range)
-            need = window_of(graph, call, dim).needed(rows)
-            needs.append((0, need.before, need.after))
-        found["padding"] = needs
+        found["padding"] = [(0, need.before, need.after) for need in needs_of(graph, call, output, mesh, place)]
     else:
         found["padding"] = [(before, 0, after - before) for before, after in attributes["padding"]]
         found["output_padding"] = attributes["output_padding"]

@@ -10,12 +10,11 @@ from torch import Tensor
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
-from convoy.ops.layouts import axes_along, resolved
+from convoy.ops.layouts import axes_along, by_channel
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_statistics import Normalize, Sharing, affine
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Placed, Situation
 
 
 def _instance_norm(call: TorchCall) -> Recognized | None:
@@ -45,26 +44,12 @@ def _group_norm(call: TorchCall) -> Recognized:
     return Recognized("group_norm", call.bound(input=None, num_groups=1, weight=None, bias=None, eps=1e-5))
 
 
-def place(situation: Situation) -> Placed:
-    """Input [samples, channels, ...]; scale and shift are divided as the channels are.
-
-    Nothing is sent where every group of channels lies whole on one rank. Where rows, columns or the channels of a group
-    are divided, the call adds up the statistics, two numbers for each sample and group: never dearer than bringing the
-    channels together.
-    """
-    call = situation.call
-    source = call.attributes["input"]
-    layout = resolved(situation, source)
-    channels = layout.split(1)
-    own = {} if channels is None else {0: channels}
-    others = layout.split_axes - set(channels.axes if channels else ())
-    inputs = {name: Layout.of(own, copied=others) for name in call.inputs}
-    inputs[source] = layout
-    return Placed(inputs, {call.outputs[0]: layout})
-
-
 def _build(site: Site) -> Kernel:
-    """The function itself where the rank has whole groups; otherwise statistics are shared with other ranks."""
+    """The function itself where the rank has whole groups.
+
+    Where rows, columns or the channels of a group are divided, the call adds up the statistics, two numbers for each
+    sample and group: never dearer than bringing the channels together.
+    """
     call, pick = site.call, by_role(site.call, "input", "weight", "bias")
     source, eps = call.attributes["input"], call.attributes["eps"]
     shape = site.graph.shape(source)
@@ -145,7 +130,7 @@ def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
 OPERATIONS = (
     Operation(
         "group_norm",
-        place,
+        by_channel,
         {"group_norm": _group_norm, "instance_norm": _instance_norm},
         _build,
         keeps=keeps_input,

@@ -27,7 +27,6 @@ class Alone:
     kernel: Kernel
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run it."""
         return self.kernel(*tensors)
 
 
@@ -46,7 +45,6 @@ class Recorded:
     buffers: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run both parts."""
         y, terms = self.compute(*tensors)
         self.record([tensors[place] for place in self.buffers], terms)
         return [y]

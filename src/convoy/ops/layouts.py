@@ -57,6 +57,23 @@ def resolved(situation: Situation, name: str) -> Layout:
     return without_partial(situation.given.get(name, WHOLE))
 
 
+def by_channel(situation: Situation) -> Placed:
+    """A normalization of [samples, channels, ...] follows its input, and its numbers of each channel the channels.
+
+    Over the axes that divide samples, rows or columns every rank has all of these, and its share of the gradients of
+    scale and shift.
+    """
+    call = situation.call
+    layout = resolved(situation, call.attributes["input"])
+    channels = layout.split(1)
+    own = {} if channels is None else {0: channels}
+    others = layout.split_axes - set(channels.axes if channels else ())
+    affine = {call.attributes["weight"], call.attributes["bias"]}
+    inputs = {name: Layout.of(own, copied=others if name in affine else ()) for name in call.inputs}
+    inputs |= {call.attributes["num_batches_tracked"]: WHOLE} if call.attributes.get("num_batches_tracked") else {}
+    return Placed({**inputs, call.attributes["input"]: layout}, {call.outputs[0]: layout})
+
+
 def spatial(num_dims: int, num_spatial: int) -> range:
     """The last dimensions of a tensor."""
     return range(num_dims - num_spatial, num_dims)

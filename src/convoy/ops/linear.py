@@ -11,7 +11,7 @@ from convoy.ops import opaque
 from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
-from convoy.plans.check import axis_names, check_channel, check_filter
+from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
@@ -42,10 +42,10 @@ def place(situation: Situation) -> Placed:
     filters, channels = situation.axes("filter"), situation.axes("channel")
     taken, given, of_weight = dict(splits), dict(splits), {}
     if filters:
-        check_filter(situation.where, axis_names(mesh, filters), mesh.size(filters), out_shape[-1])
+        check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", out_shape[-1])
         given[last] = of_weight[0] = even(mesh, filters, out_shape[-1])
     if channels:
-        check_channel(situation.where, axis_names(mesh, channels), mesh.size(channels), shape[-1])
+        check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", shape[-1])
         taken[last] = of_weight[1] = follow(situation, source, last, channels, shape[-1])
     inputs = {source: Layout.of(taken, copied=filters), weight: Layout.of(of_weight, copied=shared)}
     if bias is not None:

@@ -17,45 +17,30 @@ from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
-from convoy.plans.windows import Need, Window, halo_split, output_split
+from convoy.plans.windows import Window, halo_split, output_split
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "max_pool": {"dilation": 1, "ceil_mode": False, "return_indices": False},
+    "avg_pool": {"ceil_mode": False, "count_include_pad": True, "divisor_override": None},
+}
 
 
-def _window(call: TorchCall, found: dict[str, Any], spatial: int) -> dict[str, Any]:
-    kernel = each(found["kernel_size"], spatial)
-    stride = found["stride"]
-    return {
-        "input": found["input"],
-        "kernel": kernel,
-        "stride": kernel if stride is None or stride == () or stride == [] else each(stride, spatial),
-        "padding": each(found["padding"], spatial),
-        "ceil_mode": bool(found["ceil_mode"]),
-    }
-
-
-def _max_pool(call: TorchCall, spatial: int) -> Recognized | None:
-    found = call.bound(
-        input=None, kernel_size=1, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
-    )
+def _recognize(call: TorchCall, spatial: int, op: str) -> Recognized | None:
+    found = call.bound(input=None, kernel_size=1, stride=None, padding=0, **_DEFAULTS[op])
     if len(call.outputs) > 1 or len(call.shape(found["input"])) != spatial + 2:
         return None
-    rest = {"dilation": each(found["dilation"], spatial), "count_include_pad": True, "divisor_override": None}
-    return Recognized("max_pool", {**_window(call, found, spatial), **rest})
-
-
-def _avg_pool(call: TorchCall, spatial: int) -> Recognized | None:
-    found = call.bound(
-        input=None,
-        kernel_size=1,
-        stride=None,
-        padding=0,
-        ceil_mode=False,
-        count_include_pad=True,
-        divisor_override=None,
-    )
-    if len(call.shape(found["input"])) != spatial + 2:
-        return None
-    rest = {name: found[name] for name in ("count_include_pad", "divisor_override")}
-    return Recognized("avg_pool", {**_window(call, found, spatial), "dilation": (1,) * spatial, **rest})
+    kernel, stride = each(found["kernel_size"], spatial), found["stride"]
+    attributes = {
+        "input": found["input"],
+        "kernel": kernel,
+        "stride": kernel if stride in (None, (), []) else each(stride, spatial),
+        "padding": each(found["padding"], spatial),
+        "ceil_mode": bool(found["ceil_mode"]),
+        "dilation": each(found.get("dilation", 1), spatial),
+        "count_include_pad": found.get("count_include_pad", True),
+        "divisor_override": found.get("divisor_override"),
+    }
+    return Recognized(op, attributes)
 
 
 def _recognize_adaptive(call: TorchCall, spatial: int, op: str) -> Recognized | None:
@@ -123,54 +108,44 @@ def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
     shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
     if "output_size" in attributes:
         dims = spatial(len(shape), len(attributes["output_size"]))
-        return {dim: _adaptive(shape[dim], out_shape[dim]) for dim in dims}
+        # output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉
+        sizes = {dim: (shape[dim], out_shape[dim]) for dim in dims}
+        return {
+            dim: None if output == 0 or size % output else Window(size, size // output, size // output)
+            for dim, (size, output) in sizes.items()
+        }
     dims = spatial(len(shape), len(attributes["kernel"]))
     found: dict[int, Window | None] = {}
     for at, dim in enumerate(dims):
-        padding, dilation = attributes["padding"][at], (attributes.get("dilation") or [1] * len(dims))[at]
-        kernel, stride = attributes["kernel"][at], attributes["stride"][at]
-        ceil_mode = bool(attributes["ceil_mode"])
-        found[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, ceil_mode)
+        kernel, stride, dilation = (attributes[name][at] for name in ("kernel", "stride", "dilation"))
+        padding = attributes["padding"][at]
+        found[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, attributes["ceil_mode"])
     return found
 
 
-def _adaptive(size: int, output_size: int) -> Window | None:
-    """Output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉."""
-    if output_size == 0 or size % output_size:
-        return None
-    return Window(size, size // output_size, size // output_size)
-
-
-def _build_max(site: Site) -> Kernel:
-    """The largest value of every window; outside the tensor there is none."""
+def _build(site: Site) -> Kernel:
+    """The largest value of every window, outside the tensor there being none, or the mean over as many elements as the
+    whole call counts.
+    """
     windows, attributes = _windows(site), site.call.attributes
-    if not _divided(site, windows):
+    if not any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits):
         return _guarded(site, as_called(site))
     pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = getattr(F, f"max_pool{len(windows)}d"), attributes["kernel"], attributes["stride"]
-    dilation = tuple(window.dilation for window in windows.values())
+    function, kernel, stride = getattr(F, f"{site.call.op}{len(windows)}d"), attributes["kernel"], attributes["stride"]
+    if site.call.op == "max_pool":
+        dilation = tuple(window.dilation for window in windows.values())
+        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, dilation=dilation)
+        outside, correct = -math.inf, None
+    else:
+        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, count_include_pad=True)
+        outside, correct = 0.0, _correction(site, windows)
 
-    def pool(x: Tensor) -> list[Tensor]:
-        x = F.pad(x, pad, value=-math.inf) if any(pad) else x
-        return [crop(function(x, kernel, stride, padding, dilation))]
+    def local(x: Tensor) -> list[Tensor]:
+        x = F.pad(x, pad, value=outside) if any(pad) else x
+        y = crop(pool(x))
+        return [y if correct is None else correct(y)]
 
-    return _guarded(site, pool)
-
-
-def _build_avg(site: Site) -> Kernel:
-    """The mean of every window, over as many elements as the whole call counts."""
-    windows, attributes = _windows(site), site.call.attributes
-    if not _divided(site, windows):
-        return _guarded(site, as_called(site))
-    pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = getattr(F, f"avg_pool{len(windows)}d"), attributes["kernel"], attributes["stride"]
-    correct = _correction(site, windows)
-
-    def pool(x: Tensor) -> list[Tensor]:
-        x = F.pad(x, pad) if any(pad) else x
-        return [correct(crop(function(x, kernel, stride, padding, count_include_pad=True)))]
-
-    return _guarded(site, pool)
+    return _guarded(site, local)
 
 
 def _build_adaptive(site: Site) -> Kernel:
@@ -213,10 +188,6 @@ def _windows(site: Site) -> dict[int, Window]:
     return {dim: window for dim, window in windows_of(site.graph, site.call).items() if window is not None}
 
 
-def _divided(site: Site, windows: Mapping[int, Window]) -> bool:
-    return any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits)
-
-
 def _output_rows(site: Site, dim: int) -> range:
     rows = site.parts(site.call.outputs[0], dim)
     assert isinstance(rows, range)
@@ -235,7 +206,7 @@ def _fitted(
     for dim, window in windows.items():
         output = _output_rows(site, dim)
         need = window.needed(output)
-        alike = _alike(window, need)
+        alike = need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
         padding.append(need.before if alike else 0)
         pad = [0, 0, *pad] if alike else [need.before, need.after, *pad]
         local = Window(len(need.rows), window.kernel, window.stride, window.dilation, need.before, need.before)
@@ -248,10 +219,6 @@ def _fitted(
         return y
 
     return tuple(pad), crop, tuple(padding)
-
-
-def _alike(window: Window, need: Need) -> bool:
-    return need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
 
 
 def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor], Tensor]:
@@ -309,8 +276,8 @@ OPERATIONS = (
     Operation(
         "max_pool",
         partial(_pool, linear=False),
-        {f"max_pool{n}d": partial(_max_pool, spatial=n) for n in (1, 2, 3)},
-        _build_max,
+        {f"max_pool{n}d": partial(_recognize, spatial=n, op="max_pool") for n in (1, 2, 3)},
+        _build,
         keeps=_keeps_places,
         options=_OPTIONS,
         local_options=_options,
@@ -318,8 +285,8 @@ OPERATIONS = (
     Operation(
         "avg_pool",
         partial(_pool, linear=True),
-        {f"avg_pool{n}d": partial(_avg_pool, spatial=n) for n in (1, 2, 3)},
-        _build_avg,
+        {f"avg_pool{n}d": partial(_recognize, spatial=n, op="avg_pool") for n in (1, 2, 3)},
+        _build,
         keeps=keeps_input,
         options=_OPTIONS,
         local_options=_options,

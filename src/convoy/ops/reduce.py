@@ -39,7 +39,7 @@ def place(situation: Situation) -> Placed:
     source, output = call.attributes["input"], call.outputs[0]
     given = situation.given.get(source, Layout())
     linear = call.attributes["function"] in ("mean", "sum")
-    dims = reduced_dims(call.attributes["dims"], len(situation.shape(source)))
+    dims = call.attributes["dims"]
     kept = {dim: split for dim, split in given.splits if linear or dim not in dims}
     partial = set(given.partial) if linear else set()
     asked = Layout.of(kept, partial)
@@ -54,17 +54,11 @@ def place(situation: Situation) -> Placed:
     return Placed({source: asked}, {output: Layout.of(left, partial)}, note)
 
 
-def reduced_dims(dims: tuple[int, ...] | None, num_dims: int) -> frozenset[int]:
-    """The dimensions that disappear; none named means all."""
-    return frozenset(dim % num_dims for dim in dims) if dims else frozenset(range(num_dims))
-
-
 def _build(site: Site) -> Kernel:
     """A mean over a divided dimension is the sum of the rank's part, divided by the number of all elements."""
     call = site.call
     source, function = call.attributes["input"], call.attributes["function"]
-    shape = site.graph.shape(source)
-    dims = sorted(reduced_dims(call.attributes["dims"], len(shape)))
+    shape, dims = site.graph.shape(source), call.attributes["dims"]
     if not any(dim in dims for dim, _ in site.layouts[source].splits):
         return as_called(site)
     assert function in ("mean", "sum"), function

@@ -65,12 +65,11 @@ def _place_range(situation: Situation) -> Placed:
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
     given = situation.given.get(source, Layout())
-    shape, ranges = situation.shape(source), call.attributes["ranges"]
+    ranges = call.attributes["ranges"]
     kept: dict[int, Split] = {}
     left: dict[int, Split] = {}
     out_dim = 0
-    for dim, size in enumerate(shape):
-        chosen = ranges[dim] if dim < len(ranges) else (0, size, 1)
+    for dim, chosen in enumerate(ranges):
         if isinstance(chosen, int):
             continue
         split = given.split(dim)
@@ -125,7 +124,7 @@ def _place_chunks(situation: Situation) -> Placed:
     call = situation.call
     source = call.attributes["input"]
     given = situation.given.get(source, Layout())
-    dim = call.attributes["dim"] % len(situation.shape(source))
+    dim = call.attributes["dim"]
     others = {other: split for other, split in given.splits if other != dim}
     divided = given.split(dim)
     outputs = {}
@@ -140,9 +139,8 @@ def _place_chunks(situation: Situation) -> Placed:
 def _build_chunks(site: Site) -> Kernel:
     """Of each chunk the rank's own indices."""
     attributes = site.call.attributes
-    source = attributes["input"]
-    dim = attributes["dim"] % len(site.graph.shape(source))
-    part = site.parts(source, dim)
+    dim = attributes["dim"]
+    part = site.parts(attributes["input"], dim)
     chunks = [taking(dim, places(part, chunk), len(part)) for chunk in consecutive(attributes["sizes"])]
 
     def kernel(x: Tensor) -> list[Tensor]:

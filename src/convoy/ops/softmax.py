@@ -36,9 +36,8 @@ def place(situation: Situation) -> Placed:
 def _build(site: Site) -> Kernel:
     """The function itself, or where the classes are divided its sums over the ranks that divide them."""
     call = site.call
-    source = call.attributes["input"]
-    dim = call.attributes["dim"] % len(site.graph.shape(source))
-    split = site.layouts[source].split(dim)
+    dim = call.attributes["dim"]
+    split = site.layouts[call.attributes["input"]].split(dim)
     group = site.groups.of(split.axes) if split else None
     if group is None:
         return as_called(site)
@@ -78,7 +77,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
-    return {call.attributes["dim"] % len(graph.shape(call.attributes["input"]))}
+    return {call.attributes["dim"]}
 
 
 OPERATIONS = (

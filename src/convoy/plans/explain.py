@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.plans.check import axis_names
+from convoy.plans.fit import axis_names
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic

@@ -1,4 +1,6 @@
-"""Whether a plan fits: its patterns the layers of a network, its sizes a number of devices, its axes the hosts."""
+"""Whether a plan fits a network and a number of devices: its patterns, its sizes, its axes on the hosts.
+
+A refusal names the layer, the axis and the way out."""
 
 import difflib
 import fnmatch
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.strategies import STRATEGIES
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -60,6 +63,67 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
 def _some(names: Iterable[str]) -> str:
     tops = list(dict.fromkeys(name.partition(".")[0] for name in names if name))
     return ", ".join(tops[:6]) + (", …" if len(tops) > 6 else "")
+
+
+def axis_names(mesh: Mesh, axes: Sequence[int]) -> str:
+    """How a sentence names axes: `filter`, or `node·gpu` for two over which one dimension is divided."""
+    return "·".join(mesh.names[axis] for axis in axes)
+
+
+def check_size(where: str, axes: str, count: int, strategy: str, size: int, groups: int = 1) -> None:
+    """Refuse more ranks than channels, rows or columns for them, or than groups of a convolution.
+
+    A group of channels stays on one rank, so that `channel` divides a grouped convolution as `filter` does.
+
+    Args:
+        where: how the sentence names the layer, `layer 'features.0'`.
+        axes: names of the mesh axes, as `axis_names` gives them.
+        count: ranks over these axes.
+        strategy: on these axes.
+        size: of the dimension that it divides, in the whole layer.
+        groups: of the convolution.
+
+    Raises:
+        ConvoyError: some rank would have nothing to do.
+    """
+    if 1 < groups < count:
+        raise ConvoyError(
+            f"{where} is a convolution in {groups} groups, which cannot be divided over the {count} ranks of "
+            f"{_axis(axes)} because each group stays on one rank: make the axis at most {groups}, or give this layer "
+            f"sample or replicate on it in a YAML plan"
+        )
+    if count > size:
+        ways = [f"make the axis at most {size}"] if size > 1 else []
+        ways += ["give it larger images"] if strategy in ("height", "width") else []
+        ways += ["give this layer sample or replicate on it in a YAML plan"]
+        only = "only " if size else ""
+        raise ConvoyError(
+            f"{where} has {only}{_several(size, STRATEGIES[strategy].unit)} for the {count} ranks of {_axis(axes)}: "
+            f"{', '.join(ways[:-1])}{', or ' if len(ways) > 1 else ''}{ways[-1]}"
+        )
+
+
+def check_devices(mesh: Mesh, num_devices: int) -> None:
+    """Refuse a mesh that has not as many ranks as there are devices.
+
+    Raises:
+        ConvoyError: the numbers differ.
+    """
+    if mesh.num_devices != num_devices:
+        needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
+        raise ConvoyError(
+            f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
+            f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
+            f"plan's sizes so that their product is {num_devices}"
+        )
+
+
+def _axis(names: str) -> str:
+    return f"axes {names}" if "·" in names else f"axis {names}"
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -115,10 +179,6 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     return Fit(Plan(Mesh(mesh.names, found), plan.layers), (before, math.prod(chosen)))
 
 
-_ONCE_AN_UPDATE = ("sample", "replicate")
-"""Strategies that need no communication in a layer: the ranks exchange gradients once for an update, if anything."""
-
-
 def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
     """Names of the axes whose groups have ranks in several hosts.
 
@@ -143,7 +203,7 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
     if plan.mesh.num_devices % per_host:
         return []
     busy = {
-        axis: sorted({given[axis] for _, given in plan.layers if axis in given} - set(_ONCE_AN_UPDATE))
+        axis: sorted({given[axis] for _, given in plan.layers if axis in given and STRATEGIES[given[axis]].exchanges})
         for axis in plan.mesh.names
     }
     order = sorted(range(len(plan.mesh.names)), key=lambda axis: bool(busy[plan.mesh.names[axis]]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from convoy.errors import ConvoyError
 from convoy.plans.fit import nearest
 from convoy.plans.mesh import Mesh
-from convoy.plans.strategies import STRATEGIES, strategy_error
+from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
 from convoy.terminal import brief
 
 _SHOWN = 12
@@ -29,8 +29,7 @@ class Fix:
     def on(self, mesh: Mesh, op: str) -> tuple[str, ...] | None:
         """The strategy on a mesh, None where it has another number of axes."""
         given = self.strategies * len(mesh.sizes) if len(self.strategies) == 1 else self.strategies
-        owt = "filter" if op == "linear" else "sample"
-        return tuple(owt if s == "owt" else s for s in given) if len(given) == len(mesh.sizes) else None
+        return tuple(of_layer(strategy, op) for strategy in given) if len(given) == len(mesh.sizes) else None
 
     def __str__(self) -> str:
         return f"{self.pattern}={','.join(self.strategies)}"

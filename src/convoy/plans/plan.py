@@ -13,7 +13,17 @@ import yaml
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 from convoy.plans.mesh import Mesh
-from convoy.plans.strategies import STRATEGIES, Layers, Place, check_axes, check_layers, parse_text, show, to_text
+from convoy.plans.strategies import (
+    STRATEGIES,
+    Layers,
+    Place,
+    check_axes,
+    check_layers,
+    of_layer,
+    parse_text,
+    show,
+    to_text,
+)
 
 _FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such as `features.*: {sample: sample}`"
 _DEPTH = 4
@@ -222,9 +232,7 @@ class Plan:
         """
         pattern = self.pattern(layer)
         given = dict(self.layers)[pattern] if pattern is not None else {}
-        one_weird_trick = "filter" if op == "linear" else "sample"
-        found = (given.get(name, "replicate") for name in self.mesh.names)
-        return tuple(one_weird_trick if strategy == "owt" else strategy for strategy in found)
+        return tuple(of_layer(given.get(name, "replicate"), op) for name in self.mesh.names)
 
     def pattern(self, layer: str) -> str | None:
         """The pattern that decides about a layer, or None where nothing matches it."""

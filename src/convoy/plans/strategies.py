@@ -1,9 +1,10 @@
-"""The names of the strategies, plans in one line (`sample=4`, `owt=4`, `serial`), and what is right for a mesh."""
+"""The strategies, plans in one line (`sample=4`, `owt=4`, `serial`), and what is right for a mesh."""
 
 import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from convoy.errors import ConvoyError
@@ -16,28 +17,59 @@ Layers = tuple[tuple[str, Mapping[str, str]], ...]
 Place = Callable[[tuple[str, ...]], str]
 """Where a part of a plan stands, as the beginning of a sentence about it."""
 
-STRATEGIES = ("sample", "filter", "channel", "height", "width", "replicate", "owt")
+
+@dataclass(frozen=True)
+class Strategy:
+    """All that is said of a strategy, wherever it is read, checked or drawn.
+
+    Attributes:
+        letter: stands for it in drawings.
+        effect: what it does with a layer, for a legend.
+        unit: what each rank needs at least one of; empty where nothing is too small for it.
+        aliases: words for it that people may know.
+        exchanges: whether ranks send each other activations for it in every pass.
+    """
+
+    letter: str
+    effect: str
+    unit: str
+    aliases: str
+    exchanges: bool = True
+
+
+STRATEGIES = {
+    "sample": Strategy("S", "divides the batch", "", "data batch dp ddp samples images n", exchanges=False),
+    "filter": Strategy(
+        "F",
+        "divides its outputs' channels",
+        "output channel",
+        "model tensor tp mp filters output out_channels column f k",
+    ),
+    "channel": Strategy("C", "divides its inputs' channels", "input channel", "channels input in_channels row c"),
+    "height": Strategy("H", "divides the rows", "output row", "spatial rows h"),
+    "width": Strategy("W", "divides the columns", "output column", "columns cols w"),
+    "replicate": Strategy("R", "whole on every device", "", "none whole replicated full copy serial", exchanges=False),
+    "owt": Strategy("", "sample for convolutions, filter for linear layers", "", "weird one-weird-trick krizhevsky"),
+}
+
+
+def of_layer(strategy: str, op: str) -> str:
+    """The strategy that a kind of layer has: `owt`, one weird trick (Krizhevsky, 2014), is two of the others."""
+    return strategy if strategy != "owt" else "filter" if op == "linear" else "sample"
+
 
 _LARGEST = 1_000_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_OTHER_WORDS = {
-    "sample": "data batch dp ddp samples images n",
-    "filter": "model tensor tp mp filters output out_channels column f k",
-    "channel": "channels input in_channels row c",
-    "height": "spatial rows h",
-    "width": "columns cols w",
-    "replicate": "none whole replicated full copy serial",
-    "owt": "weird one-weird-trick krizhevsky",
-}
 
 
 def strategy_error(word: Any) -> str:
     """The sentence about a word that should be a strategy."""
     text = show(word)
     plain = text.lower()
-    close = [strategy for strategy, words in _OTHER_WORDS.items() if plain in words.split()]
+    close = [name for name, strategy in STRATEGIES.items() if plain in strategy.aliases.split()]
     close = close or difflib.get_close_matches(plain, STRATEGIES, 1)
-    hint = f"did you mean {close[0]}?" if close else f"it must be {', '.join(STRATEGIES[:-1])} or {STRATEGIES[-1]}"
+    *first, last = STRATEGIES
+    hint = f"did you mean {close[0]}?" if close else f"it must be {', '.join(first)} or {last}"
     return f"{text} is no strategy: {hint}"
 
 
@@ -114,7 +146,7 @@ def _check_strategy(pattern: str, axis: Any, strategy: Any, mesh: Mesh, here: st
         axes = ", ".join(mesh.names)
         hint = f"did you mean {close[0]}?" if close else f"the mesh has {axes or 'no axes'}"
         raise ConvoyError(f"{here}{pattern} names an axis {show(axis)} that is not in the mesh: {hint}")
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ConvoyError(f"{here}{pattern} on axis {axis}: {strategy_error(strategy)}")
 
 

@@ -222,12 +222,6 @@ class Timeline:
         own = (span for span in self.spans if span.task.rank == rank and span.task.stream == "compute")
         return sum(span.end - span.start - span.task.seconds for span in own)
 
-    def messages(self, kind: Kind, rank: int | None = None) -> float:
-        """Seconds in which messages of a kind run on a rank, hidden or not."""
-        rank = self.busiest if rank is None else rank
-        own = (s for s in self.spans if s.task.rank == rank and s.task.kind == kind and s.task.stream != "compute")
-        return sum(span.end - span.start for span in own)
-
 
 ENGINE = "the engine itself"
 

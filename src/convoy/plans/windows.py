@@ -1,6 +1,5 @@
 """Which rows of its input a part of the output of a convolution or a pooling needs, along one dimension."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -124,11 +123,6 @@ def output_split(size: int, mesh: Mesh, axes: Axes) -> Split:
 @lru_cache(maxsize=1 << 12)
 def halo_split(window: Window | Transposed, output: Split) -> Split:
     """The overlapping parts of the input that the parts of the output need."""
-    return Split(output.axes, tuple(indices(need.rows) for need in needs(window.needed, output)))
-
-
-def needs(needed: Callable[[range], Need], output: Split) -> Iterator[Need]:
-    """What each part of an output needs."""
-    for part in output.parts:
-        assert isinstance(part, range), "rows of an output are consecutive"
-        yield needed(part)
+    rows = [part for part in output.parts if isinstance(part, range)]
+    assert len(rows) == len(output.parts), "rows of an output are consecutive"
+    return Split(output.axes, tuple(indices(window.needed(part).rows) for part in rows))

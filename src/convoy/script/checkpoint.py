@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, Checkpoint
 from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
-from convoy.comm.messages import broadcast_object, broadcast_tensors, gather_objects
+from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects
 from convoy.engine.agreement import agree
 from convoy.engine.gradients.sharded import ShardedOptimizer
 from convoy.engine.network import Network, network_of

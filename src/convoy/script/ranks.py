@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from convoy.comm.messages import gather_objects
+from convoy.comm.ranks import gather_objects
 from convoy.engine.network import Network
 from convoy.errors import ConvoyError
 

@@ -100,7 +100,6 @@ def test_where_the_time_goes_adds_up_to_the_total():
         "idle": pytest.approx(0),
     }
     assert sum(found.values()) == pytest.approx(timeline.total) == 8
-    assert timeline.messages("gradient") == pytest.approx(5)
 
 
 def test_a_rank_that_is_done_early_is_idle():

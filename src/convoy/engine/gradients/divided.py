@@ -6,7 +6,6 @@ over the parts of all ranks; anything else would look at one part as if it were 
 what they give on one device. All ranks must ask for the same.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.backward import at_end_of_backward, current_backward
+from convoy.engine.gradients.norms import whole_norms
 from convoy.errors import ConvoyError
 from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes
@@ -126,13 +126,12 @@ def plain(tensor: Tensor) -> Tensor:
 def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     parts = leaves((args, kwargs), DividedGradient)
     if name == "_foreach_norm":
-        norms = func(*args, **kwargs)
-        order = _order(func, name, args, kwargs)
-        return tuple(
-            _norm(n, x, order) if isinstance(x, DividedGradient) else n for n, x in zip(norms, args[0], strict=True)
-        )
+        axes = [x.axes if isinstance(x, DividedGradient) else () for x in args[0]]
+        norms = [plain(norm) for norm in func(*args, **kwargs)]
+        return tuple(whole_norms(norms, axes, parts[0].groups, _order(func, name, args, kwargs)))
     if name in _NORMS:
-        return _norm(func(*args, **kwargs), parts[0], _order(func, name, args, kwargs))
+        own = plain(func(*args, **kwargs))
+        return whole_norms([own], [parts[0].axes], parts[0].groups, _order(func, name, args, kwargs))[0]
     if name in _REDUCTIONS or name == "mean":
         _check_all_elements(name, args, kwargs)
         own = func(*args, **kwargs)
@@ -192,16 +191,6 @@ def _order(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> fl
     if name == "linalg_norm" or isinstance(given[0], str):  # of a matrix
         raise _refused(name)
     return float(given[0])
-
-
-def _norm(own: Tensor, part: DividedGradient, order: float) -> Tensor:
-    """The norm of the whole from that of the part."""
-    norms = _gathered(own, part).double()
-    if math.isinf(order):
-        whole = norms.amax(0) if order > 0 else norms.amin(0)
-    else:
-        whole = norms.sum(0) if order == 0 else norms.pow(order).sum(0).pow(1 / order)
-    return whole.to(own.dtype)
 
 
 def _gathered(own: Tensor, part: DividedGradient) -> Tensor:

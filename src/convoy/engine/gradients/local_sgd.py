@@ -12,9 +12,9 @@ from convoy.plans.mesh import Axes
 
 
 class LocalSgd:
-    """Averages weights over `axes` after every `every` updates, and in every update before `start`.
+    """Averages weights over `axes` after every `every` updates.
 
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1, and post-local SGD. Each rank takes
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes
     steps of its own optimizer on the mean gradient of its own samples: its gradients must be reduced over the other
     axes only. The optimizer's momentum stays local. The result is another one than that of the global batch, and
     depends on the number of ranks.
@@ -24,7 +24,6 @@ class LocalSgd:
         groups: of this rank.
         axes: over which ranks train by themselves.
         every: updates between two averages.
-        start: the first update (counted from 0) whose weights are kept local.
         weight: of this rank in the average, for example its number of samples.
     """
 
@@ -35,21 +34,18 @@ class LocalSgd:
         axes: Axes,
         *,
         every: int,
-        start: int = 0,
         weight: float = 1.0,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._group = groups.of(axes)
         self._every = every
-        self._start = start
         self._weight = weight
         self._alike = False
 
     def step(self, update: int) -> bool:
         """Call it after each update, counted from 0; whether weights were averaged."""
         self._alike = False
-        local = update + 1 - self._start
-        if local > 0 and local % self._every:
+        if (update + 1) % self._every:
             return False
         self.average()
         return True

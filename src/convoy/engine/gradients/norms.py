@@ -4,6 +4,7 @@ LARS and LAMB need them for their trust ratios. They ask through two functions o
 for lists of parameters; `WholeNorms` lets these functions answer for the whole tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,27 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from convoy.comm.collectives import all_reduce
+from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
 from convoy.plans.mesh import Axes
+
+
+def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, order: float = 2.0) -> list[Tensor]:
+    """Norms of whole tensors from those of the parts that ranks have, as scalars.
+
+    Args:
+        norms: of this rank's parts.
+        axes: that divide each tensor; none where it is whole on every rank. The same, in the same order, on all ranks.
+        groups: of this rank.
+        order: of the norms.
+    """
+    found = list(norms)
+    for wide, numbers in _by_axes(axes, groups).items():
+        if wide:
+            parts = all_gather(torch.stack([norms[number] for number in numbers]).double(), groups.of(wide))
+            if math.isinf(order):
+                whole = parts.amax(0) if order > 0 else parts.amin(0)
+            else:
+                whole = parts.sum(0) if order == 0 else parts.pow(order).sum(0).pow(1 / order)
+            for number, norm in zip(numbers, whole.to(norms[numbers[0]].dtype).unbind(), strict=True):
+                found[number] = norm
+    return found
 
 
 def shard_norms(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> list[Tensor]:
     """The norm of each whole tensor, as scalars.
 
     Args:
-        tensors: what this rank has of each, and the axes that divide it; none where it is whole on every rank. The same
-            axes, in the same order, on all ranks.
+        tensors: this rank's part of each, and the axes that divide it, as for `whole_norms`.
         groups: of this rank.
     """
-    norms = list(torch._foreach_norm([tensor for tensor, _ in tensors])) if tensors else []
-    for axes, numbers in _by_axes(tensors, groups).items():
-        if axes:
-            squares = torch.stack([norms[number] for number in numbers]).double().square()
-            whole = all_reduce(squares, groups.of(axes)).sqrt().to(norms[numbers[0]].dtype)
-            for number, norm in zip(numbers, whole.unbind(), strict=True):
-                norms[number] = norm
-    return norms
+    norms = torch._foreach_norm([tensor for tensor, _ in tensors]) if tensors else ()
+    return whole_norms(norms, [axes for _, axes in tensors], groups)
 
 
 def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tensor:
@@ -39,7 +55,7 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
 
     Where nothing is divided it is, bit for bit, that of `torch.nn.utils.get_total_norm`.
     """
-    kinds = _by_axes(tensors, groups)
+    kinds = _by_axes([axes for _, axes in tensors], groups)
     parts = {axes: [tensors[number][0] for number in numbers] for axes, numbers in kinds.items()}
     if set(parts) <= {()}:
         return nn.utils.get_total_norm(parts.get((), []))
@@ -75,11 +91,11 @@ def clip_grad_norm(
     return norm
 
 
-def _by_axes(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> dict[Axes, list[int]]:
+def _by_axes(axes: Sequence[Axes], groups: Groups) -> dict[Axes, list[int]]:
     """Numbers of the tensors that the same axes divide, axes with one rank left out, in the order of the axes."""
     found: dict[Axes, list[int]] = {}
-    for number, (_, axes) in enumerate(tensors):
-        wide = tuple(sorted(axis for axis in set(axes) if groups.mesh.sizes[axis] > 1))
+    for number, own in enumerate(axes):
+        wide = tuple(sorted(axis for axis in set(own) if groups.mesh.sizes[axis] > 1))
         found.setdefault(wide, []).append(number)
     return dict(sorted(found.items()))
 

@@ -27,7 +27,6 @@ from convoy.engine.gradients.buckets import (
     own_piece,
     pieces_of,
     shaped,
-    start_gather,
 )
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
@@ -37,11 +36,6 @@ from convoy.plans.mesh import Axes
 def largest(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
     """The largest of each number on any rank."""
     return [max(column) for column in zip(*gather_ints(numbers, group, device), strict=True)]
-
-
-def of_first_rank(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
-    """Rank 0's numbers."""
-    return gather_ints(numbers, group, device)[0]
 
 
 class MessageQueue:
@@ -80,7 +74,6 @@ class CompressedSum:
         self._work = start_all_reduce(tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor, group)
 
     def wait(self) -> Tensor:
-        """The sum."""
         total = self._work.wait()
         return total if total is self._target else self._target.copy_(total)
 
@@ -100,7 +93,7 @@ class GradientReducer:
         sizes: of the messages.
         compress: send the gradients in this type, for example `torch.bfloat16`. Approximate.
         scatter: give each rank only its own piece of the sum of a large gradient; the rest of its `.grad` is without
-            meaning until `gather`. For `ShardedOptimizer`.
+            meaning. For `ShardedOptimizer`.
     """
 
     def __init__(
@@ -150,16 +143,6 @@ class GradientReducer:
         """Add what paused backward passes have left, without another one."""
         if self._watch is not None:
             self._finish()
-
-    def gather(self) -> None:
-        """Make the gradients whole of which `scatter` has left each rank a piece."""
-        pending = [
-            start_gather(flat(gradient), group)
-            for i, gradient in enumerate(parameter.grad for parameter in self.parameters)
-            if gradient is not None and self.scattered(i) and (group := self.group(i))
-        ]
-        for work in pending:
-            work.wait()
 
     def scattered(self, i: int) -> bool:
         """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
@@ -345,7 +328,7 @@ class GradientReducer:
         assert self._world is not None
         known = set(seen)
         order = [*seen, *(i for i in self._order if i not in known)]
-        agreed = of_first_rank(order, self._world, self._device)
+        agreed = gather_ints(order, self._world, self._device)[0]
         self._order_seen = True
         if agreed != self._order:
             self._order = agreed

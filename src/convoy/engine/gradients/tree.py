@@ -38,40 +38,6 @@ from convoy.plans.mesh import Axes
 Gradients = list[Tensor | None]
 
 
-class GradientTree:
-    """Collects the gradient of one microbatch after the other and leaves their sum in `.grad`.
-
-    At most log2(microbatches) + 1 sets of gradients are kept at a time.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._partial: list[tuple[int, Gradients]] = []
-
-    def add(self) -> None:
-        """Take the gradient of the next microbatch out of `.grad`, which is left empty."""
-        leaf: Gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        height = 0
-        while self._partial and self._partial[-1][0] == height:
-            leaf = _sum(self._partial.pop()[1], leaf)
-            height += 1
-        self._partial.append((height, leaf))
-
-    def finish(self) -> None:
-        """Put the sum over all microbatches into `.grad` and begin anew."""
-        total = self._partial.pop()[1]
-        while self._partial:
-            total = _sum(self._partial.pop()[1], total)
-        for parameter, gradient in zip(self._parameters, total, strict=True):
-            parameter.grad = gradient
-
-
-def _sum(left: Gradients, right: Gradients) -> Gradients:
-    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
-
-
 Span = tuple[int, int]
 T = TypeVar("T")
 
@@ -135,6 +101,38 @@ class TreeSum(Generic[T]):
         return False
 
 
+def _sum(left: Gradients, right: Gradients) -> Gradients:
+    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+
+
+class GradientTree:
+    """Collects the gradient of one microbatch after the other and leaves their sum in `.grad`.
+
+    At most log2(microbatches) + 1 sets of gradients are kept at a time.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._sums = TreeSum[Gradients](1 << 62, _sum)  # of how many microbatches, nobody has said
+        self._count = 0
+
+    def add(self) -> None:
+        """Take the gradient of the next microbatch out of `.grad`, which is left empty."""
+        self._sums.put((self._count, self._count + 1), [parameter.grad for parameter in self._parameters])
+        self._count += 1
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Put the sum over all microbatches into `.grad` and begin anew."""
+        *parts, (_, total) = self._sums.take()
+        for _, part in reversed(parts):
+            total = _sum(part, total)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
+            parameter.grad = gradient
+        self._count = 0
+
+
 class TreeExchange:
     """Begins to send the pieces of this rank's partial sums to the pieces' owners.
 
@@ -191,7 +189,6 @@ class TreeExchange:
         self._pending = [start_gather(self._out, self._group)]
 
     def wait(self) -> Tensor:
-        """The sum."""
         for work in self._pending:
             work.wait()
         return self._out

@@ -1,19 +1,55 @@
-"""Batch norm over each microbatch, also where several run as one pass, and a network whose layers use it.
+"""Dropout and batch norm on one device as on several: by sample and by microbatch, also where several run as one pass.
 
-`prepare` lets a network's batch norm and dropout follow the step context, in place and under their own names.
+`prepare` lets a network's layers follow the step context, in place and under their own names.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.engine.dropout import replace_dropout
 from convoy.errors import ConvoyError
 from convoy.ops.batch_norm import normalize_by_itself
 from convoy.ops.context import BatchNormMode, StepContext
+from convoy.ops.random import drop
+from convoy.ops.random_bits import layer_key, random_bits
 from convoy.ops.statistics import add_term
 
+DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SampleDropout(nn.Module):
+    """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014).
+
+    The same sample loses the same elements on whatever device, in whatever batch and order it is computed. Without an
+    announced step (`StepContext.enter`) it refuses to run in training mode rather than draw from a hidden state.
+    """
+
+    def __init__(self, name: str, p: float, channels: bool, context: StepContext) -> None:
+        super().__init__()
+        self.p = p
+        self.channels = channels
+        self.name = name
+        self.key = layer_key(name)
+        self.context = context
+        context.draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Input and output: [samples, ...]; channel dropout takes dim 1 for the channels."""
+        if not self.training or self.p == 0.0:
+            return x
+        keys = self.context.keys
+        if len(keys) != len(x):
+            raise ConvoyError(
+                f"the dropout layer {self.name} sees {len(x)} samples of a batch of {len(keys)}: the network folds "
+                "something into the batch, so its masks cannot follow the samples; remove that dropout"
+            )
+        shape = x.shape[:2] if self.channels else x.shape
+        bits = random_bits(keys, self.key, shape[1:].numel())
+        return drop(x, bits.view(*shape, *[1] * (x.dim() - len(shape))), self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class MicrobatchNorm(_BatchNorm):
@@ -60,17 +96,6 @@ class MicrobatchNorm(_BatchNorm):
         return y
 
 
-def replace_batch_norm(model: nn.Module, context: StepContext) -> None:
-    """Replace every `nn.BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d` of the model, in place."""
-    replaced: dict[_BatchNorm, MicrobatchNorm] = {}  # a layer may have several names
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in BATCH_NORM_LAYERS:
-            assert isinstance(module, _BatchNorm)
-            if module not in replaced:
-                replaced[module] = MicrobatchNorm(module, context)
-            model.set_submodule(name, replaced[module])
-
-
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
     """Replace dropout and, for statistics by microbatch, batch norm; parameters, buffers and their names stay.
 
@@ -84,7 +109,15 @@ def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepConte
         The context that must be told of every step before its forward pass.
     """
     context = StepContext(seed, batch_norm=batch_norm)
-    replace_dropout(model, context)
-    if batch_norm == "microbatch":
-        replace_batch_norm(model, context)
+    replaced: dict[nn.Module, nn.Module] = {}  # a layer may have several names
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) in DROPOUT_LAYERS and module not in replaced:
+            assert isinstance(module, nn.modules.dropout._DropoutNd)
+            dropout = SampleDropout(name, module.p, type(module) is not nn.Dropout, context)
+            replaced[module] = dropout.train(module.training)
+        elif type(module) in BATCH_NORM_LAYERS and batch_norm == "microbatch" and module not in replaced:
+            assert isinstance(module, _BatchNorm)
+            replaced[module] = MicrobatchNorm(module, context)
+        if module in replaced:
+            model.set_submodule(name, replaced[module])
     return context
