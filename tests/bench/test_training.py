@@ -6,7 +6,7 @@ import pytest
 
 from convoy.bench import training_runs
 from convoy.bench.training_runs import Heard
-from convoy.comm.position import here
+from convoy.comm.position import current
 from started import wait_for
 
 
@@ -22,8 +22,8 @@ def test_a_training_that_moves_is_heard_of_while_it_reports_nothing(monkeypatch:
     with heard.beating():
         time.sleep(0.1)
         assert told == before  # nothing has moved
-        here.to("evaluation")
+        current.to("evaluation")
         wait_for(lambda: len(told) > 3, 10)
-    here.to("evaluation")
+    current.to("evaluation")
     time.sleep(0.1)
     assert told == [*before, before[-1]]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine import program
 from convoy.engine.network import network_of
-from convoy.engine.program import Overwriting
+from convoy.engine.program import overwriting
+from convoy.ops.memory import Readers
 from ranks import run_ranks
 
 IMAGES = torch.randn(4, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -81,8 +81,8 @@ def overwritten(forward: Callable[..., Tensor]) -> int:
     """How many calls of the network overwrite an input."""
     net = convoy.parallelize(build(forward), "serial", example=IMAGES)
     placement = network_of(net).example_placement(training=True)
-    overwriting = Overwriting(placement)
-    return sum(overwriting.kernel(placed) is not None for placed in placement.calls)
+    readers = Readers(placement.graph, placement.outputs)
+    return sum(overwriting(placed, readers) is not None for placed in placement.calls)
 
 
 def trained(forward: Callable[..., Tensor], plan: str) -> list[tuple[Tensor, Tensor]]:
@@ -128,7 +128,7 @@ def test_numbers_are_those_of_the_plain_network(forward: Callable[..., Tensor], 
 
 
 def careless(forward: Callable[..., Tensor], plan: str) -> float:
-    with patch.object(program.Overwriting, "_is_spare", lambda *_: True):
+    with patch.object(Readers, "is_spare", lambda *_: True):
         return body(forward, plan)
 
 

@@ -16,7 +16,7 @@ from convoy.bench.measurement import MeasurementTask, join
 from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
 from convoy.bench.store import Store
 from convoy.bench.study import Study
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.report.report import write_report
@@ -71,10 +71,10 @@ class Heard:
         ended = threading.Event()
 
         def beat() -> None:
-            seen = here.moved
+            seen = current.moved
             while not ended.wait(_BEAT_S):
-                if here.moved != seen:
-                    seen = here.moved
+                if current.moved != seen:
+                    seen = current.moved
                     with self._one_at_a_time:
                         self._tell(*self._latest)
 

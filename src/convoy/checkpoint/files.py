@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_text
 
@@ -99,7 +99,7 @@ def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
-            here.to("reading")
+            current.to("reading")
             digest.update(piece)
     return digest.hexdigest()
 

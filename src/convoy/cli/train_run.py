@@ -10,7 +10,7 @@ from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
 from convoy.cli.train_request import TrainRequest
 from convoy.comm.groups import leave, meeting_store
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import place as cores
@@ -138,7 +138,7 @@ def _train(
 
 def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     """On rank 0 write and say what came of it, with the parts of an update where asked; the exit status."""
-    here.to("report")
+    current.to("report")
     console, out = Console(highlight=False, quiet=ranks.rank > 0), outcome.run
     if outcome.signal is not None:
         console.print(

@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from convoy.comm import point_to_point, shared_memory
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.shared_memory import Channel
 
 _Arguments = ParamSpec("_Arguments")
@@ -62,19 +62,19 @@ def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
     @functools.wraps(function)
     def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_compiling() or here.collective:
+        if torch.compiler.is_compiling() or current.collective:
             return function(*args, **kwargs)
         watch = _watch
         if watch is not None:
             watch.enter()
-        began = here.moved = time.monotonic()
-        here.collective = name
+        began = current.moved = time.monotonic()
+        current.collective = name
         try:
             return function(*args, **kwargs)
         finally:
-            here.collective = ""
-            here.moved = time.monotonic()
-            here.waited_s += here.moved - began
+            current.collective = ""
+            current.moved = time.monotonic()
+            current.waited_s += current.moved - began
             if watch is not None:
                 watch.leave()
 

@@ -54,4 +54,4 @@ class Position:
         self.moved = time.monotonic()
 
 
-here = Position()
+current = Position()

@@ -12,7 +12,7 @@ from torch import Tensor
 from convoy.comm import collectives
 from convoy.comm.collectives import Group
 from convoy.comm.groups import Groups
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.regions import Assembly, Box, Region, extents, is_empty
 from convoy.plans.layout import Indices, Layout, common, without
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -293,13 +293,13 @@ class Transfer:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer, ctx.layer = transfer, "" if torch.compiler.is_compiling() else here.layer
+        ctx.transfer, ctx.layer = transfer, "" if torch.compiler.is_compiling() else current.layer
         return transfer.forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if not torch.compiler.is_compiling():
-            here.at(ctx.layer)
+            current.at(ctx.layer)
         return ctx.transfer.backward(gradient), None
 
 

@@ -1,7 +1,7 @@
 """A placed network on one rank: kernels and transfers in the order in which they run.
 
 Calls may overwrite what they are given where nobody needs it any more, which saves a tensor and a pass over fresh
-memory (`Overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
+memory (`overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
 as it is (`compiled`).
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.redistribution import redistribute
 from convoy.engine.shards import cut
 from convoy.ops import OPERATIONS
@@ -26,40 +26,24 @@ from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.transfer import Step
 
 
-class Overwriting:
-    """Finds the calls of a placed network whose input nobody else reads.
+def overwriting(placed: PlacedCall, readers: Readers) -> Kernel | None:
+    """The version of a call that writes its result over an input that nobody else reads; None where it must not.
 
     Args:
-        placement: of the network.
+        placed: the call.
+        readers: of its network's values.
     """
-
-    def __init__(self, placement: Placement) -> None:
-        self._readers = Readers(placement.graph, placement.outputs)
-
-    def kernel(self, placed: PlacedCall) -> Kernel | None:
-        """The version of a call that writes its result over an input, or None where it must not."""
-        name = overwritten(placed.call, lambda source: self._is_spare(placed, source))
-        if name is None:
-            return None
-        if len(placed.call.inputs) == 1:
-            return _relu
-        return _add_to_first if name == placed.call.inputs[0] else _add_to_second
-
-    def _is_spare(self, placed: PlacedCall, name: str) -> bool:
-        return self._readers.is_spare(name, placed.transfers)
-
-
-def _relu(x: Tensor) -> Sequence[Tensor]:
-    return [torch.relu_(x)]
+    name = overwritten(placed.call, lambda source: readers.is_spare(source, placed.transfers))
+    if name is None:
+        return None
+    if len(placed.call.inputs) == 1:
+        return lambda x: [torch.relu_(x)]
+    return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     alike = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
     return [x.add_(y) if alike else x + y]
-
-
-def _add_to_second(x: Tensor, y: Tensor) -> Sequence[Tensor]:
-    return _add_to_first(y, x)
 
 
 @dataclass(frozen=True)
@@ -201,7 +185,7 @@ class Program:
             for name, layout in placed.placed.inputs.items()
             if placed.call.op not in LOW_PRECISION
         }
-        overwriting = Overwriting(placement)
+        readers = Readers(placement.graph, placement.outputs)
         for placed in placement.calls:
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
@@ -210,7 +194,7 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            kernel = overwriting.kernel(placed) or OPERATIONS[site.call.op].build(site)
+            kernel = overwriting(placed, readers) or OPERATIONS[site.call.op].build(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
@@ -243,7 +227,7 @@ class Program:
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
         for instruction in self._instructions:
-            here.at(instruction.layer)
+            current.at(instruction.layer)
             if watch is not None:
                 watch.before(instruction.name)
             results = instruction.run(*[slots[slot] for slot in instruction.inputs])

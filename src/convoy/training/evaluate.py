@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.files import write_atomically
@@ -196,7 +196,7 @@ def evaluate(
     tally = EvaluationTally.of(num_classes)
     with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
         for number, batch in enumerate(batches):
-            here.to("evaluation")
+            current.to("evaluation")
             if is_asked_to_stop():
                 raise StoppedError
             size = max(announce(number), len(batch.labels))

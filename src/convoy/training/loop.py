@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
@@ -77,7 +77,7 @@ class Loop:
         Raises:
             ConvoyError: there are checkpoints, but none of them can be used.
         """
-        here.to("reading")
+        current.to("reading")
         checkpoint, refused = load_latest(self.store, self.identity, self.session.ranks)
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
@@ -100,7 +100,7 @@ class Loop:
         Raises:
             ConvoyError: it cannot be used.
         """
-        here.to("reading")
+        current.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         values = self.session.state.unpack(checkpoint)
         self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
@@ -207,8 +207,8 @@ class Loop:
 
     def _ask(self) -> float:
         """The next batch is asked for: when that is."""
-        here.update = self.done
-        here.to("data")
+        current.update = self.done
+        current.to("data")
         if self._observation is not None and self._speed is None:
             self._observation.begin()
         return time.perf_counter()
@@ -315,7 +315,7 @@ class Loop:
     def _save(self) -> None:
         if self.saver.has(self.done):
             return
-        here.to("checkpoint")
+        current.to("checkpoint")
         self._log.time()
         self._collect()
         window = self.window.pack()

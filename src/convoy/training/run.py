@@ -11,7 +11,7 @@ import torch
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import meeting_store
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
@@ -148,7 +148,7 @@ def train(
         resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
         session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
-        here.to("start")
+        current.to("start")
         if first:
             on_start(session)
         loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s)
@@ -275,7 +275,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
-    here.to("weights")
+    current.to("weights")
     weights = session.state.whole_weights()
     if session.ranks.rank == 0:
         assert loop.evaluation is not None

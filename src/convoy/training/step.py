@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.data import Batch, DataSet, MixConfig, Normalize, mix
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
@@ -102,8 +102,8 @@ class TrainingStep:
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
-        here.update = update
-        began, waited_s = time.perf_counter(), here.waited_s
+        current.update = update
+        began, waited_s = time.perf_counter(), current.waited_s
         self._begin("rest")
         if self.guard is not None:
             self.guard.begin()
@@ -123,7 +123,7 @@ class TrainingStep:
         self.scaler.update()
         self.network.updated()
         if self.pipeline.device.type == "cpu":
-            result.own_s = time.perf_counter() - began - (here.waited_s - waited_s)
+            result.own_s = time.perf_counter() - began - (current.waited_s - waited_s)
         return result
 
     def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
@@ -145,7 +145,7 @@ class TrainingStep:
         return StepResult([], [], result.seconds, bad=bad)
 
     def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
-        here.to(part)
+        current.to(part)
         self.mark(part)
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:

@@ -24,7 +24,7 @@ from typing import Self
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from convoy.comm.position import Position, here
+from convoy.comm.position import Position, current
 from convoy.comm.ranks import Ranks
 from convoy.training.config import in_words
 
@@ -161,7 +161,7 @@ class Watchdog:
         store: Store | None,
         end: Callable[[str], None] = say_and_end,
         timeout_s: float = TIMEOUT_S,
-        position: Position = here,
+        position: Position = current,
         patient: bool = False,
     ) -> None:
         self.timeout_s = timeout_s

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from convoy.comm.collectives import Group, Pending, gather_ints, place, start_all_reduce
 from convoy.comm.groups import Groups
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
 from convoy.engine.gradients.buckets import (
     ReduceScatter,
@@ -276,7 +276,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        here.to("gradient")
+        current.to("gradient")
         self._queue.rest()
         for work in self._pending:
             work.wait()

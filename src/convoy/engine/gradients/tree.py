@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from convoy.comm.collectives import Group, Pending, place, size, start_exchange_into
 from convoy.comm.groups import Groups
-from convoy.comm.position import here
+from convoy.comm.position import current
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
 from convoy.engine.gradients.buckets import (
     ReduceScatter,
@@ -326,7 +326,7 @@ class TreeReducer:
 
     def _give(self) -> None:
         """Put the sums into `.grad`."""
-        here.to("gradient")
+        current.to("gradient")
         for exchange in self._exchanges:
             exchange.add()
         users = [int(user) for user in self._users]
