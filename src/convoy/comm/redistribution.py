@@ -177,6 +177,9 @@ class Transfer:
         shape: of the whole tensor.
         channels_last: whether 4-d and 5-d tensors travel, and are given, with the channels innermost in memory.
             Inputs and gradients may lie in any order; the right one saves a copy. Must be the same on all ranks.
+
+    Attributes:
+        step, shape: as given.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class Transfer:
         self._order = (0, *dims[2:], 1) if channels_last and len(shape) in (4, 5) else dims
         self._back = tuple(self._order.index(dim) for dim in dims)
         self._is_plain = self._order == dims
-        self._whole_shape = tuple(shape)
+        self.shape = tuple(shape)
         self._mesh = mesh
         self._groups = groups
         self.source_shape = step.source.local_shape(shape, mesh, coordinates)
@@ -230,7 +233,7 @@ class Transfer:
 
     def _box(self, layout: Layout, place: Coordinates) -> Box:
         """The indices that a rank holds, dimensions in the order of memory."""
-        return tuple(layout.parts(dim, self._mesh, place, self._whole_shape[dim]) for dim in self._order)
+        return tuple(layout.parts(dim, self._mesh, place, self.shape[dim]) for dim in self._order)
 
     def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Collect:
         """Every rank of the group over `axes` gives its part in `layout`; each gets all of them in `whole`."""

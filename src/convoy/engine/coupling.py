@@ -8,19 +8,19 @@ nothing: where there are such weights, it is run both ways with others in their 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.layers import MicrobatchNorm, SampleDropout
-from convoy.engine.layerwise import Layerwise
+from convoy.engine.layerwise import Layerwise, random_state
 from convoy.engine.network import network_of
 from convoy.graph.graph import Call, Graph
+from convoy.graph.tree import leaves
 from convoy.ops import place
 from convoy.ops.context import StepContext
 from convoy.ops.placing import sharing_axes
@@ -185,14 +185,19 @@ def probe(
     images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
     with _untouched(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.train()
-        before = _random_state(device)
+        before = random_state(device)
         context.enter(0, 0, sizes, device)
         kept: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: _note(x, kept), lambda x: x), _calls(model) as ran:
-            together = list(_tensors(model(images)))
+
+        def note(x: Tensor) -> Tensor:
+            kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
+            together = leaves(model(images), Tensor)
         outputs = len(together)
         again = [layer for layer, number in ran.items() if number > 1]
-        draws = not torch.equal(before, _random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
+        draws = not torch.equal(before, random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
         if draws:
             model.eval()
             together = _run(model, context, images, 0, sizes)
@@ -213,7 +218,7 @@ def _run(
 ) -> list[Tensor]:
     context.enter(0, first_sample, sizes or (len(images),), images.device)
     with torch.no_grad():
-        return list(_tensors(model(images)))
+        return leaves(model(images), Tensor)
 
 
 def _alike(together: list[Tensor], model: nn.Module, context: StepContext, images: Tensor, samples: int) -> bool:
@@ -268,21 +273,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= TOLERANCE * scale)
 
 
-def _note(tensor: Tensor, kept: dict[int, int]) -> Tensor:
-    kept[tensor.data_ptr()] = max(kept.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size())
-    return tensor
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, dict):
-        yield from _tensors(tuple(outputs.values()))
-    elif isinstance(outputs, Iterable):
-        for output in outputs:
-            yield from _tensors(output)
-
-
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -295,9 +285,3 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(buffers[name])
         for module, training in modes.items():
             module.training = training
-
-
-def _random_state(device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
-    return torch.get_rng_state()

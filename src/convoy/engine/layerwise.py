@@ -150,12 +150,12 @@ def _inputs_of_layers(
 @contextmanager
 def _alike_on_all_ranks(num_devices: int, device: torch.device) -> Iterator[None]:
     """Refuse, on several devices, what draws random numbers; the states of their generators stay as they were."""
-    before = _states(device)
+    before = random_state(device)
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
-            drawn = any(not torch.equal(a, b) for a, b in zip(before, _states(device), strict=True))
+            drawn = not torch.equal(before, random_state(device))
         drawn |= random.getstate() != python or str(np.random.get_state()) != str(numpy)
     finally:
         random.setstate(python)
@@ -164,9 +164,10 @@ def _alike_on_all_ranks(num_devices: int, device: torch.device) -> Iterator[None
         raise ConvoyError(_DRAWS.format("the network"))
 
 
-def _states(device: torch.device) -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's generators, of the CPU and of a GPU."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return torch.cat(states)
 
 
 def _op(layer: nn.Module) -> str:

@@ -26,7 +26,7 @@ from convoy.engine.fake_inputs import NoTransfer, source
 from convoy.engine.program import Program
 from convoy.ops.context import StepContext
 from convoy.ops.statistics import RunningStatistics
-from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
 
@@ -76,22 +76,12 @@ class TimedTransfer(Transfer):
     """A transfer with a record of its seconds; arguments as for `Transfer`.
 
     Attributes:
-        shape: of the whole tensor.
         dtype: of what was sent last.
         seconds: of each time, forward and backward.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        mesh: Mesh,
-        coordinates: Coordinates,
-        groups: Groups,
-        shape: Sequence[int],
-        channels_last: bool = False,
-    ) -> None:
-        super().__init__(step, mesh, coordinates, groups, shape, channels_last)
-        self.shape = tuple(shape)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.dtype = torch.float32
         self.seconds: tuple[list[float], list[float]] = [], []
 

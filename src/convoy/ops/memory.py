@@ -45,7 +45,8 @@ class Readers:
         producer = self._producers.get(name)
         if producer is None or name in transferred or self._numbers[name] != 1:
             return False
-        return OPERATIONS[producer.op].gives_own or _is_sum(producer)
+        is_sum = producer.op == "elementwise" and getattr(producer.function, "__name__", "") in _ADDITIONS
+        return OPERATIONS[producer.op].gives_own or is_sum
 
 
 def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
@@ -59,10 +60,6 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     if name in _ADDITIONS and len(terms) == 2 and set(call.args) == set(terms) and not call.kwargs:
         return next((source for source in call.inputs if is_spare(source)), None)
     return None
-
-
-def _is_sum(call: Call) -> bool:
-    return call.op == "elementwise" and getattr(call.function, "__name__", "") in _ADDITIONS
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,9 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
         if not differentiable.intersection(placed.call.outputs):
             continue
         for kept in kept_by(placed, placement):
-            if graph.values[kept.value].origin in ("call", "input") or _is_cast(kept, graph):
+            value = graph.values[kept.value]  # of a parameter the copy is kept in which autocast computes
+            is_cast = value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
+            if value.origin in ("call", "input") or is_cast:
                 found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
         if OPERATIONS[placed.call.op].is_view:
             source, output = placed.call.inputs[0], placed.call.outputs[0]
@@ -130,12 +129,6 @@ def _pads(placed: PlacedCall, name: str) -> bool:
 def _where(layout: Layout) -> Layout:
     """The layout without what it says of the gradient."""
     return replace(layout, copied=frozenset())
-
-
-def _is_cast(kept: Kept, graph: Graph) -> bool:
-    """Whether a parameter is kept as a copy in which autocast computes."""
-    value = graph.values[kept.value]
-    return value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
 
 
 def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
