@@ -171,9 +171,8 @@ def join(timeout: float = 600.0) -> torch.device:
             raise MeetingError(
                 f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
             ) from error
-    say_uncaught(
-        _first_to_say
-    )  # torch, too, takes exceptions when it joins, and would hold them back until all is said
+    # torch, too, takes exceptions when it joins, and would hold them back until all is said
+    say_uncaught(_first_to_say)
     return device
 
 

@@ -32,9 +32,9 @@ def _interpolate(call: TorchCall) -> Recognized | None:
     spatial = len(call.output) - 2
     if found["antialias"] or spatial < 1:
         return None
-    scale: Any = found["scale_factor"]
+    scale: Any = None if found["recompute_scale_factor"] else found["scale_factor"]
     if scale is not None:
-        scale = None if found["recompute_scale_factor"] else _scales(scale, spatial)
+        scale = tuple(map(float, scale)) if isinstance(scale, tuple | list) else (float(scale),) * spatial
     return Recognized(
         "interpolate",
         {
@@ -47,19 +47,9 @@ def _interpolate(call: TorchCall) -> Recognized | None:
     )
 
 
-def _scales(scale: Any, spatial: int) -> tuple[float, ...]:
-    return tuple(map(float, scale)) if isinstance(scale, tuple | list) else (float(scale),) * spatial
-
-
-ALONG = {
-    "nearest": "nearest",
-    "nearest-exact": "nearest-exact",
-    "linear": "linear",
-    "bilinear": "linear",
-    "trilinear": "linear",
-    "bicubic": "bicubic",
-    "area": "area",
-}
+ALONG = {mode: mode for mode in ("nearest", "nearest-exact", "linear", "bicubic", "area")}
+"""For each mode the one that does the same along one dimension."""
+ALONG |= {"bilinear": "linear", "trilinear": "linear"}
 
 
 def place(situation: Situation) -> Placed:
