@@ -3,23 +3,24 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from convoy.comm.position import here
-from convoy.data import Batch, DataSet, MixConfig, Normalize, mix
+from convoy.data import Batch, DataSet, Normalize, mix
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training.division import Pass
 from convoy.training.finite import FiniteGuard, NonFiniteUpdate
 from convoy.training.loss import ClassificationLoss, heads, num_correct
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.precision import autocast_of
+from convoy.training.recipe import Recipe
+from convoy.training.schedules import Schedule
+from convoy.training.state import RunState
 
 
 class InputPipeline:
@@ -54,14 +55,7 @@ class StepResult:
     bad: NonFiniteUpdate | None = None
 
 
-class Mark(Protocol):
-    """Is told what begins now."""
-
-    def __call__(self, kind: Kind, /) -> None:
-        """Something of a kind begins."""
-
-
-def unmarked(kind: Kind, /) -> None:
+def unmarked(kind: Kind) -> None:
     """Nobody looks."""
 
 
@@ -70,35 +64,31 @@ class TrainingStep:
     """Computes the gradient of the mean loss over the global batch and updates the weights.
 
     Attributes:
-        seed: the run's.
         passes: those of an update.
         rank: this rank's place among the parts of each pass.
-        num_samples: of the global batch.
         reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
-        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
         last_waits: the last pass waits for other ranks all the same, so its time says nothing.
-        mark: is told of the parts of an update as they begin.
         guard: leaves out updates that are not finite; None makes all.
+        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
+        mark: is told of the parts of an update as they begin.
     """
 
-    seed: int
-    network: TrainedNetwork
+    recipe: Recipe
+    state: RunState
     pipeline: InputPipeline
-    loss: ClassificationLoss
-    mixing: MixConfig
-    optimizer: Optimizer
-    learning_rate: Callable[[int], float]
-    autocast: Callable[[], AbstractContextManager[Any]]
-    scaler: torch.amp.GradScaler
+    schedule: Schedule
     passes: list[Pass]
     rank: int
-    num_samples: int
     reseed: bool
-    clip_norm: float | None
-    timed: bool = False
     last_waits: bool = False
-    mark: Mark = unmarked
     guard: FiniteGuard | None = None
+    timed: bool = False
+    mark: Callable[[Kind], None] = unmarked
+
+    def __post_init__(self) -> None:
+        self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
+        self.num_samples = self.recipe.batch
+        self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -111,10 +101,10 @@ class TrainingStep:
         if self.guard is not None and not self.guard.passes(result.losses):
             return self._left_out(batch, update, result, self.guard)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(update)
-        if self.clip_norm is not None:
+            group["lr"] = self.schedule.lr(update)
+        if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            self.network.clip(self.clip_norm)
+            self.network.clip(self.recipe.clip_norm)
         self._begin("update")
         with self.network.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
@@ -163,9 +153,9 @@ class TrainingStep:
             self._begin("rest")
             self.network.enter(update, piece)
             if self.reseed:
-                torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
+                torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
             with contextlib.nullcontext() if last and not self.timed else self.network.paused():
-                with self.autocast():
+                with autocast_of(self.recipe, self.pipeline.device):
                     self._begin("forward")
                     outputs = self.network.forward(images)
                     self._begin("rest")
@@ -199,23 +189,24 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Images and targets of a pass: samples `start` to `end` of this rank's batch."""
         images, targets = self.pipeline(batch, start, end), labels[start:end]
-        if not self.mixing.on:
+        mixing = self.recipe.data.mix
+        if not mixing.on:
             return images, targets
         sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
-            config=self.mixing,
+            config=mixing,
             sizes=list(sizes),
-            keys=[fold(self.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
+            keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
         )
 
     def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
         """What these samples add to the mean loss over the global batch."""
         if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
             return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
-        loss = self.loss(outputs, targets)
+        loss = self._loss(outputs, targets)
         whole = self.num_samples * self._share if self.network.local_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.errors import ConvoyError
@@ -11,7 +11,7 @@ from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
 from convoy.training.finite import ADVICE, NonFiniteUpdate
-from convoy.training.records import DerivedQuantity, RunSummary, SkippedImage, Status
+from convoy.training.records import RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 
@@ -87,7 +87,7 @@ def write_summary(
         checkpoints=progress.checkpoints,
         left_out=progress.left_out,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
-        derived=[DerivedQuantity(**asdict(row)) for row in session.derived],
+        derived=session.derived,
         notes=session.notes,
     )
     write_json(run.summary_file, summary.model_dump())
