@@ -85,6 +85,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
     def updates(duration: Duration) -> int:
         return max(1, duration.updates(updates_per_epoch, total))
 
+    often = max(1, min(LOG_UPDATES, total // LOG_LINES))
     save_every = recipe.checkpoint.every
     return Quantities(
         updates_per_epoch=updates_per_epoch,
@@ -94,9 +95,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         schedule=schedule,
         evaluate_every=updates(recipe.evaluate_every),
         checkpoint_every=None if save_every == "auto" else updates(save_every),
-        log_every=max(1, min(LOG_UPDATES, total // LOG_LINES))
-        if recipe.log_every == "auto"
-        else updates(recipe.log_every),
+        log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
         threads=num_threads(recipe),
     )
 

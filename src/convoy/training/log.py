@@ -150,7 +150,7 @@ class Log:
     Args:
         session: that is trained.
         progress: what is kept over a stop; the time goes on from there, and is added to.
-        metrics: takes the lines.
+        metrics: takes the lines; None on ranks other than 0.
         reporter: whom to tell how it goes.
         tell: takes a sentence that stays with the run.
     """
@@ -159,7 +159,7 @@ class Log:
         self,
         session: Session,
         progress: RunProgress,
-        metrics: MetricsWriter,
+        metrics: MetricsWriter | None,
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> None:
@@ -191,7 +191,7 @@ class Log:
         progress.data_wait_s += window.data_wait_s
         progress.num_images += window.num_images
         rate = self._session.quantities.schedule.lr(done - 1)
-        self._metrics.write("train", done, self._epoch(done), self.time(), **values, **left_out, lr=rate)
+        self._write("train", done, **values, **left_out, lr=rate)
         on_cpu = self._session.device.type == "cpu"
         slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self._session.division)
         if slow is not None:
@@ -209,11 +209,9 @@ class Log:
 
     def test(self, done: int, result: Evaluation) -> None:
         """A line on an evaluation."""
-        self._metrics.write(
+        self._write(
             "test",
             done,
-            self._epoch(done),
-            self.time(),
             loss=result.loss,
             top1=result.top1,
             top5=result.top5,
@@ -226,6 +224,11 @@ class Log:
             f"{self._place(done)} of {end}: test top-1 {result.top1:.2%}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
+
+    def _write(self, split: str, done: int, **values: float | int | None) -> None:
+        time_s = self.time()
+        if self._metrics is not None:
+            self._metrics.write(split, done, self._epoch(done), time_s, **values)
 
     @property
     def _counts_updates(self) -> bool:

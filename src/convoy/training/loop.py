@@ -131,12 +131,12 @@ class Loop:
         Returns:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
-        metrics = MetricsWriter.silent()
+        writer: AbstractContextManager[MetricsWriter | None] = nullcontext()
         if self.session.ranks.rank == 0:
-            metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
+            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
-            metrics,
+            writer as metrics,
             self.saver.open(self.run.plan),
         ):
             self._log = Log(self.session, self.progress, metrics, self.reporter, self._tell)

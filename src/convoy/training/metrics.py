@@ -131,11 +131,6 @@ class MetricsWriter:
         self._failed = False
         self._append(self._events, beginning(first_step + 1))
 
-    @staticmethod
-    def silent() -> "MetricsWriter":
-        """One that writes nothing: of ranks other than 0."""
-        return _Silent()
-
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
@@ -173,12 +168,3 @@ class MetricsWriter:
             self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
 
 
-class _Silent(MetricsWriter):
-    def __init__(self) -> None:
-        pass
-
-    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
-        return {}
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -77,6 +77,20 @@ def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Ch
     return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
 
 
+def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
+    """Whether there is a run to go on with, which this recipe may.
+
+    Raises:
+        ConvoyError: it may not, or the folder is taken or cannot be written.
+    """
+    if resume and run.is_run():
+        check_same(recipe, load_recipe(str(run.config)), run)
+        return True
+    run.check_free()
+    run.check_writable()
+    return False
+
+
 FREE = (
     "data.workers",
     "data.path",

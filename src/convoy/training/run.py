@@ -19,14 +19,13 @@ from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
-from convoy.training.checks import check_run
 from convoy.training.evaluate import Evaluation
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
-from convoy.training.progress import Reporter, Silence
+from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, to_yaml
 from convoy.training.records import Status
-from convoy.training.resume import check_data, check_extension, load_latest, moved_data
+from convoy.training.resume import check_data, check_extension, check_run, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -141,7 +140,7 @@ def train(
     run = RunDirectory(out)
     ranks = ranks or Ranks()
     first = ranks.rank == 0
-    reporter = reporter if first else Silence()
+    reporter = reporter if first else Reporter()
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))

@@ -14,13 +14,14 @@ from convoy.engine import Probe
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
-from convoy.training.derived import Derived, Quantities
+from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
 from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
+from convoy.training.records import Derived
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
 

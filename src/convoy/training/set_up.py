@@ -18,18 +18,17 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
-from convoy.training.build import build_model, check_coupling, merged, try_out
-from convoy.training.checks import check_devices
-from convoy.training.derived import Derived, derive, resolve
+from convoy.training.build import build_model, check_coupling, merged, probed
+from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
-from convoy.training.ema import AveragedWeights
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
-from convoy.training.parallel_config import ParallelConfig, plan_of
+from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
+from convoy.training.records import Derived
 from convoy.training.session import Prepared, Session
-from convoy.training.state import RunState
+from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import InputPipeline, TrainingStep
 
 
@@ -73,7 +72,9 @@ def set_up(
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = try_out(model, recipe, data, quantities.sizes, device)
+    shape = data.channels, data.image_size, data.image_size
+    change = "data.image_size, data.channels, the microbatch or the model"
+    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
     notes += _without_heads(recipe, found, explicit_keys)
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, ProfileStore() if keep else None)
     chosen, shares = None, None
@@ -86,6 +87,24 @@ def set_up(
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
+
+
+def check_devices(recipe: Recipe, num_devices: int) -> None:
+    """Refuse devices and shares that the plan or the batch cannot have.
+
+    Into how many parts `owt`, and plans of several patterns, divide a batch depends on the network's layers: these are
+    refused when it is there.
+
+    Raises:
+        ConvoyError: the plan is for another number of devices, there are too few microbatches, or not as many shares
+            as parts of the batch.
+    """
+    plan, _ = plan_of(recipe.parallel, num_devices)
+    shares = recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None
+    if plan is None:
+        check_shares(shares, num_devices)
+    elif plan.parts > 1 and all(pattern == "*" and "owt" not in given.values() for pattern, given in plan.layers):
+        divide(microbatch_sizes(recipe.batch, num_microbatches(recipe)), plan.parts, shares)
 
 
 def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
