@@ -27,7 +27,7 @@ from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe
 from convoy.training.session import Prepared
-from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.step import InputPipeline, TrainingStep, wait_for
 from convoy.training.workloads import workload_in_passes
 from convoy.units import size
 
@@ -75,21 +75,16 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
     )
     with closing(batches):
         pipeline(next(batches))  # workers have started, and memory is there
-        _finish(device)
+        wait_for(device)
         began, samples, passed = time.perf_counter(), 0, 0.0
         for batch in batches:
             pipeline(batch)
-            _finish(device)
+            wait_for(device)
             samples += len(batch.images)
             passed = time.perf_counter() - began
             if passed > _LONGEST_S:
                 break
     return passed / max(1, samples)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 CLEAR = 2 / 3
@@ -240,8 +235,7 @@ class Choice(Prepared):
             self.ranks.barrier()
             began = time.perf_counter()
             step(batch, next(updates))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait_for(self.device)
             return max(self.ranks.gather(time.perf_counter() - began))  # all know the same, and end together
 
         return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))

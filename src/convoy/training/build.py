@@ -190,5 +190,3 @@ def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks)
             f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
             f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
         )
-
-

@@ -73,7 +73,7 @@ class Evaluation:
         rows = []
         for index, mistake in enumerate(self.mistakes):
             picture = folder / f"{index:02d}.png"
-            write_atomically(picture, partial(_save_png, mistake.picture))
+            write_atomically(picture, partial(to_image(mistake.picture).save, format="PNG"))
             rows.append(
                 records.Mistake(
                     sample=mistake.sample,
@@ -113,11 +113,6 @@ class EvaluationTally:
     top5: int = 0
     worst: list[WrongAnswer] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
-
-    @staticmethod
-    def of(num_classes: int) -> "EvaluationTally":
-        """An empty one."""
-        return EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Count the samples of a batch."""
@@ -193,7 +188,7 @@ def evaluate(
     """
     start = time.perf_counter()
     ranks = ranks or Ranks()
-    tally = EvaluationTally.of(num_classes)
+    tally = EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
     with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
         for number, batch in enumerate(batches):
             here.to("evaluation")
@@ -212,10 +207,6 @@ def evaluate(
     seconds = time.perf_counter() - start
     parts = ranks.gather_samples((tally, seconds))
     return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
-
-
-def _save_png(pixels: Tensor, path: Path) -> None:
-    to_image(pixels).save(path, format="PNG")
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -62,10 +62,10 @@ class Origin:
                 before, engine.watch = engine.watch, self.of_pass
                 stack.callback(setattr, engine, "watch", before)
             else:
-                stack.enter_context(_hook(model.register_forward_pre_hook(self._entered)))
+                stack.enter_context(model.register_forward_pre_hook(self._entered))
                 for name, module in model.named_modules():
                     if not any(True for _ in module.children()):
-                        stack.enter_context(_hook(module.register_forward_hook(partial(self._called, name))))
+                        stack.enter_context(module.register_forward_hook(partial(self._called, name)))
             yield
 
     def of_pass(self, placement: Placement | None = None) -> "Origin":
@@ -96,14 +96,6 @@ class Origin:
     def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
         if self.found is None and not bool(torch.isfinite(x).all()):
             self.found = NonFiniteLayer(of, name.partition("#")[0], self._run)
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"

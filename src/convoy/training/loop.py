@@ -4,15 +4,18 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
 from typing import NoReturn
 
 import torch
 
+from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import here
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
-from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
+from convoy.training.checkpoint_interval import Automatic, Every, Young
+from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import NotFiniteError
@@ -21,7 +24,7 @@ from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.resume import create_saver, extended, identity, load_latest, moved_data, state_at_end
+from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
@@ -56,7 +59,18 @@ class Loop:
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
-        self.saver = create_saver(self.store, session, self._tell, timeout_s)
+        recipe, every = session.recipe, session.quantities.checkpoint_every
+        # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
+        young = Young(recipe.checkpoint.mtbf, recipe.parallel.local_sgd or 1)
+        self.saver = Saver(
+            self.store,
+            Automatic(young, session.ranks) if every is None else Every(every),
+            session.ranks,
+            self._tell,
+            goes_on=recipe.checkpoint.on_error == "continue",
+            on_processor=session.device.type == "cpu",
+            timeout_s=timeout_s,
+        )
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = RunProgress()
@@ -82,9 +96,8 @@ class Loop:
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
-            values = self.session.state.unpack(checkpoint)
-            self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
-            self.done = self.saver.newest = checkpoint.step
+            self._take(checkpoint)
+            self.saver.newest = checkpoint.step
             self.saver.tally = CheckpointTally(**self.progress.checkpoints)
         elif self.session.recipe.extends is not None:
             self.extend()
@@ -102,14 +115,17 @@ class Loop:
         """
         here.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
-        values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
+        self._take(checkpoint)
         self.progress.checkpoints = {}
         self.progress.to_evaluate = False
-        self.done = checkpoint.step
         self._extends = True
         for sentence in sentences:
             self._tell(sentence)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        values = self.session.state.unpack(checkpoint)
+        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
+        self.done = checkpoint.step
 
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
@@ -300,7 +316,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         try:
-            result = self.evaluation = self.session.evaluate(self._stop.in_evaluation())
+            result = self.evaluation = self.session.evaluate(self._stop.asking())
         except StoppedError:
             self.progress.to_evaluate = True
             return
@@ -322,7 +338,7 @@ class Loop:
         self._check_loss(window["loss"])
         self.session.network.synchronize()
         self._check_weights()
-        self.progress.checkpoints = self.saver.tally.as_dict()
+        self.progress.checkpoints = asdict(self.saver.tally)
         values = {"progress": vars(self.progress), "window": window}
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
@@ -330,5 +346,5 @@ class Loop:
     def _finish_saving(self, or_raise: bool = False) -> None:
         """Wait for what is on its way, and say what all of them took."""
         self.saver.finish(or_raise)
-        self.progress.checkpoints = self.saver.tally.as_dict()
+        self.progress.checkpoints = asdict(self.saver.tally)
         self.reporter.say(str(self.saver.tally))

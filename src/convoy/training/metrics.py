@@ -11,7 +11,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -153,9 +152,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ending: object) -> None:
         lost: list[str] = []
         reason = None
         for file in (self._lines, self._events):
@@ -166,5 +163,3 @@ class MetricsWriter:
                 reason = failure.strerror
         if lost:
             self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
-
-

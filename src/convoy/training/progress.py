@@ -1,7 +1,6 @@
 """How a run shows itself while it works: a live bar on a terminal, plain lines in a log file."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -89,7 +88,5 @@ class ConsoleReporter(Reporter):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.end()

@@ -19,17 +19,15 @@ from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
-from convoy.training.evaluate import Evaluation
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.records import Status
 from convoy.training.resume import check_data, check_extension, check_run, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import RunProgress, briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import briefly, note_failure, sentence_of, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0
@@ -164,7 +162,7 @@ def train(
             ranks.barrier()
             return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
         ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
-        summary = partial(write_summary, run, session) if first else _no_summary
+        summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
         summary(loop.progress, "running", loop.done, None)
         hang = watchdog.end
 
@@ -180,14 +178,22 @@ def train(
                     _deliver(run, session, loop)
         except NotFiniteError as error:
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
-            ran, data, division = _as_it_ran(session), session.data, session.division
+            parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
+            ran = session.recipe.model_copy(update={"parallel": parallel})
+            data, division = session.data, session.division
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
             del session, loop, summary
-            _free(device)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+            def end(sentence: str, before: str = str(error)) -> None:
+                hang(f"{before}\n{sentence}")
+
             try:
-                with watchdog.ending_by(partial(_end_with, hang, error)):
+                with watchdog.ending_by(end):
                     again = set_up(ran, device, reporter.prepare, ranks, data)
                     again.division = division
                     sentence = trace_back(again, store, name, error, update_s)
@@ -281,25 +287,3 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
         save_weights(weights, run.weights)
-
-
-def _as_it_ran(session: Session) -> Recipe:
-    parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
-    return session.recipe.model_copy(update={"parallel": parallel})
-
-
-def _free(device: torch.device) -> None:
-    """Give back the memory of what nobody has any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
-    end(f"{error}\n{sentence}")
-
-
-def _no_summary(
-    progress: RunProgress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
-) -> None:
-    """Of ranks other than 0."""

@@ -36,6 +36,12 @@ class InputPipeline:
         return self.normalize(batch.images[start:end].to(self.device, non_blocking=True))
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
@@ -170,15 +176,11 @@ class TrainingStep:
                 losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
                 correct.append(num_correct(outputs, targets))
             if self.timed and not (last and self.last_waits):
-                seconds += self._took(began)
+                wait_for(self.pipeline.device)
+                seconds += time.perf_counter() - began
             start = end
         timed = self.passes[: -1 if self.last_waits else None]
         return StepResult(losses, correct, seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed)))
-
-    def _took(self, began: float) -> float:
-        if self.pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self.pipeline.device)
-        return time.perf_counter() - began
 
     @property
     def _share(self) -> float:
