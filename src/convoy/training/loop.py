@@ -12,13 +12,14 @@ import torch
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import here
+from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoint_interval import Automatic, Every, Young
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
-from convoy.training.finite import NotFiniteError
+from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
@@ -28,8 +29,12 @@ from convoy.training.resume import extended, identity, load_latest, moved_data, 
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
-from convoy.training.summary import RunProgress, SkippedUpdates
+from convoy.training.summary import RunProgress
 
+GIVE_UP = 20
+"""Updates left out in a row after which the run ends."""
+TOLD = 5
+"""Updates that were left out, of which something is said."""
 _DECIDED_ANEW = "checkpoint every "
 
 
@@ -82,7 +87,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._skipped = SkippedUpdates(self._tell)
+        self._skipped_in_a_row = 0
         self._extends = False
 
     def resume(self) -> None:
@@ -204,9 +209,9 @@ class Loop:
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._skipped.add(result.bad, self.progress)
+                        self._skipped(result.bad)
                     else:
-                        self._skipped.made()
+                        self._skipped_in_a_row = 0
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -220,6 +225,20 @@ class Loop:
                         self._divide_anew(self._speed)
                         return
                 asked = self._ask()
+
+    def _skipped(self, bad: NonFiniteUpdate) -> None:
+        """An update was not made.
+
+        Raises:
+            ConvoyError: there were too many in a row.
+        """
+        self.progress.left_out += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == GIVE_UP:
+            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
+        number = self.progress.left_out
+        if number <= TOLD:
+            self._tell(f"{bad}: left out, with {number} so far{'; others are only counted' if number == TOLD else ''}")
 
     def _ask(self) -> float:
         """The next batch is asked for: when that is."""

@@ -116,10 +116,6 @@ class TrainedNetwork:
         """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
         return [tensor]
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of such a whole."""
-        return tensor
-
 
 @dataclass(frozen=True)
 class Method:
@@ -277,10 +273,6 @@ class ParallelNetwork(TrainedNetwork):
         whole = self.whole(name, tensor)
         axes = self.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        whole = tuple(tensor.shape) == self.engine.entry(name)[0]
-        return self.engine.part(name, tensor) if whole else tensor
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         apart = frozenset(self.sample_axes if self.local_mean else ())

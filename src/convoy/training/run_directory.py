@@ -169,8 +169,13 @@ class RunDirectory:
         Raises:
             ConvoyError: that cannot be.
         """
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
@@ -193,11 +198,9 @@ class RunDirectory:
             ConvoyError: the folder cannot be written to.
         """
         self.make()
-        try:
+        with self._writing():
             write_json(self.environment, environment)
             write_text(self.config, config)
-        except OSError as error:
-            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
     def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
         """Drop the metrics of updates that will be done again; a half-written last line goes too.

@@ -178,12 +178,8 @@ def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
     def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares) -> TrainingStep:
         return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares).step()
 
-    say = progress if progress is not None and ranks.rank == 0 else _silent
+    say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
     return Choice(**vars(ready), merge=merge, make_step=make_step, progress=say)()
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress."""
 
 
 def method_of(recipe: Recipe) -> Method:

@@ -167,18 +167,20 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = {name: self.network.part(name, average) for name, average in averages.items()}
+            own = {name: parts.part(name, average) for name, average in averages.items()}
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         return dict(values["loop"])
 
     def _fitting(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The checkpoint's whole tensors under a prefix, of which this rank's parts must be shaped as `own`."""
-        saved = _below(prefix, checkpoint.tensors)
-        parts = {name: self.network.part(name, saved[name]) for name in own.keys() & saved.keys()}
-        shapes = {name: tensor.shape for name, tensor in (saved | parts).items()}
-        want = {name: tensor.shape for name, tensor in own.items()}
+        """The checkpoint's whole tensors under a prefix, which must be shaped as the wholes of `own`."""
+        saved = {
+            name.removeprefix(prefix): tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
+        }
+        parts = Parts(self.model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        want = {name: parts.shape(name, tensor) for name, tensor in own.items()}
         if want != shapes:
             odd = min(name for name in want.keys() | shapes.keys() if want.get(name) != shapes.get(name))
             raise DamagedCheckpointError(
@@ -193,10 +195,6 @@ class RunState:
 
 def _optimizer(version: int) -> str:
     return f"optimizer-{version}" if version else "optimizer"
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _is_state_of(key: str, name: str) -> bool:

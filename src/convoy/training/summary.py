@@ -1,4 +1,4 @@
-"""`summary.json`, which says how a run stands, also when it fails; and updates that are skipped, with their limit."""
+"""`summary.json`, which says how a run stands, also when it fails."""
 
 import contextlib
 import threading
@@ -10,7 +10,6 @@ from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
-from convoy.training.finite import ADVICE, NonFiniteUpdate
 from convoy.training.records import RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
@@ -102,42 +101,6 @@ def note_failure(run: RunDirectory, sentence: str) -> None:
     found = run.summary()
     if found and found.get("status") != "finished":
         write_json(run.summary_file, {**found, "status": "failed", "error": sentence})
-
-
-GIVE_UP = 20
-"""Updates left out in a row after which the run ends."""
-TOLD = 5
-"""Updates that were left out, of which something is said."""
-
-
-class SkippedUpdates:
-    """Knows how many there were in a row; all of them are counted in the run's progress.
-
-    Args:
-        tell: takes a sentence that stays with the run.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._in_a_row = 0
-
-    def made(self) -> None:
-        """An update was made."""
-        self._in_a_row = 0
-
-    def add(self, bad: NonFiniteUpdate, progress: RunProgress) -> None:
-        """An update was not made.
-
-        Raises:
-            ConvoyError: there were too many in a row.
-        """
-        progress.left_out += 1
-        self._in_a_row += 1
-        if self._in_a_row == GIVE_UP:
-            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
-        if progress.left_out <= TOLD:
-            last = "; others are only counted" if progress.left_out == TOLD else ""
-            self._tell(f"{bad}: left out, with {progress.left_out} so far{last}")
 
 
 WRITE_S = 5.0
