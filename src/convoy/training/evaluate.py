@@ -3,7 +3,6 @@
 import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,9 @@ from convoy.files import write_atomically
 from convoy.script.data import evaluating
 from convoy.training import records
 from convoy.training.loss import heads
+from convoy.training.precision import autocast_of
+from convoy.training.recipe import Recipe
+from convoy.training.step import InputPipeline
 
 NUM_MISTAKES = 24
 
@@ -161,9 +163,9 @@ class EvaluationTally:
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    to_input: Callable[[Batch], Tensor],
+    pipeline: InputPipeline,
     num_classes: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    recipe: Recipe,
     ranks: Ranks | None = None,
     announce: Callable[[int], int] = lambda number: 0,
     exchanges_in_forward: bool = False,
@@ -174,9 +176,9 @@ def evaluate(
     Args:
         model: the network; its mode is put back afterwards.
         batches: every sample of the split once, or this rank's turns at them (`convoy.data.evaluation_batches`).
-        to_input: moves a batch's images to the device and normalizes them.
+        pipeline: moves a batch's images to the device and normalizes them.
         num_classes: size of the confusion matrix.
-        autocast: makes the context in which the forward pass runs.
+        recipe: says in which precision.
         ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
@@ -198,10 +200,10 @@ def evaluate(
             if size == 0 and not exchanges_in_forward:
                 tally.add(batch, torch.empty(0, num_classes))
                 continue
-            images = to_input(batch)
+            images = pipeline(batch)
             if size > len(images):
                 images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
-            with autocast():
+            with autocast_of(recipe, pipeline.device):
                 outputs = model(images)
             tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
     seconds = time.perf_counter() - start

@@ -33,6 +33,7 @@ class MetricsWindow:
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
         paused_at: when the pause began that lasts now.
         left_out: updates that were not made, because loss or gradient were not finite.
+        wait_s, bad: this rank's waits for data, and the pictures that it could not read, since the last collection.
         ranks_s: seconds of every rank's own work, without its waits for the others; empty where nobody has taken them.
     """
 
@@ -40,7 +41,7 @@ class MetricsWindow:
     num_images: int = 0
     num_correct: float = 0.0
     loss: float = 0.0
-    data_wait_s: float = 0.0
+    datawait_s: float = 0.0
     before_s: float = 0.0
     paused_s: float = 0.0
     paused_at: float | None = None
@@ -49,8 +50,8 @@ class MetricsWindow:
     ranks_s: list[float] = field(default_factory=list)
     _own_s: float = 0.0
     _results: list[StepResult] = field(default_factory=list)
-    _wait_s: float = 0.0
-    _bad: list[UnreadablePicture] = field(default_factory=list)
+    wait_s: float = 0.0
+    bad: list[UnreadablePicture] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update of a global batch of so many images, unless it was left out."""
@@ -61,14 +62,6 @@ class MetricsWindow:
         self.num_updates += 1
         self.num_images += num_images
         self._results.append(result)
-
-    def waited(self, seconds: float) -> None:
-        """This rank waited for data."""
-        self._wait_s += seconds
-
-    def add_bad(self, update: int, sample: int, reason: str) -> None:
-        """This rank could not read a training picture."""
-        self._bad.append((update, sample, reason))
 
     def pause(self) -> None:
         """Evaluations and checkpoints begin."""
@@ -120,7 +113,7 @@ class MetricsWindow:
         correct = sum(_read([number for result in results for number in result.correct]))
         bad: list[UnreadablePicture] = []
         wait_s = 0.0
-        everyone = ranks.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
+        everyone = ranks.gather((mine, correct, self.wait_s, self.bad, self._own_s + self.wait_s))
         parts = ranks.of_parts(everyone)
         for update in zip(*(part[0] for part in parts), strict=True):
             for part in update:
@@ -133,7 +126,7 @@ class MetricsWindow:
             wait_s = max(wait_s, rank_wait_s)
             bad += rank_bad
         self.data_wait_s += wait_s
-        self._wait_s, self._own_s, self._bad = 0.0, 0.0, []
+        self.wait_s, self._own_s, self.bad = 0.0, 0.0, []
         return sorted(bad, key=lambda entry: entry[0])
 
 

@@ -203,9 +203,8 @@ class Loop:
         with closing(self.session.batches(self.done, left)) as batches:
             asked = self._ask()
             for batch in batches:
-                self.window.waited(time.perf_counter() - asked)
-                for sample, reason in batch.bad:
-                    self.window.add_bad(self.done, sample, reason)
+                self.window.wait_s += time.perf_counter() - asked
+                self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:

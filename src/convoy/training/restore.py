@@ -27,7 +27,7 @@ from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.precision import autocast_of, set_numerics
+from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
 from convoy.training.step import InputPipeline
@@ -258,6 +258,4 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
         data, run.recipe.data, batch=EVALUATION_BATCH, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
     )
     with contextlib.closing(batches):
-        return evaluate(
-            run.network, batches, pipeline, len(run.classes), lambda: autocast_of(run.recipe, device), ranks
-        )
+        return evaluate(run.network, batches, pipeline, len(run.classes), run.recipe, ranks)

@@ -14,6 +14,7 @@ from convoy.comm.groups import meeting_store
 from convoy.comm.position import here
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
@@ -27,7 +28,7 @@ from convoy.training.resume import check_data, check_extension, check_run, load_
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import briefly, note_failure, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0
@@ -203,7 +204,7 @@ def train(
                 briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
-            why = sentence_of(error, ranks.rank)
+            why = failure_of(ranks.rank, error).sentence
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
@@ -261,7 +262,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
             loop.resume()
     except Exception as error:
         if rank == 0:
-            briefly(partial(note_failure, run, sentence_of(error, rank)))
+            briefly(partial(note_failure, run, failure_of(rank, error).sentence))
         raise
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")

@@ -19,7 +19,6 @@ from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
 from convoy.training.parallel import TrainedNetwork
-from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
 from convoy.training.state import RunState
@@ -108,7 +107,7 @@ class Session(Prepared):
                 batches,
                 self.pipeline,
                 len(self.data.classes),
-                lambda: autocast_of(self.recipe, self.device),
+                self.recipe,
                 ranks,
                 announce,
                 self.network.exchanges_in_forward,

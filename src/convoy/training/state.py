@@ -100,13 +100,8 @@ class RunState:
         with self.delivered() as model:
             return {name: self.network.whole(name, tensor).cpu() for name, tensor in Parts(model).tensors().items()}
 
-    def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
-        """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
-        tensors, values = self.contents(loop)
-        return Checkpoint(step, identity, dict(tensors), values)
-
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The same in a form of which every rank can keep a share. All ranks call it, and go through the tensors.
+        """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.
 
         Returns:
             The tensors, whole, by name and one after the other, some of them the live ones; and all else.
@@ -147,7 +142,7 @@ class RunState:
         """Take over a checkpoint's state; nothing is changed if it does not fit.
 
         Returns:
-            The loop's own values, as they were given to `pack`.
+            The loop's own values, as they were given to `contents`.
 
         Raises:
             DamagedCheckpointError: the checkpoint is of another model.

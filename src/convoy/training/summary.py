@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
 from convoy.training.records import RunSummary, SkippedImage, Status
@@ -105,11 +104,6 @@ def note_failure(run: RunDirectory, sentence: str) -> None:
 
 WRITE_S = 5.0
 """Seconds that a file system is given to answer when the run has failed."""
-
-
-def sentence_of(error: BaseException, rank: int) -> str:
-    """An exception of a rank in one sentence, as it is printed."""
-    return failure_of(rank, error).sentence
 
 
 def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
