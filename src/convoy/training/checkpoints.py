@@ -177,10 +177,8 @@ class Saver:
         """Begin a checkpoint of the state after `step` updates, when the one before is written. All ranks call it.
 
         Args:
-            step: weight updates done.
-            identity: of the run.
+            step, identity, values: as in `Checkpoint`.
             tensors: the state's, whole and by serial names; each is asked for once.
-            values: all else.
             best_step: of the checkpoint that stays.
 
         Raises:

@@ -51,12 +51,7 @@ class Origin:
 
     @contextmanager
     def watching(self, model: nn.Module, engine: Network | None = None) -> Iterator[None]:
-        """While entered, look.
-
-        Args:
-            model: the network.
-            engine: what runs it, where that does not call its modules.
-        """
+        """While entered, look; `engine` is what runs the network, where that does not call its modules."""
         with contextlib.ExitStack() as stack:
             if engine is not None:
                 before, engine.watch = engine.watch, self.of_pass
@@ -168,13 +163,7 @@ class FiniteGuard:
             buffer.copy_(before)
 
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
-        """Where it began.
-
-        Args:
-            update: its number, counted from 0.
-            losses: of this rank's passes.
-            again: does the passes of this update again, on all ranks, and leaves nothing behind.
-        """
+        """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
         origin, network = Origin(), self._network
         engine = network.engine if isinstance(network, ParallelNetwork) else None
         with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):

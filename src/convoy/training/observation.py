@@ -140,11 +140,9 @@ class Observation:
         session = self._session
         recipe, ranks = session.recipe, session.ranks
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
-        clock = self._clock
-        alone = ranks.num == 1
-        timelines = [one.timeline(ranks.rank, alone) for one in self._watched]
+        timelines = [one.timeline(ranks.rank, ranks.num == 1) for one in self._watched]
         seen = _Seen(
-            [clock.between(*both) for both in self._timed],
+            [self._clock.between(*both) for both in self._timed],
             [one.total for one in timelines],
             Summary.median([one.summary(ranks.rank) for one in timelines]) if timelines else None,
             measured_ops(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),

@@ -244,11 +244,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
 def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ranks | None = None) -> Evaluation:
     """Evaluate a run on every sample of the test split, in turns where there are several ranks. All of them call it.
 
-    Args:
-        run: whose network it is.
-        data: labelled by the run's classes.
-        device: of this rank.
-        ranks: the ranks; None for one device.
+    The data are labelled by the run's classes (`evaluation_data`).
     """
     ranks = ranks or Ranks()
     set_numerics(run.recipe)

@@ -36,17 +36,9 @@ LIMIT_S = 600.0
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
-    """Do the updates after the newest checkpoint again until the first that is not finite. All ranks call it.
+    """Do the updates after the newest checkpoint again, in a fresh session, until the first that is not finite.
 
-    Args:
-        session: a fresh one of the run.
-        store: of its checkpoints.
-        identity: of the run.
-        error: how it ended.
-        update_s: seconds of an update.
-
-    Returns:
-        The sentence to end with.
+    All ranks call it. Returns the sentence to end with.
     """
     checkpoint, _ = load_latest(store, identity, session.ranks)
     begin = 0
