@@ -41,7 +41,7 @@ class MetricsWindow:
     num_images: int = 0
     num_correct: float = 0.0
     loss: float = 0.0
-    datawait_s: float = 0.0
+    data_wait_s: float = 0.0
     before_s: float = 0.0
     paused_s: float = 0.0
     paused_at: float | None = None
