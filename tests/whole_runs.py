@@ -12,7 +12,7 @@ import torch
 
 from convoy.training import load_recipe, train
 from convoy.training.environment import join_ranks
-from convoy.training.progress import Silence
+from convoy.training.progress import Reporter
 from convoy.training.watchdog import Watchdog
 
 BASE = {
@@ -41,7 +41,7 @@ class Ended:
     said: list[str] = field(default_factory=list)
 
 
-class Words(Silence):
+class Words(Reporter):
     """Keeps what is said."""
 
     def __init__(self) -> None:

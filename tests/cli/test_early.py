@@ -6,7 +6,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.training import load_recipe
-from convoy.training.checks import check_devices
+from convoy.training.set_up import check_devices
 
 TRAIN = "train lenet --data {tmp}/two.yaml"
 BENCH = "bench lenet --data {tmp}/nowhere"

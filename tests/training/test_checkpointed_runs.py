@@ -8,7 +8,7 @@ import pytest
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.training import checkpoint_interval as when
-from convoy.training import resume
+from convoy.training import loop
 from convoy.training.checkpoint_interval import Young
 from ranks import run_ranks
 from tiny import write_mnist
@@ -50,7 +50,7 @@ def _local_sgd(data: Path, out: Path, settings: dict[str, str], at_any_update: b
     with as_before() as patch:
         patch.setattr(when, "FIRST_UPDATES", 3)
         if at_any_update:
-            patch.setattr(resume, "Young", lambda mtbf, multiple: Young(mtbf))
+            patch.setattr(loop, "Young", lambda mtbf, multiple: Young(mtbf))
         return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.training.ema import AveragedWeights, effective_decay
+from convoy.training.state import AveragedWeights, effective_decay
 
 
 def network() -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from convoy.errors import ConvoyError
 from convoy.training import finite, load_recipe, train
 from convoy.training.loop import Loop
-from convoy.training.progress import Silence
+from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -109,7 +109,7 @@ def test_the_end_is_said_even_where_it_cannot_be_traced_back(
     values = BASE | SETTINGS | {"on_nan": "stop", "data.path": str(data), "parallel.plan": "auto"}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
     with as_before(), pytest.raises(finite.NotFiniteError, match="the loss became nan by update 7"):
-        train(recipe, tmp_path / "run", reporter=Silence())
+        train(recipe, tmp_path / "run", reporter=Reporter())
     assert seen and again == [(True, "serial")]  # the first network is gone by then
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
@@ -133,7 +133,7 @@ def test_no_checkpoint_holds_weights_that_are_not_finite(
         as_before(),
         pytest.raises(ConvoyError, match=r"weights became infinite .* by update 4: .*update 2"),
     ):
-        train(recipe, tmp_path / "run", reporter=Silence())
+        train(recipe, tmp_path / "run", reporter=Reporter())
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 

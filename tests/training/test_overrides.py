@@ -1,8 +1,7 @@
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training.overrides import apply_overrides, parse_overrides
-from convoy.training.recipe import load_recipe
+from convoy.training.recipe import apply_overrides, load_recipe, parse_overrides
 from convoy.training.schedules import CosineConfig, PolynomialConfig
 
 

@@ -15,7 +15,7 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import merged, probed
 from convoy.training.division import Division, soonest
-from convoy.training.parallel import Method, OneDevice, ParallelNetwork
+from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
 from ranks import run_ranks
 
 SIZE, COUNTS = 2, (4, 1)
@@ -122,7 +122,7 @@ def _on_one_device(again: bool) -> tuple[Result, int]:
     found = probed(copy.deepcopy(model).float(), recipe, (3, 4, 4), sizes, cpu, "nothing")
     assert found.normed_again
     merge, _ = merged(recipe, replace(found, normed_again=again), sizes, cpu, alone=True)
-    network = OneDevice(model, prepare(model, 0, "microbatch"), cpu, model, tree=False)
+    network = TrainedNetwork(model, prepare(model, 0, "microbatch"), cpu, model, tree=False)
     for update in range(2):
         model.zero_grad()
         for piece in Division(sizes, (len(sizes),)).passes(merge):

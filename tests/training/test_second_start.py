@@ -11,7 +11,7 @@ from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe, train
 from convoy.training.environment import join_ranks
-from convoy.training.progress import Silence
+from convoy.training.progress import Reporter
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before, train_here
@@ -62,10 +62,10 @@ def test_two_that_begin_at_once_do_not_share_a_folder(data: Path, tmp_path: Path
     out.mkdir()
     recipe = load_recipe("default", [f"{k}={v}" for k, v in (BASE | {"data.path": str(data), "epochs": "2ba"}).items()])
     with as_before(), RunDirectory(out).lock(), pytest.raises(ConvoyError, match="another process is training"):
-        train(recipe, out, device=torch.device("cpu"), reporter=Silence())
+        train(recipe, out, device=torch.device("cpu"), reporter=Reporter())
     assert [path.name for path in out.iterdir()] == [".lock"]
     with as_before():
-        train(recipe, out, device=torch.device("cpu"), reporter=Silence())
+        train(recipe, out, device=torch.device("cpu"), reporter=Reporter())
 
 
 def test_who_begins_as_another_one_ends_is_told_of_its_run(
@@ -81,7 +81,7 @@ def test_who_begins_as_another_one_ends_is_told_of_its_run(
     monkeypatch.setattr(RunDirectory, "lock", later)
     recipe = load_recipe("default", [f"{k}={v}" for k, v in (BASE | {"data.path": str(data), "epochs": "2ba"}).items()])
     with as_before(), pytest.raises(ConvoyError, match="already holds a run: add --resume to go on with it"):
-        train(recipe, tmp_path / "run", device=torch.device("cpu"), reporter=Silence())
+        train(recipe, tmp_path / "run", device=torch.device("cpu"), reporter=Reporter())
 
 
 def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
@@ -111,7 +111,7 @@ def _held(data: Path, out: Path) -> str:
     with as_before() as patch:
         patch.setattr(training, "LOCK_PATIENCE_S", 0.0)
         with pytest.raises(ConvoyError) as caught:
-            train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Silence())
+            train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Reporter())
     return str(caught.value)
 
 

@@ -38,6 +38,11 @@ def _run(plan: str, worth: int) -> tuple[RunState, bool]:
     return state, isinstance(optimizer, ShardedOptimizer)
 
 
+def pack(state: RunState, step: int) -> Checkpoint:
+    tensors, values = state.contents({})
+    return Checkpoint(step, "run", dict(tensors), values)
+
+
 def _train(state: RunState, updates: range) -> None:
     network = state.network
     division = divide((2,) * 4, network.engine.num_sample_ranks)
@@ -94,7 +99,7 @@ def _compare(plan: str, sabotage: str | None = None) -> float:
     whole, divided = _run(plan, 2**60)
     assert not divided
     _train(whole, range(2))
-    half = copy.deepcopy(whole.pack(2, "run", {}))
+    half = copy.deepcopy(pack(whole, 2))
     _train(whole, range(2, 4))
     with pytest.MonkeyPatch.context() as patch:
         if sabotage is not None:
@@ -106,13 +111,13 @@ def _errors(plan: str, whole: RunState, half: Checkpoint) -> float:
     state, divided = _run(plan, 1)
     assert divided
     _train(state, range(2))
-    saved = state.pack(2, "run", {})
+    saved = pack(state, 2)
     errors = [_distance(saved.tensors, half.tensors)]
     other, _ = _run(plan, 1)
     other.unpack(half)
     for one in (state, other):
         _train(one, range(2, 4))
-        errors.append(_distance(one.pack(4, "run", {}).tensors, whole.pack(4, "run", {}).tensors))
+        errors.append(_distance(pack(one, 4).tensors, pack(whole, 4).tensors))
     return max(errors)
 
 

@@ -15,7 +15,7 @@ from convoy.data import Batch
 from convoy.training import load_recipe, train
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import EvaluationTally
-from convoy.training.progress import Silence
+from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from ranks import run_ranks
 from tiny import NUM_TEST, write_mnist
@@ -45,7 +45,7 @@ def train_until(data: Path, out: Path, stop_at: int | None) -> tuple[str | None,
         patch.setattr(EvaluationTally, "add", counted)
         patch.setattr(Session, "_evaluation_batch", lambda self: 5)
         recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
-        found = train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Silence())
+        found = train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Reporter())
     return found.signal, found.steps, count
 
 

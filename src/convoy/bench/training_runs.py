@@ -20,7 +20,7 @@ from convoy.comm.position import current
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.report.report import write_report
-from convoy.training import Recipe, train
+from convoy.training import Recipe, Reporter, train
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
 
@@ -57,7 +57,7 @@ def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: S
     return outcome.signal
 
 
-class Heard:
+class Heard(Reporter):
     """The reporter of a training within a study: its latest figures, on the study's own line."""
 
     def __init__(self, say: Say) -> None:
@@ -86,9 +86,6 @@ class Heard:
             ended.set()
             thread.join()
 
-    def say(self, text: str) -> None:
-        pass
-
     def prepare(self, what: str, done: int, total: int) -> None:
         self._say(what, 0)
 
@@ -99,9 +96,6 @@ class Heard:
     def advance(self, done: int, text: str | None = None) -> None:
         self._text = text or self._text
         self._say(self._text, done)
-
-    def end(self) -> None:
-        pass
 
     def _say(self, text: str, done: int) -> None:
         with self._one_at_a_time:

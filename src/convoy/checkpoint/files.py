@@ -143,7 +143,13 @@ def checked_record(folder: Path, step: int | None = None) -> dict[str, Any]:
         file = folder / STATE / name
         if not file.is_file():
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} is missing")
-        if _sha256(folder, file) != checksum:
+        try:
+            whole = sha256(file) == checksum
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"checkpoint {folder} is damaged: {STATE}/{name} cannot be read ({error.strerror})"
+            ) from error
+        if not whole:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} does not match its checksum")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     extra = there - {RECORD, STATE} - {f"{STATE}/{name}" for name in checksums}
@@ -168,15 +174,6 @@ def _read(folder: Path, step: int | None) -> dict[str, Any]:
     if not as_written or digest != _digest(record) or step not in (None, record["step"]):
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
     return record
-
-
-def _sha256(folder: Path, file: Path) -> str:
-    try:
-        return sha256(file)
-    except OSError as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {folder} is damaged: {STATE}/{file.name} cannot be read ({error.strerror})"
-        ) from error
 
 
 def _digest(record: Mapping[str, Any]) -> str:

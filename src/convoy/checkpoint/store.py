@@ -180,11 +180,7 @@ class CheckpointStore:
         return self.place(checkpoint.step)
 
     def load(self, step: int) -> Checkpoint:
-        """Read one checkpoint, by however many ranks it was written.
-
-        Raises:
-            DamagedCheckpointError: a file is missing, truncated or altered, or this is no checkpoint of Convoy.
-        """
+        """Read one checkpoint; see `read_checkpoint`."""
         return read_checkpoint(self.place(step), step)
 
     def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:

@@ -17,11 +17,12 @@ from convoy.launch import place as cores
 from convoy.planner.comparison import comparison_text, headline
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
-from convoy.training.checks import check_devices, check_run
 from convoy.training.config import TimeSpan
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices
+from convoy.training.resume import check_run
+from convoy.training.set_up import check_devices
 from convoy.training.summary import Witness
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import shorten

@@ -69,7 +69,7 @@ def save(
         packed = Packed({name: each.state(entries.get(name)) for name, each in things.items()})
     about = {name: each.about() for name, each in things.items()}
     if network.groups.mesh.num_devices > 1:
-        facts = packed.facts([name for name, each in things.items() if isinstance(each, _Value)])
+        facts = packed.facts([name for name, each in things.items() if type(each) is _Thing])
         alike(network, facts | {f"{name} itself": json.dumps(each, sort_keys=True) for name, each in about.items()})
     _write(Path(path), network, packed, {"about": about, "state": packed.values})
 
@@ -118,7 +118,7 @@ def load(
             if about[name]["kind"] != each.kind:
                 raise ConvoyError(f"{name} is {each.kind}, but {about[name]['kind']} in {path}: {each.mend}")
             each.check(saved[name], about[name])
-    objects = {name: each for name, each in things.items() if isinstance(each, _Object)}
+    objects = {name: each for name, each in things.items() if type(each) is _Object}
     before = {name: copy.deepcopy(each.state()) for name, each in objects.items()}
     try:
         with together(network):
@@ -135,15 +135,15 @@ def load(
 
 
 class _Thing:
-    """Something that is saved, by its name.
+    """Something that is saved, by its name: here a value.
 
     Attributes:
         kind: of it, to people.
         mend: what to do where another kind was saved.
     """
 
-    kind: str
-    mend = "give what was saved under this name"
+    kind = "a value"
+    mend = "give the object whose state was saved"
 
     def __init__(self, name: str, thing: Any) -> None:
         self.name, self.thing = name, thing
@@ -154,34 +154,21 @@ class _Thing:
 
     def state(self, entries: Entries | None = None) -> Any:
         """What is to be saved."""
-
-    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """See that a saved state fits."""
-
-    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """Take a saved state."""
-
-    def _check_class(self, about: Mapping[str, Any]) -> None:
-        now = type(self.thing).__name__
-        if about["of"] != now and ShardedOptimizer.__name__ not in (now, about["of"]):
-            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {now} now: give one of that kind")
-
-
-class _Value(_Thing):
-    kind = "a value"
-    mend = "give the object whose state was saved"
-
-    def state(self, entries: Entries | None = None) -> Any:
         return self.thing
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
+        """See that a saved state fits."""
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
+
+    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
+        """Take a saved state."""
 
 
 class _Object(_Thing):
     """What has `state_dict` and `load_state_dict`."""
 
     kind = "the state of an object"
+    mend = "give what was saved under this name"
 
     def about(self) -> dict[str, Any]:
         return {"kind": self.kind, "of": type(self.thing).__name__}
@@ -190,7 +177,9 @@ class _Object(_Thing):
         return self.thing.state_dict()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        self._check_class(about)
+        now = type(self.thing).__name__
+        if about["of"] != now and ShardedOptimizer.__name__ not in (now, about["of"]):
+            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {now} now: give one of that kind")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         try:
@@ -204,6 +193,7 @@ class _Module(_Thing):
     """A network, or what has some in it."""
 
     kind = "a network"
+    mend = _Object.mend
 
     def about(self) -> dict[str, Any]:
         networks = Parts(self.thing).networks.items()
@@ -232,22 +222,19 @@ class _Module(_Thing):
                 network.context.seed, network._passes = draws["seed"], draws["passes"]
 
 
-class _Optimizer(_Thing):
+class _Optimizer(_Object):
     kind = "an optimizer"
 
     def __init__(self, name: str, optimizer: Optimizer, named: NamedOptimizer) -> None:
         super().__init__(name, optimizer)
         self.named = named
 
-    def about(self) -> dict[str, Any]:
-        return {"kind": self.kind, "of": type(self.thing).__name__}
-
     def state(self, entries: Entries | None = None) -> Any:
         assert entries is not None
         return self.named.state(entries)
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        self._check_class(about)
+        super().check(saved, about)
         self.named.check(saved)
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
@@ -268,7 +255,7 @@ def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[st
         if hasattr(thing, "param_groups"):
             found[name] = _Optimizer(name, thing, _named(thing, modules))
         elif not isinstance(thing, nn.Module):
-            found[name] = _Object(name, thing) if _has_state(thing) else _Value(name, thing)
+            found[name] = _Object(name, thing) if _has_state(thing) else _Thing(name, thing)
     return found
 
 

@@ -54,11 +54,13 @@ def together(network: Network) -> Iterator[None]:
     """
     group = network.groups.of(tuple(network.groups.mesh.axes))
     failure: Exception | None = None
+    sentence = None
     try:
         yield
     except Exception as error:
         failure = error
-    said = gather_objects(None if failure is None else _sentence(failure), group)
+        sentence = str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"
+    said = gather_objects(sentence, group)
     first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if failure is not None and (not isinstance(failure, ConvoyError) or group is None):
         raise failure
@@ -88,7 +90,3 @@ def alike(network: Network, facts: Mapping[str, str]) -> None:
                 "ranks do the same, and of networks give what convoy.parallelize returned, or copies of it"
             )
     raise ConvoyError("ranks give the same things in another order: give them in one order on all ranks")
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"

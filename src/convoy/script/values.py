@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,8 @@ class Packed:
         if type(value) in (dict, OrderedDict, Counter):
             return self._dictionary(place, value)
         if not isinstance(value, bool | int | float | str | None) and hasattr(value, "item"):
-            value = _number_of(value)
+            with suppress(TypeError, ValueError):
+                value = value.item()  # a plain number in place of one of numpy's
         self.leaves[place] = repr(value)
         if isinstance(value, float):  # numpy's are too
             return float(value) if math.isfinite(value) else {_TAG: "float", "text": str(float(value))}
@@ -138,11 +140,3 @@ def unpacked(values: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _join(place: str, key: str) -> str:
     key = key.replace("~", "~0").replace("/", "~1")
     return f"{place}/{key}" if place else key
-
-
-def _number_of(value: Any) -> Any:
-    """A plain number in place of one of numpy's; other things as they are."""
-    try:
-        return value.item()
-    except (TypeError, ValueError):
-        return value

@@ -5,25 +5,16 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.training.environment import choose_device
-    from convoy.training.progress import ConsoleReporter, Reporter
-    from convoy.training.recipe import Recipe, load_recipe, recipe_names
-    from convoy.training.run import Outcome, train
-    from convoy.training.run_directory import RunDirectory
-    from convoy.training.session import Session
-
-__all__ = [
-    "ConsoleReporter",
-    "Outcome",
-    "Recipe",
-    "Reporter",
-    "RunDirectory",
-    "Session",
-    "choose_device",
-    "load_recipe",
-    "recipe_names",
-    "train",
-]
+    from convoy.training.environment import choose_device as choose_device
+    from convoy.training.progress import ConsoleReporter as ConsoleReporter
+    from convoy.training.progress import Reporter as Reporter
+    from convoy.training.recipe import Recipe as Recipe
+    from convoy.training.recipe import load_recipe as load_recipe
+    from convoy.training.recipe import recipe_names as recipe_names
+    from convoy.training.run import Outcome as Outcome
+    from convoy.training.run import train as train
+    from convoy.training.run_directory import RunDirectory as RunDirectory
+    from convoy.training.session import Session as Session
 
 __getattr__ = lazily(
     __name__,

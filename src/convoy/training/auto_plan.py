@@ -1,8 +1,6 @@
 """`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept.
 
 How long a rank's samples take to get ready, measured before a plan is made.
-
-From the `parallel` section of a recipe to a plan for the devices that there are, and what is said of it.
 """
 
 import copy
@@ -19,22 +17,17 @@ from torch import nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
-from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
-from convoy.planner.cost.store import ProfileStore
 from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
-from convoy.training.derived import Derived
-from convoy.training.division import Division, text
-from convoy.training.parallel import Method
-from convoy.training.parallel_config import ParallelConfig
 from convoy.training.recipe import Recipe
-from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.session import Prepared
+from convoy.training.step import InputPipeline, TrainingStep, wait_for
 from convoy.training.workloads import workload_in_passes
 from convoy.units import size
 
@@ -82,56 +75,16 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
     )
     with closing(batches):
         pipeline(next(batches))  # workers have started, and memory is there
-        _finish(device)
+        wait_for(device)
         began, samples, passed = time.perf_counter(), 0, 0.0
         for batch in batches:
             pipeline(batch)
-            _finish(device)
+            wait_for(device)
             samples += len(batch.images)
             passed = time.perf_counter() - began
             if passed > _LONGEST_S:
                 break
     return passed / max(1, samples)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def method_of(recipe: Recipe) -> Method:
-    """How gradients become an update."""
-    section = recipe.parallel
-    return Method(
-        tree=recipe.reproducible,
-        compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
-        local_updates=section.local_sgd,
-    )
-
-
-def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Division) -> list[Derived]:
-    """Rows for the log and the report about devices and plan."""
-    if num_devices == 1:
-        return []
-    parts = len(division.counts)
-    even = microbatch_sizes(len(division.sizes), parts)
-    if section.shares is None:
-        shared = "as even as can be" if division.counts == even else "by the speeds that the planner measured"
-    else:
-        shared = "measured" if section.shares == "auto" else "in the shares given"
-    rows = [Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")]
-    if parts > 1:
-        rows.append(
-            Derived(
-                "microbatches of each part",
-                text(division.counts),
-                f"{len(division.sizes)} over {parts}, {shared}",
-                "each computes its own samples; the sum is that of one device",
-            )
-        )
-    if section.approximate is not None:
-        rows.append(Derived("approximate", section.approximate, "as said", "the result depends on the devices"))
-    return rows
 
 
 CLEAR = 2 / 3
@@ -175,28 +128,19 @@ class Chosen:
         return next((one for one in candidates if one.plan == self.plan), None)
 
 
-@dataclass(frozen=True)
-class Choice:
+@dataclass
+class Choice(Prepared):
     """What a plan is chosen for.
 
     Attributes:
-        model: the plain network; it is left as it is.
-        sizes: samples of each microbatch of an update.
         merge: microbatches that one device takes in a pass.
-        profiles: of what was measured before; None keeps nothing.
-        make_step: the update of a copy of it under a plan, by the devices that are given.
+        make_step: the update of a copy of the network under a plan, by the devices that are given.
+        progress: is told of long work: what, done, total.
     """
 
-    recipe: Recipe
-    model: nn.Module
-    data: DataSet
-    sizes: tuple[int, ...]
     merge: int
-    device: torch.device
-    ranks: Ranks
-    profiles: ProfileStore | None
     make_step: MakeStep
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    progress: Callable[[str, int, int], None]
 
     def __call__(self) -> Chosen:
         """Plan, and race where the prediction is not clear. All ranks call it.
@@ -237,9 +181,14 @@ class Choice:
         return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: HostCost) -> Planned:
-        shape = self.data.channels, self.data.image_size, self.data.image_size
         workload = workload_in_passes(
-            self.recipe, self.model, shape, self.sizes, self.merge, self.ranks.num, self.device
+            self.recipe,
+            self.model,
+            self.image_shape,
+            self.quantities.sizes,
+            self.merge,
+            self.ranks.num,
+            self.device,
         )
         ranks, store = self.ranks, self.profiles
         return make_plan(
@@ -270,17 +219,15 @@ class Choice:
         return took, failures
 
     def _raced(self, plan: Plan, shares: Shares, ahead: HostCost, ranks: Ranks) -> float:
-        here = replace(self, ranks=ranks)
-        step = self.make_step(copy.deepcopy(self.model), plan, here.ranks, shares)
+        step = self.make_step(copy.deepcopy(self.model), plan, ranks, shares)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
-        seconds = here._time(step)
+        seconds = replace(self, ranks=ranks)._time(step)
         return max(seconds, waits) if ahead.beside else seconds + waits
 
     def _time(self, step: TrainingStep) -> float:
-        data = self.data
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
-        images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
+        images = torch.randint(0, 256, (samples, *self.image_shape), dtype=torch.uint8)
         batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
         updates = itertools.count()
 
@@ -288,8 +235,7 @@ class Choice:
             self.ranks.barrier()
             began = time.perf_counter()
             step(batch, next(updates))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait_for(self.device)
             return max(self.ranks.gather(time.perf_counter() - began))  # all know the same, and end together
 
         return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))

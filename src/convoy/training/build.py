@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from convoy import models
 from convoy.comm.ranks import Ranks
@@ -95,21 +95,6 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
-def try_out(plain: nn.Module, recipe: Recipe, data: DataSet, sizes: tuple[int, ...], device: torch.device) -> Probe:
-    """Run a copy of the network on two microbatches of random images, in training and in evaluation.
-
-    Args:
-        plain: the network, on its device.
-        sizes: samples of every microbatch.
-
-    Raises:
-        ConvoyError: it cannot train on the data's images, or gives logits for another number of classes.
-    """
-    shape = (data.channels, data.image_size, data.image_size)
-    change = "data.image_size, data.channels, the microbatch or the model"
-    return probed(plain, recipe, shape, sizes, device, change, len(data.classes))
-
-
 def probed(
     plain: nn.Module,
     recipe: Recipe,
@@ -119,11 +104,12 @@ def probed(
     change: str,
     num_classes: int | None = None,
 ) -> Probe:
-    """The same for images of some shape [channels, height, width].
+    """Run a copy of the network on two microbatches of random images, in training and in evaluation.
 
     Args:
-        plain, sizes: as above.
-        shape: of an image.
+        plain: the network, on its device.
+        shape: of an image: channels, height, width.
+        sizes: samples of every microbatch.
         change: what a user could change, where it cannot be.
         num_classes: logits that there must be; None for as many as there are.
 
@@ -134,7 +120,13 @@ def probed(
     context = prepare(model, recipe.seed, recipe.batch_norm)
     try:
         if num_classes is not None:
-            _check_classifier(model, torch.zeros(1, *shape, device=device), recipe.model.name, num_classes)
+            with evaluating(model), torch.no_grad():
+                logits = heads(model(torch.zeros(1, *shape, device=device)))[0]
+            if logits.shape != (1, num_classes):
+                raise ConvoyError(
+                    f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
+                    "classes: build the network for as many classes, or choose another model"
+                )
         return probe(model, context, shape, device, samples=min(2, *sizes))
     except ConvoyError:
         raise
@@ -197,14 +189,4 @@ def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks)
         raise ConvoyError(
             f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
             f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
-        )
-
-
-def _check_classifier(model: nn.Module, image: Tensor, name: str, num_classes: int) -> None:
-    with evaluating(model), torch.no_grad():
-        logits = heads(model(image))[0]
-    if logits.shape != (1, num_classes):
-        raise ConvoyError(
-            f"{name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} classes: "
-            "build the network for as many classes, or choose another model"
         )

@@ -1,34 +1,13 @@
-"""The `checkpoint` section of a recipe, and when a checkpoint is due: every so many updates, or as was measured."""
+"""When a checkpoint is due: every so many updates, or as was measured."""
 
 import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import Field
-
-from convoy.training.config import PositiveDuration, Section, TimeSpan, in_words
-
-if TYPE_CHECKING:
-    from convoy.comm.ranks import Ranks
-
-
-class CheckpointConfig(Section):
-    """When the state is saved, and what to do where that fails."""
-
-    every: PositiveDuration | Literal["auto"] = Field(
-        "auto", description="e.g. 1ep or 500ba; auto follows from the measured cost of a checkpoint and mtbf"
-    )
-    mtbf: TimeSpan = Field(
-        TimeSpan(6, "h"), description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
-    )
-    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
-    on_error: Literal["stop", "continue"] = Field(
-        "stop", description="what the run does when a checkpoint cannot be written, e.g. on a full disk"
-    )
-
+from convoy.comm.ranks import Ranks
+from convoy.training.config import TimeSpan, in_words
 
 FIRST_UPDATES = 65
 """Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""
@@ -65,11 +44,19 @@ class Pace:
         return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
 
 
-class When(Protocol):
-    """Says after which updates the state is saved; the same on all ranks."""
+class Every:
+    """Says after which updates the state is saved, the same on all ranks: every so many.
+
+    Args:
+        updates: at least 1.
+    """
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
 
     def due(self, done: int, pace: Pace) -> bool:
         """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
+        return done % self._updates == 0
 
     def saved(self, step: int) -> None:
         """One was begun, due or not."""
@@ -86,25 +73,6 @@ class When(Protocol):
         Returns:
             A sentence, where there is something new to say.
         """
-
-
-class Every:
-    """Every so many updates.
-
-    Args:
-        updates: at least 1.
-    """
-
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
-
-    def due(self, done: int, pace: Pace) -> bool:
-        return done % self._updates == 0
-
-    def saved(self, step: int) -> None:
-        pass
-
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
         return None
 
 
@@ -125,7 +93,7 @@ class Interval:
 
 @dataclass
 class Young:
-    """Derives the interval from measurements.
+    """Derives the interval from measurements of checkpoints: `cost_s` is what one kept the run from its work.
 
     Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
     mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
@@ -165,7 +133,7 @@ class Young:
         )
 
 
-class Automatic:
+class Automatic(Every):
     """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
 
     Args:
@@ -173,7 +141,7 @@ class Automatic:
         ranks: which follow the clock of rank 0.
     """
 
-    def __init__(self, young: Young, ranks: "Ranks") -> None:
+    def __init__(self, young: Young, ranks: Ranks) -> None:
         self._young = young
         self._ranks = ranks
         self._calls = 0

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snap
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.checkpoint_interval import Pace, When
+from convoy.training.checkpoint_interval import Every, Pace
 from convoy.training.config import in_words
 
 LOOK_S = 0.5
@@ -52,10 +52,6 @@ class CheckpointTally:
         """The run waited so long without a break."""
         self.longest_wait_s = max(self.longest_wait_s, seconds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the summary, and for `CheckpointTally(**values)`."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"{self.written:,} checkpoint{'' if self.written == 1 else 's'} written; the run waited "
@@ -84,13 +80,6 @@ class Report:
     update_s: float
     kept_s: float
 
-    @staticmethod
-    def of(writing: Writing, waited_s: float, update_s: float, kept_s: float) -> "Report":
-        """This rank's, now."""
-        state = writing.state
-        failure = None if state == "running" else _reason(writing.failure)
-        return Report(state, failure, waited_s, writing.processor_s, writing.seconds, update_s, kept_s)
-
 
 class Saver:
     """Writes the checkpoints of a run.
@@ -115,7 +104,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        when: When,
+        when: Every,
         ranks: Ranks,
         tell: Callable[[str], None],
         *,
@@ -188,10 +177,8 @@ class Saver:
         """Begin a checkpoint of the state after `step` updates, when the one before is written. All ranks call it.
 
         Args:
-            step: weight updates done.
-            identity: of the run.
+            step, identity, values: as in `Checkpoint`.
             tensors: the state's, whole and by serial names; each is asked for once.
-            values: all else.
             best_step: of the checkpoint that stays.
 
         Raises:
@@ -254,7 +241,19 @@ class Saver:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
         writing = self._writing
         assert writing is not None
-        mine = Report.of(writing, self._wait_s, self._pace.update_s, kept_s)
+        state, reason, failure = writing.state, None, writing.failure
+        if state != "running" and failure is not None:
+            named = isinstance(failure, OSError) and failure.strerror
+            reason = named or f"{type(failure).__name__}: {failure}"
+        mine = Report(
+            state,
+            reason,
+            self._wait_s,
+            writing.processor_s,
+            writing.seconds,
+            self._pace.update_s,
+            kept_s,
+        )
         reports = self._ranks.gather(mine)
         states = [report.state for report in reports]
         if "failed" in states:
@@ -329,11 +328,3 @@ def _still(reports: Sequence[Report]) -> str:
 def _first_failure(reports: Sequence[Report]) -> str:
     rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
     return f"rank {rank}: {reason}" if len(reports) > 1 else reason
-
-
-def _reason(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"

@@ -9,27 +9,13 @@ from convoy.training.config import Duration
 from convoy.training.environment import num_cores
 from convoy.training.optimizers import REFERENCE_BATCH, learning_rate
 from convoy.training.recipe import Recipe
+from convoy.training.records import Derived
 from convoy.training.schedules import Schedule, StepConfig, create_schedule
 
 LOG_UPDATES, LOG_LINES = 20, 50
 """With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 often that it has 50. More often than that is not needed: what lines cost is bounded for every run."""
 _GOYAL = "Goyal et al., 2017"
-
-
-@dataclass(frozen=True)
-class Derived:
-    """One quantity that nobody typed in.
-
-    Attributes:
-        formula: how it follows, with the numbers put in.
-        source: the paper or the rule behind the formula.
-    """
-
-    name: str
-    value: int | float | str
-    formula: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -99,6 +85,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
     def updates(duration: Duration) -> int:
         return max(1, duration.updates(updates_per_epoch, total))
 
+    often = max(1, min(LOG_UPDATES, total // LOG_LINES))
     save_every = recipe.checkpoint.every
     return Quantities(
         updates_per_epoch=updates_per_epoch,
@@ -108,7 +95,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         schedule=schedule,
         evaluate_every=updates(recipe.evaluate_every),
         checkpoint_every=None if save_every == "auto" else updates(save_every),
-        log_every=_log_every(total) if recipe.log_every == "auto" else updates(recipe.log_every),
+        log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
         threads=num_threads(recipe),
     )
 
@@ -133,50 +120,63 @@ def derive(
     """
     q = resolve(recipe, num_train_samples)
     samples = (recipe.batch,) if samples is None else samples
-    return [
-        Derived(
+    batch, epochs, number = recipe.batch, recipe.epochs, len(q.sizes)
+    rows: list[tuple[str, int | float | str, str, str]] = [
+        (
             "weight updates per epoch",
             q.updates_per_epoch,
-            f"⌊{num_train_samples} samples / batch {recipe.batch}⌋",
+            f"⌊{num_train_samples} samples / batch {batch}⌋",
             "the last incomplete batch of an epoch is left out, so every update has the same batch",
         ),
-        Derived("weight updates", q.total_updates, _total(recipe, q.updates_per_epoch), "the recipe's epochs"),
-        Derived(
-            "microbatches", len(q.sizes), _microbatches(recipe), f"virtual nodes of VirtualFlow; {_GOYAL}, section 3"
+        (
+            "weight updates",
+            q.total_updates,
+            f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}",
+            "the recipe's epochs",
         ),
-        Derived(
-            "samples per microbatch", _counts(q.sizes), f"{recipe.batch} / {len(q.sizes)}, as even as can be", "Convoy"
+        (
+            "microbatches",
+            number,
+            f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said",
+            f"virtual nodes of VirtualFlow; {_GOYAL}, section 3",
         ),
-        Derived(
+        ("samples per microbatch", _counts(q.sizes), f"{batch} / {number}, as even as can be", "Convoy"),
+        (
             "samples per device",
             _counts(samples),
-            f"batch {recipe.batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}",
+            f"batch {batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}",
             "the batch is that of all devices together; the plan divides it into so many parts",
         ),
-        _rate(recipe, q.lr),
-        *_schedule(recipe, q),
-        *_ema(recipe),
-        Derived("evaluation every", q.evaluate_every, f"{recipe.evaluate_every} in weight updates", "the recipe"),
-        _checkpoints(recipe, q.checkpoint_every),
-        _threads(recipe, q.threads),
-        *([Derived("data workers", *workers, "one core each")] if workers is not None else []),
+        ("peak learning rate", q.lr, *_rate(recipe)),
     ]
-
-
-def _log_every(total: int) -> int:
-    return max(1, min(LOG_UPDATES, total // LOG_LINES))
-
-
-def _total(recipe: Recipe, updates_per_epoch: int) -> str:
-    if recipe.epochs.unit == "ba":
-        return f"{recipe.epochs} as said"
-    return f"{recipe.epochs.value:g} epochs · {updates_per_epoch}"
-
-
-def _microbatches(recipe: Recipe) -> str:
-    if recipe.microbatches is not None:
-        return f"{recipe.microbatches} as said"
-    return f"⌈batch {recipe.batch} / microbatch {recipe.microbatch}⌉"
+    if q.schedule.warmup:
+        rise = f"{recipe.schedule.warmup}, learning rate {q.schedule.start:g} to {q.lr:g} in a line"
+        source = f"gradual warm-up: {_GOYAL}, section 2.2"
+        rows.append(("weight updates of warm-up", q.schedule.warmup, rise, source))
+    if isinstance(recipe.schedule, StepConfig):
+        drops, written = (", ".join(map(str, each)) for each in (q.schedule.milestones, recipe.schedule.milestones))
+        rows.append(("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe"))
+    if recipe.ema is not None:
+        decay = recipe.ema.decay
+        mean_age = "mean age of an exponential average"
+        rows.append(("updates in the averaged weights", round(1 / (1 - decay)), f"1 / (1 - {decay:g})", mean_age))
+    rows.append(("evaluation every", q.evaluate_every, f"{recipe.evaluate_every} in weight updates", "the recipe"))
+    if q.checkpoint_every is None:
+        young = f"sqrt(2 · cost · {recipe.checkpoint.mtbf}) when the cost is known"
+        rows.append(("checkpoint every", "auto", young, "Young 1974"))
+    else:
+        said = f"{recipe.checkpoint.every} in weight updates"
+        rows.append(("checkpoint every", q.checkpoint_every, said, "the recipe"))
+    if recipe.threads is not None:
+        why = "as said", "the recipe"
+    elif recipe.reproducible:
+        why = "1 because of reproducible", "the order of sums depends on the threads"
+    else:
+        why = "cores that this process may use", "the machine"
+    rows.append(("threads", q.threads, *why))
+    if workers is not None:
+        rows.append(("data workers", *workers, "one core each"))
+    return [Derived(*row) for row in rows]
 
 
 def _counts(sizes: Sequence[int]) -> int | str:
@@ -186,79 +186,10 @@ def _counts(sizes: Sequence[int]) -> int | str:
     return ", ".join(f"{sizes.count(size)} of {size}" for size in sorted(set(sizes), reverse=True))
 
 
-def _rate(recipe: Recipe, lr: float) -> Derived:
-    optimizer = recipe.optimizer
+def _rate(recipe: Recipe) -> tuple[str, str]:
+    optimizer, ratio = recipe.optimizer, f"{recipe.batch} / {REFERENCE_BATCH}"
     if optimizer.lr is not None:
-        return Derived("peak learning rate", lr, "optimizer.lr as said", "the recipe; not scaled by the batch")
-    ratio = f"{recipe.batch} / {REFERENCE_BATCH}"
+        return "optimizer.lr as said", "the recipe; not scaled by the batch"
     if optimizer.scaling == "linear":
-        return Derived(
-            "peak learning rate", lr, f"{optimizer.base_lr:g} · {ratio}", f"linear scaling: {_GOYAL}, section 2.1"
-        )
-    return Derived(
-        "peak learning rate",
-        lr,
-        f"{optimizer.base_lr:g} · √({ratio})",
-        f"square-root scaling: timm, for {optimizer.name}",
-    )
-
-
-def _schedule(recipe: Recipe, q: Quantities) -> list[Derived]:
-    rows = []
-    if q.schedule.warmup:
-        rows.append(
-            Derived(
-                "weight updates of warm-up",
-                q.schedule.warmup,
-                f"{recipe.schedule.warmup}, learning rate {q.schedule.start:g} to {q.lr:g} in a line",
-                f"gradual warm-up: {_GOYAL}, section 2.2",
-            )
-        )
-    if q.schedule.milestones:
-        rows.append(
-            Derived(
-                "learning rate drops at updates",
-                ", ".join(map(str, q.schedule.milestones)),
-                f"{_milestones(recipe)}, in weight updates",
-                "the recipe",
-            )
-        )
-    return rows
-
-
-def _milestones(recipe: Recipe) -> str:
-    assert isinstance(recipe.schedule, StepConfig)
-    return ", ".join(map(str, recipe.schedule.milestones))
-
-
-def _ema(recipe: Recipe) -> list[Derived]:
-    if recipe.ema is None:
-        return []
-    decay = recipe.ema.decay
-    return [
-        Derived(
-            "updates in the averaged weights",
-            round(1 / (1 - decay)),
-            f"1 / (1 - {decay:g})",
-            "mean age of an exponential average",
-        )
-    ]
-
-
-def _checkpoints(recipe: Recipe, every: int | None) -> Derived:
-    if every is None:
-        return Derived(
-            "checkpoint every",
-            "auto",
-            f"sqrt(2 · cost · {recipe.checkpoint.mtbf}) when the cost is known",
-            "Young 1974",
-        )
-    return Derived("checkpoint every", every, f"{recipe.checkpoint.every} in weight updates", "the recipe")
-
-
-def _threads(recipe: Recipe, threads: int) -> Derived:
-    if recipe.threads is not None:
-        return Derived("threads", threads, "as said", "the recipe")
-    if recipe.reproducible:
-        return Derived("threads", threads, "1 because of reproducible", "the order of sums depends on the threads")
-    return Derived("threads", threads, "cores that this process may use", "the machine")
+        return f"{optimizer.base_lr:g} · {ratio}", f"linear scaling: {_GOYAL}, section 2.1"
+    return f"{optimizer.base_lr:g} · √({ratio})", f"square-root scaling: timm, for {optimizer.name}"

@@ -228,11 +228,7 @@ class SlowRanks:
 
 
 def _places(parts: Sequence[int]) -> list[list[int]]:
-    """The ranks by their place in their model group, which has the same part of the batch.
-
-    Args:
-        parts: that every rank has.
-    """
+    """The ranks by their place in their model group, from the part of the batch that every rank has."""
     places = defaultdict(list)
     for rank, part in enumerate(parts):
         places[parts[:rank].count(part)].append(rank)

@@ -3,7 +3,6 @@
 import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,9 @@ from convoy.files import write_atomically
 from convoy.script.data import evaluating
 from convoy.training import records
 from convoy.training.loss import heads
+from convoy.training.precision import autocast_of
+from convoy.training.recipe import Recipe
+from convoy.training.step import InputPipeline
 
 NUM_MISTAKES = 24
 
@@ -73,7 +75,7 @@ class Evaluation:
         rows = []
         for index, mistake in enumerate(self.mistakes):
             picture = folder / f"{index:02d}.png"
-            write_atomically(picture, partial(_save_png, mistake.picture))
+            write_atomically(picture, partial(to_image(mistake.picture).save, format="PNG"))
             rows.append(
                 records.Mistake(
                     sample=mistake.sample,
@@ -113,11 +115,6 @@ class EvaluationTally:
     top5: int = 0
     worst: list[WrongAnswer] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
-
-    @staticmethod
-    def of(num_classes: int) -> "EvaluationTally":
-        """An empty one."""
-        return EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Count the samples of a batch."""
@@ -166,9 +163,9 @@ class EvaluationTally:
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    to_input: Callable[[Batch], Tensor],
+    pipeline: InputPipeline,
     num_classes: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    recipe: Recipe,
     ranks: Ranks | None = None,
     announce: Callable[[int], int] = lambda number: 0,
     exchanges_in_forward: bool = False,
@@ -179,9 +176,9 @@ def evaluate(
     Args:
         model: the network; its mode is put back afterwards.
         batches: every sample of the split once, or this rank's turns at them (`convoy.data.evaluation_batches`).
-        to_input: moves a batch's images to the device and normalizes them.
+        pipeline: moves a batch's images to the device and normalizes them.
         num_classes: size of the confusion matrix.
-        autocast: makes the context in which the forward pass runs.
+        recipe: says in which precision.
         ranks: the ranks; every one gets the evaluation of the whole split.
         announce: called with the number of each batch before its forward pass; returns how many images that must
             have. Where pictures were left out as bad, others take their places and count nowhere.
@@ -193,7 +190,7 @@ def evaluate(
     """
     start = time.perf_counter()
     ranks = ranks or Ranks()
-    tally = EvaluationTally.of(num_classes)
+    tally = EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
     with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
         for number, batch in enumerate(batches):
             current.to("evaluation")
@@ -203,19 +200,15 @@ def evaluate(
             if size == 0 and not exchanges_in_forward:
                 tally.add(batch, torch.empty(0, num_classes))
                 continue
-            images = to_input(batch)
+            images = pipeline(batch)
             if size > len(images):
                 images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
-            with autocast():
+            with autocast_of(recipe, pipeline.device):
                 outputs = model(images)
             tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
     seconds = time.perf_counter() - start
     parts = ranks.gather_samples((tally, seconds))
     return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
-
-
-def _save_png(pixels: Tensor, path: Path) -> None:
-    to_image(pixels).save(path, format="PNG")
 
 
 def to_image(pixels: Tensor) -> Image.Image:

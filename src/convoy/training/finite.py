@@ -51,21 +51,16 @@ class Origin:
 
     @contextmanager
     def watching(self, model: nn.Module, engine: Network | None = None) -> Iterator[None]:
-        """While entered, look.
-
-        Args:
-            model: the network.
-            engine: what runs it, where that does not call its modules.
-        """
+        """While entered, look; `engine` is what runs the network, where that does not call its modules."""
         with contextlib.ExitStack() as stack:
             if engine is not None:
                 before, engine.watch = engine.watch, self.of_pass
                 stack.callback(setattr, engine, "watch", before)
             else:
-                stack.enter_context(_hook(model.register_forward_pre_hook(self._entered)))
+                stack.enter_context(model.register_forward_pre_hook(self._entered))
                 for name, module in model.named_modules():
                     if not any(True for _ in module.children()):
-                        stack.enter_context(_hook(module.register_forward_hook(partial(self._called, name))))
+                        stack.enter_context(module.register_forward_hook(partial(self._called, name)))
             yield
 
     def of_pass(self, placement: Placement | None = None) -> "Origin":
@@ -96,14 +91,6 @@ class Origin:
     def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
         if self.found is None and not bool(torch.isfinite(x).all()):
             self.found = NonFiniteLayer(of, name.partition("#")[0], self._run)
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
@@ -176,13 +163,7 @@ class FiniteGuard:
             buffer.copy_(before)
 
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
-        """Where it began.
-
-        Args:
-            update: its number, counted from 0.
-            losses: of this rank's passes.
-            again: does the passes of this update again, on all ranks, and leaves nothing behind.
-        """
+        """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
         origin, network = Origin(), self._network
         engine = network.engine if isinstance(network, ParallelNetwork) else None
         with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):

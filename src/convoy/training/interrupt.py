@@ -3,8 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -40,9 +39,7 @@ class Interrupt:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         if self.signal is not None or not self.is_due:
             self._restore()
 
@@ -66,56 +63,43 @@ class Stop:
 
     Attributes:
         signal: by which; stays when it has come.
+        after_update: says whether to stop after this update. All ranks call it after every update.
     """
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
-        self._ranks = ranks
-        self._interrupt = interrupt
-        self._updates = Agreement(ranks)
         self.signal: str | None = None
+        self._ranks, self._interrupt = ranks, interrupt
+        self.after_update = self.asking()
 
-    def after_update(self) -> bool:
-        """Whether to stop after this update. All ranks call it after every update."""
-        return self._ask(self._updates)
+    def asking(self) -> Callable[[], bool]:
+        """What says after each update, or before each batch of one evaluation, whether to stop.
 
-    def in_evaluation(self) -> Callable[[], bool]:
-        """What says before each batch of an evaluation whether to stop; batches do not last as long as updates."""
-        return partial(self._ask, Agreement(self._ranks))
-
-    def _ask(self, agreement: "Agreement") -> bool:
-        self.signal = self.signal or agreement.signal(self._interrupt.signal)
-        self._interrupt.is_due = self.signal is not None
-        return self.signal is not None
-
-
-class Agreement:
-    """Lets the ranks agree on a signal about four times a second.
-
-    Between two questions lie as many updates as took that long before; rank 0's clock decides.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._wait = 1
-        self._left = 1
-        self._asked = time.perf_counter()
-
-    def signal(self, own: str | None) -> str | None:
-        """Whether to stop after this update, and by which signal. All ranks call it after every update.
-
-        Args:
-            own: what this rank was asked.
+        The ranks agree about four times a second: between two questions lie as many calls as took that long before, by
+        the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
         """
-        if self._ranks.num == 1:
-            return own
-        self._left -= 1
-        if self._left > 0:
-            return None
-        now = time.perf_counter()
-        took = max(now - self._asked, 1e-6)
-        wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-        wish = _SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0
-        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-            number, self._wait = self._ranks.largest(*wish)
-        self._left, self._asked = self._wait, now
-        return _SIGNALS[number] or None
+        wait = left = 1
+        asked = time.perf_counter()
+
+        def signal_of_any() -> str | None:
+            nonlocal wait, left, asked
+            own = self._interrupt.signal
+            if self._ranks.num == 1:
+                return own
+            left -= 1
+            if left > 0:
+                return None
+            now = time.perf_counter()
+            took = max(now - asked, 1e-6)
+            wait = max(1, min(_MAX_UPDATES, int(wait * INTERVAL_S / took), 2 * wait))
+            wish = _SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0
+            with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
+                number, wait = self._ranks.largest(*wish)
+            left, asked = wait, now
+            return _SIGNALS[number] or None
+
+        def is_asked() -> bool:
+            self.signal = self.signal or signal_of_any()
+            self._interrupt.is_due = self.signal is not None
+            return self.signal is not None
+
+        return is_asked

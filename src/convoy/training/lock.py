@@ -40,7 +40,9 @@ def locked(
         raise ConvoyError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
     try:
         if _wait_for(file, folder, max(_LOOK_S, patience_s), tell):
-            _sign(file)
+            with contextlib.suppress(OSError):  # say whose it is, if there is room
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         else:
             tell(f"the file system of {folder} knows no locks: see to it that no other process trains there")
         yield
@@ -95,13 +97,6 @@ def _take(file: int, kind: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def _sign(file: int) -> None:
-    """Say in the file whose it is, if there is room."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
 
 def _holder(folder: Path) -> str:

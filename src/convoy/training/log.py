@@ -33,6 +33,7 @@ class MetricsWindow:
         paused_s: seconds of evaluations and checkpoints, which do not count as work.
         paused_at: when the pause began that lasts now.
         left_out: updates that were not made, because loss or gradient were not finite.
+        wait_s, bad: this rank's waits for data, and the pictures that it could not read, since the last collection.
         ranks_s: seconds of every rank's own work, without its waits for the others; empty where nobody has taken them.
     """
 
@@ -49,8 +50,8 @@ class MetricsWindow:
     ranks_s: list[float] = field(default_factory=list)
     _own_s: float = 0.0
     _results: list[StepResult] = field(default_factory=list)
-    _wait_s: float = 0.0
-    _bad: list[UnreadablePicture] = field(default_factory=list)
+    wait_s: float = 0.0
+    bad: list[UnreadablePicture] = field(default_factory=list)
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update of a global batch of so many images, unless it was left out."""
@@ -61,14 +62,6 @@ class MetricsWindow:
         self.num_updates += 1
         self.num_images += num_images
         self._results.append(result)
-
-    def waited(self, seconds: float) -> None:
-        """This rank waited for data."""
-        self._wait_s += seconds
-
-    def add_bad(self, update: int, sample: int, reason: str) -> None:
-        """This rank could not read a training picture."""
-        self._bad.append((update, sample, reason))
 
     def pause(self) -> None:
         """Evaluations and checkpoints begin."""
@@ -120,7 +113,7 @@ class MetricsWindow:
         correct = sum(_read([number for result in results for number in result.correct]))
         bad: list[UnreadablePicture] = []
         wait_s = 0.0
-        everyone = ranks.gather((mine, correct, self._wait_s, self._bad, self._own_s + self._wait_s))
+        everyone = ranks.gather((mine, correct, self.wait_s, self.bad, self._own_s + self.wait_s))
         parts = ranks.of_parts(everyone)
         for update in zip(*(part[0] for part in parts), strict=True):
             for part in update:
@@ -133,7 +126,7 @@ class MetricsWindow:
             wait_s = max(wait_s, rank_wait_s)
             bad += rank_bad
         self.data_wait_s += wait_s
-        self._wait_s, self._own_s, self._bad = 0.0, 0.0, []
+        self.wait_s, self._own_s, self.bad = 0.0, 0.0, []
         return sorted(bad, key=lambda entry: entry[0])
 
 
@@ -150,7 +143,7 @@ class Log:
     Args:
         session: that is trained.
         progress: what is kept over a stop; the time goes on from there, and is added to.
-        metrics: takes the lines.
+        metrics: takes the lines; None on ranks other than 0.
         reporter: whom to tell how it goes.
         tell: takes a sentence that stays with the run.
     """
@@ -159,7 +152,7 @@ class Log:
         self,
         session: Session,
         progress: RunProgress,
-        metrics: MetricsWriter,
+        metrics: MetricsWriter | None,
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> None:
@@ -191,7 +184,7 @@ class Log:
         progress.data_wait_s += window.data_wait_s
         progress.num_images += window.num_images
         rate = self._session.quantities.schedule.lr(done - 1)
-        self._metrics.write("train", done, self._epoch(done), self.time(), **values, **left_out, lr=rate)
+        self._write("train", done, **values, **left_out, lr=rate)
         on_cpu = self._session.device.type == "cpu"
         slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self._session.division)
         if slow is not None:
@@ -209,11 +202,9 @@ class Log:
 
     def test(self, done: int, result: Evaluation) -> None:
         """A line on an evaluation."""
-        self._metrics.write(
+        self._write(
             "test",
             done,
-            self._epoch(done),
-            self.time(),
             loss=result.loss,
             top1=result.top1,
             top5=result.top5,
@@ -226,6 +217,11 @@ class Log:
             f"{self._place(done)} of {end}: test top-1 {result.top1:.2%}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
+
+    def _write(self, split: str, done: int, **values: float | int | None) -> None:
+        time_s = self.time()
+        if self._metrics is not None:
+            self._metrics.write(split, done, self._epoch(done), time_s, **values)
 
     @property
     def _counts_updates(self) -> bool:

@@ -4,29 +4,37 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
 from typing import NoReturn
 
 import torch
 
+from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
+from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
-from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally
+from convoy.training.checkpoint_interval import Automatic, Every, Young
+from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
-from convoy.training.finite import NotFiniteError
+from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
 from convoy.training.progress import Reporter
-from convoy.training.resume import create_saver, extended, identity, load_latest, moved_data, state_at_end
+from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
-from convoy.training.summary import RunProgress, SkippedUpdates
+from convoy.training.summary import RunProgress
 
+GIVE_UP = 20
+"""Updates left out in a row after which the run ends."""
+TOLD = 5
+"""Updates that were left out, of which something is said."""
 _DECIDED_ANEW = "checkpoint every "
 
 
@@ -56,7 +64,18 @@ class Loop:
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
-        self.saver = create_saver(self.store, session, self._tell, timeout_s)
+        recipe, every = session.recipe, session.quantities.checkpoint_every
+        # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
+        young = Young(recipe.checkpoint.mtbf, recipe.parallel.local_sgd or 1)
+        self.saver = Saver(
+            self.store,
+            Automatic(young, session.ranks) if every is None else Every(every),
+            session.ranks,
+            self._tell,
+            goes_on=recipe.checkpoint.on_error == "continue",
+            on_processor=session.device.type == "cpu",
+            timeout_s=timeout_s,
+        )
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = RunProgress()
@@ -68,7 +87,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
-        self._skipped = SkippedUpdates(self._tell)
+        self._skipped_in_a_row = 0
         self._extends = False
 
     def resume(self) -> None:
@@ -82,9 +101,8 @@ class Loop:
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
-            values = self.session.state.unpack(checkpoint)
-            self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
-            self.done = self.saver.newest = checkpoint.step
+            self._take(checkpoint)
+            self.saver.newest = checkpoint.step
             self.saver.tally = CheckpointTally(**self.progress.checkpoints)
         elif self.session.recipe.extends is not None:
             self.extend()
@@ -102,14 +120,17 @@ class Loop:
         """
         current.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
-        values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
+        self._take(checkpoint)
         self.progress.checkpoints = {}
         self.progress.to_evaluate = False
-        self.done = checkpoint.step
         self._extends = True
         for sentence in sentences:
             self._tell(sentence)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        values = self.session.state.unpack(checkpoint)
+        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
+        self.done = checkpoint.step
 
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
@@ -131,12 +152,12 @@ class Loop:
         Returns:
             None at the end of the run, or the name of the signal that stopped it; its state is then saved.
         """
-        metrics = MetricsWriter.silent()
+        writer: AbstractContextManager[MetricsWriter | None] = nullcontext()
         if self.session.ranks.rank == 0:
-            metrics = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
+            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
-            metrics,
+            writer as metrics,
             self.saver.open(self.run.plan),
         ):
             self._log = Log(self.session, self.progress, metrics, self.reporter, self._tell)
@@ -182,15 +203,14 @@ class Loop:
         with closing(self.session.batches(self.done, left)) as batches:
             asked = self._ask()
             for batch in batches:
-                self.window.waited(time.perf_counter() - asked)
-                for sample, reason in batch.bad:
-                    self.window.add_bad(self.done, sample, reason)
+                self.window.wait_s += time.perf_counter() - asked
+                self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
                 with self._observed(step):
                     result = step(batch, self.done)
                     if result.bad is not None:
-                        self._skipped.add(result.bad, self.progress)
+                        self._skipped(result.bad)
                     else:
-                        self._skipped.made()
+                        self._skipped_in_a_row = 0
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
@@ -204,6 +224,20 @@ class Loop:
                         self._divide_anew(self._speed)
                         return
                 asked = self._ask()
+
+    def _skipped(self, bad: NonFiniteUpdate) -> None:
+        """An update was not made.
+
+        Raises:
+            ConvoyError: there were too many in a row.
+        """
+        self.progress.left_out += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == GIVE_UP:
+            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
+        number = self.progress.left_out
+        if number <= TOLD:
+            self._tell(f"{bad}: left out, with {number} so far{'; others are only counted' if number == TOLD else ''}")
 
     def _ask(self) -> float:
         """The next batch is asked for: when that is."""
@@ -300,7 +334,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         try:
-            result = self.evaluation = self.session.evaluate(self._stop.in_evaluation())
+            result = self.evaluation = self.session.evaluate(self._stop.asking())
         except StoppedError:
             self.progress.to_evaluate = True
             return
@@ -322,7 +356,7 @@ class Loop:
         self._check_loss(window["loss"])
         self.session.network.synchronize()
         self._check_weights()
-        self.progress.checkpoints = self.saver.tally.as_dict()
+        self.progress.checkpoints = asdict(self.saver.tally)
         values = {"progress": vars(self.progress), "window": window}
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
@@ -330,5 +364,5 @@ class Loop:
     def _finish_saving(self, or_raise: bool = False) -> None:
         """Wait for what is on its way, and say what all of them took."""
         self.saver.finish(or_raise)
-        self.progress.checkpoints = self.saver.tally.as_dict()
+        self.progress.checkpoints = asdict(self.saver.tally)
         self.reporter.say(str(self.saver.tally))

@@ -11,7 +11,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -129,11 +128,6 @@ class MetricsWriter:
         self._failed = False
         self._append(self._events, beginning(first_step + 1))
 
-    @staticmethod
-    def silent() -> "MetricsWriter":
-        """One that writes nothing: of ranks other than 0."""
-        return _Silent()
-
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
@@ -156,9 +150,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ending: object) -> None:
         lost: list[str] = []
         reason = None
         for file in (self._lines, self._events):
@@ -169,14 +161,3 @@ class MetricsWriter:
                 reason = failure.strerror
         if lost:
             self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
-
-
-class _Silent(MetricsWriter):
-    def __init__(self) -> None:
-        pass
-
-    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
-        return {}
-
-    def __exit__(self, *_: object) -> None:
-        pass

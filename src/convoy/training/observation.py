@@ -140,11 +140,9 @@ class Observation:
         session = self._session
         recipe, ranks = session.recipe, session.ranks
         size = session.quantities.sizes[0] if recipe.batch_norm == "microbatch" else 0
-        clock = self._clock
-        alone = ranks.num == 1
-        timelines = [one.timeline(ranks.rank, alone) for one in self._watched]
+        timelines = [one.timeline(ranks.rank, ranks.num == 1) for one in self._watched]
         seen = _Seen(
-            [clock.between(*both) for both in self._timed],
+            [self._clock.between(*both) for both in self._timed],
             [one.total for one in timelines],
             Summary.median([one.summary(ranks.rank) for one in timelines]) if timelines else None,
             measured_ops(self._apart, ranks.rank, recipe.batch_norm, size, self._typed),
@@ -192,18 +190,14 @@ def _why_unseen(session: Session) -> str | None:
     return None
 
 
-def _here(session: Session) -> Device:
-    return measuring(session.recipe, session.device, session.ranks.on_host)
-
-
 def _known(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
     """What the store predicts of the plan, before it learns more."""
     passes = len(session.division.passes(session.merge))
     recipe = session.recipe
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
-    here, optimizer = _here(session), recipe.optimizer.name
-    return recalled(store, here, optimizer, session.plan, placement, passes, recipe.batch_norm, microbatch)
+    here = measuring(recipe, session.device, session.ranks.on_host)
+    return recalled(store, here, recipe.optimizer.name, session.plan, placement, passes, recipe.batch_norm, microbatch)
 
 
 def _keep(path: Path, scored: Scored | None, step: Sequence[Timeline]) -> None:
@@ -223,17 +217,20 @@ def _compared(
     notes: Sequence[str],
 ) -> Comparison:
     """What rank 0 makes of it; the store learns."""
-    learned = _learn(everyone, _here(session), store)
-    rank = scored.timeline.busiest if scored is not None else _busiest(everyone)
+    recipe = session.recipe
+    learned = _learn(everyone, measuring(recipe, session.device, session.ranks.on_host), store)
+    wholes = [one.whole for one in everyone]
+    computing = [one.parts["forward"] + one.parts["backward"] if one is not None else 0.0 for one in wholes]
+    rank = scored.timeline.busiest if scored is not None else computing.index(max(computing))
     own = everyone[rank]
     before = scored.timeline.summary() if scored is not None else None
     if own.whole is None:
         notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
     return Comparison(
-        model=session.recipe.model.name,
+        model=recipe.model.name,
         plan=str(session.plan),
         devices=session.ranks.num,
-        batch=session.recipe.batch,
+        batch=recipe.batch,
         rank=rank,
         timed=len(own.updates),
         watched=len(own.watched),
@@ -247,14 +244,6 @@ def _compared(
         notes=tuple(notes),
         one_device_s=session.one_device_s,
     )
-
-
-def _busiest(everyone: Sequence[_Seen]) -> int:
-    """The rank that computes longest."""
-    computing = [
-        one.whole.parts["forward"] + one.whole.parts["backward"] if one.whole is not None else 0.0 for one in everyone
-    ]
-    return max(range(len(everyone)), key=lambda rank: (computing[rank], -rank))
 
 
 def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:

@@ -179,15 +179,11 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
         case LarsConfig():
             from pytorch_optimizer import LARS  # the import takes most of a second
 
-            return _as_optimizer(
-                LARS(
-                    groups,
-                    lr=lr,
-                    momentum=config.momentum,
-                    nesterov=config.nesterov,
-                    trust_coefficient=config.trust_coefficient,
-                )
+            ratio = config.trust_coefficient
+            lars: Optimizer = LARS(
+                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, trust_coefficient=ratio
             )
+            return lars
         case LambConfig():
             return _lamb(groups, config, lr)
 
@@ -198,7 +194,7 @@ def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> "Optim
     for group in groups:
         exempt = not config.decay_norm_and_bias and all(parameter.ndim <= 1 for parameter in group["params"])
         group["adam"] = exempt  # True: the trust ratio is 1
-    optimizer = Lamb(
+    optimizer: Any = Lamb(
         groups,
         lr=lr,
         betas=config.betas,
@@ -207,14 +203,8 @@ def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> "Optim
         adam_debias=True,  # a step of lr; the library's default is lr / (1 - beta1^t), ten times that at first
     )
     optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
-    return _as_optimizer(optimizer)
-
-
-def _as_optimizer(optimizer: Any) -> "Optimizer":
-    from torch.optim import Optimizer
-
-    assert isinstance(optimizer, Optimizer)
-    return optimizer
+    lamb: Optimizer = optimizer
+    return lamb
 
 
 def _refuse_nesterov_alone(nesterov: bool, momentum: float) -> None:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,82 +23,20 @@ from convoy.plans.plan import Plan
 from convoy.training.division import Division, Pass
 
 
-class TrainedNetwork(Protocol):
-    """A network whose updates are those of the global batch, wherever its parts are computed.
+class TrainedNetwork:
+    """A network whose updates are those of the global batch, wherever its parts are computed: here on one device.
 
     Its parameters are `model.parameters()`; where a plan divides them, each rank holds its own part under the serial
     name. An update is, for every pass: `enter`, `forward`, the backward pass, `passed`; then `finish_update`. All
     ranks do the same.
+
+    Attributes:
+        sample_axes: axes of the mesh that divide the samples.
+        exchanges_in_forward: whether passes exchange between sample ranks, so that those without samples must run them
+            too.
+        local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
+        version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
     """
-
-    model: nn.Module
-    sample_axes: Axes
-    """Axes of the mesh that divide the samples."""
-    exchanges_in_forward: bool
-    """Whether passes exchange between sample ranks, so that those without samples must run them too."""
-    local_mean: bool
-    """Whether the loss is to be the mean over this rank's own samples: approximate methods alone."""
-    version: int
-    """Which of the optimizer's states is this rank's, where a method lets them drift apart, else 0."""
-
-    def leaves_out(self, update: int, piece: Pass) -> bool:
-        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
-
-    def enter(self, update: int, piece: Pass) -> None:
-        """Announce a training pass, with the samples of all ranks."""
-
-    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        """Announce a pass in evaluation mode: how many samples each sample rank has."""
-
-    def forward(self, images: Tensor) -> Any:
-        """The outputs for this rank's samples, perhaps none.
-
-        The loss of the trainer is a part of the global mean already, so gradients are added over the ranks as they
-        are.
-        """
-
-    def share(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
-
-    def divide(self, division: Division, num_passes: int) -> None:
-        """Divide the updates from the next on so, in so many passes each. All ranks call it."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """While entered, backward passes leave their gradients on this rank: it is not the last pass."""
-
-    def passed(self) -> None:
-        """A backward pass is done."""
-
-    def finish_update(self) -> None:
-        """After the last pass: `.grad` and buffers become those of the global batch."""
-
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank's part of the update will use, after `finish_update`."""
-
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradient down to a norm, taken over the whole parameters."""
-
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """While entered, norms that the optimizer takes are those of whole tensors."""
-
-    def updated(self) -> None:
-        """The optimizer has changed the weights."""
-
-    def synchronize(self) -> None:
-        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
-
-    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of such a whole."""
-
-
-class OneDevice:
-    """A plain network."""
 
     sample_axes: Axes = ()
     exchanges_in_forward = False
@@ -109,60 +47,74 @@ class OneDevice:
         self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
     ) -> None:
         self.model = model
-        self.context = context
-        self.device = device
-        self.forward = forward
-        self._tree = GradientTree(list(model.parameters())) if tree else None
+        self._context, self._device, self._forward = context, device, forward
+        self._own_tree = GradientTree(list(model.parameters())) if tree else None
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
         return False
 
     def enter(self, update: int, piece: Pass) -> None:
-        self.context.enter(update, piece.parts[0].start, piece.sizes, self.device)
+        """Announce a training pass, with the samples of all ranks."""
+        self._context.enter(update, piece.parts[0].start, piece.sizes, self._device)
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        pass
+        """Announce a pass in evaluation mode: how many samples each sample rank has."""
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples, perhaps none.
+
+        The loss of the trainer is a part of the global mean already, so gradients are added over the ranks as they
+        are.
+        """
+        return self._forward(images)
 
     def share(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
         return optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
-        pass
+        """Divide the updates from the next on so, in so many passes each. All ranks call it."""
 
     def paused(self) -> AbstractContextManager[None]:
+        """While entered, backward passes leave their gradients on this rank: it is not the last pass."""
         return contextlib.nullcontext()
 
     def passed(self) -> None:
-        if self._tree is not None:
-            self._tree.add()
+        """A backward pass is done."""
+        if self._own_tree is not None:
+            self._own_tree.add()
 
     def finish_update(self) -> None:
-        if self._tree is not None:
-            self._tree.finish()
+        """After the last pass: `.grad` and buffers become those of the global batch."""
+        if self._own_tree is not None:
+            self._own_tree.finish()
 
     def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's part of the update will use, after `finish_update`."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip(self, max_norm: float) -> None:
+        """Scale the gradient down to a norm, taken over the whole parameters."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """While entered, norms that the optimizer takes are those of whole tensors."""
         return contextlib.nullcontext()
 
     def updated(self) -> None:
-        pass
+        """The optimizer has changed the weights."""
 
     def synchronize(self) -> None:
-        pass
+        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
         return tensor
 
     def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
         return [tensor]
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -180,8 +132,8 @@ class Method:
     local_updates: int | None = None
 
 
-class ParallelNetwork:
-    """A model that runs under a plan; see `convoy.training.parallel.TrainedNetwork`."""
+class ParallelNetwork(TrainedNetwork):
+    """A model that runs under a plan."""
 
     exchanges_in_forward = True
 
@@ -212,7 +164,8 @@ class ParallelNetwork:
         """
         self.model = model
         self.engine = take_part(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
-        self.sample_axes: Axes = self.engine.sample_axes
+        self._forward = model
+        self.sample_axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
         self.version = self.engine.sample_rank if self.local_mean else 0
         self._method = method
@@ -250,9 +203,6 @@ class ParallelNetwork:
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         self.engine.samples = parts
 
-    def forward(self, images: Tensor) -> Any:
-        return self.model(images)
-
     def share(self, optimizer: Optimizer) -> Optimizer:
         exact = not (self._method.tree or self._method.compression or self.local_mean)
         return divide_update(self.model, optimizer) if exact else optimizer
@@ -284,7 +234,7 @@ class ParallelNetwork:
         self._left_over = self.engine.reducer is not None
 
     def passed(self) -> None:
-        pass
+        pass  # the reducer has hooks
 
     def finish_update(self) -> None:
         if self._left_over and self.engine.reducer is not None:
@@ -323,10 +273,6 @@ class ParallelNetwork:
         whole = self.whole(name, tensor)
         axes = self.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        whole = tuple(tensor.shape) == self.engine.entry(name)[0]
-        return self.engine.part(name, tensor) if whole else tensor
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         apart = frozenset(self.sample_axes if self.local_mean else ())

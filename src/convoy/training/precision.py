@@ -27,16 +27,17 @@ def check_precision(precision: str, device: torch.device) -> None:
     images = torch.ones(2, 8, 8, 8, device=device)
     weight = torch.full((8, 8, 3, 3), 0.01, device=device, requires_grad=True)
     matrix = torch.full((8, 8), 0.01, device=device, requires_grad=True)
+    reason = "gradients are not finite"
     try:
         with torch.autocast(device.type, DTYPES[precision]):
             loss = F.linear(F.conv2d(images, weight, padding=1).mean((2, 3)), matrix).float().sum()
         loss.backward()
-        works = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (weight, matrix))
+        if all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (weight, matrix)):
+            return
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ConvoyError(_refusal(precision, device, reason)) from error
-    if not works:
-        raise ConvoyError(_refusal(precision, device, "gradients are not finite"))
+    other = "bf16 or fp32" if precision == "fp16" else "fp32"
+    raise ConvoyError(f"precision={precision} does not train on {device} here ({reason}): choose {other}")
 
 
 class Scaler(torch.amp.GradScaler):
@@ -63,11 +64,6 @@ class Scaler(torch.amp.GradScaler):
             for number in found.values():
                 number.fill_(1.0)
         return found
-
-
-def _refusal(precision: str, device: torch.device, reason: str) -> str:
-    other = "bf16 or fp32" if precision == "fp16" else "fp32"
-    return f"precision={precision} does not train on {device} here ({reason}): choose {other}"
 
 
 def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

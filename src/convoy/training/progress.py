@@ -1,16 +1,15 @@
 """How a run shows itself while it works: a live bar on a terminal, plain lines in a log file."""
 
 import time
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from convoy.terminal import Console
 
 
-class Reporter(Protocol):
-    """What the loop tells whoever watches."""
+class Reporter:
+    """What the loop tells whoever watches. This one tells nobody: that of ranks other than 0."""
 
     def say(self, text: str) -> None:
         """One sentence or line that stays."""
@@ -28,29 +27,10 @@ class Reporter(Protocol):
         """Training has ended or stopped."""
 
 
-class Silence:
-    """Tells nobody: the reporter of ranks other than 0."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def prepare(self, what: str, done: int, total: int) -> None:
-        """Nothing."""
-
-    def begin(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def advance(self, done: int, text: str | None = None) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-
 LINE_EVERY_S = 5.0
 
 
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -108,7 +88,5 @@ class ConsoleReporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.end()

@@ -2,29 +2,26 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
-from convoy.documents import dump, parse, read_mapping
+from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing, expanded
 from convoy.models.registry import check_name
 from convoy.terminal import brief
-from convoy.training.checkpoint_interval import CheckpointConfig
-from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section
-from convoy.training.ema import EmaConfig
+from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
-from convoy.training.overrides import apply_overrides, parse_overrides
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
 from convoy.training.schema import all_keys, is_text, sentence
 
 DEFAULT_MICROBATCH = 32
+_BUILT_IN = resources.files("convoy.training") / "recipes"
 _FROM_THE_DATA = ("num_classes", "in_channels")
 
 
@@ -55,6 +52,27 @@ class LossConfig(Section):
 
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, and what to do where that fails."""
+
+    every: PositiveDuration | Literal["auto"] = Field(
+        "auto", description="e.g. 1ep or 500ba; auto follows from the measured cost of a checkpoint and mtbf"
+    )
+    mtbf: TimeSpan = Field(
+        TimeSpan(6, "h"), description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
+    )
+    keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="what the run does when a checkpoint cannot be written, e.g. on a full disk"
+    )
+
+
+class EmaConfig(Section):
+    """The `ema` section of a recipe; left out, no average is kept."""
+
+    decay: float = Field(gt=0, lt=1, description="what remains of the average at each weight update, e.g. 0.999")
 
 
 class Recipe(Section):
@@ -179,7 +197,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def recipe_names() -> list[str]:
     """The built-in recipes."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _built_in().iterdir() if entry.name.endswith(".yaml"))
+    return sorted(entry.name.removesuffix(".yaml") for entry in _BUILT_IN.iterdir() if entry.name.endswith(".yaml"))
 
 
 def recipe_text(name: str) -> str:
@@ -193,7 +211,7 @@ def recipe_text(name: str) -> str:
         close = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
         raise ConvoyError(f"there is no recipe {brief(name)}: {hint}")
-    return (_built_in() / f"{name}.yaml").read_text(encoding="utf-8")
+    return (_BUILT_IN / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def recipe_summary(name: str) -> str:
@@ -218,8 +236,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     document = _read(name_or_path)
     annotations = all_keys(Recipe)
     changes = parse_overrides(overrides, lambda key: is_text(annotations.get(key)))
-    for section, default in _default_sections().items():
-        document.setdefault(section, default)
+    for section in ("optimizer", "schedule"):
+        document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
     found = apply_overrides(document, changes)
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
@@ -229,6 +247,84 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     if notes is not None:
         notes += found
     return recipe
+
+
+# An override says something about the keys it does not name, too: a new `optimizer.lr` takes the place of a recipe's
+# `base_lr`, and a new `optimizer.name` makes the numbers that were tuned for the old one meaningless.
+_ALTERNATIVES = [("optimizer.lr", "optimizer.base_lr"), ("microbatch", "microbatches")]
+_KEPT = {"optimizer": (), "schedule": ("warmup", "warmup_from")}
+
+
+def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dict[str, Any]:
+    """`key.sub=value` texts as dotted keys and values.
+
+    Args:
+        texts: the overrides.
+        is_text: whether a key's value is free text, such as a path. It is then taken as it stands, unless it is in
+            quotes; every other value is read as YAML.
+
+    Raises:
+        ConvoyError: a text has another form, a value is no YAML, or a key is given two values.
+    """
+    overrides: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")) or key.count(".") > DEEPEST:
+            raise ConvoyError(f"{brief(text)!r} is not of the form key=value: write for example optimizer.lr=0.4")
+        raw = is_text(key) and value not in ("", "null") and value[:1] not in ("'", '"')
+        read = value if raw else parse(value, f"the value of {brief(key)}")
+        if key in overrides and overrides[key] != read:
+            raise ConvoyError(f"{brief(key)} is set twice, to {show(overrides[key])} and to {show(read)}: set it once")
+        overrides[key] = read
+    return overrides
+
+
+def apply_overrides(document: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    """Change a recipe's document in place.
+
+    Returns:
+        A sentence for each group of the recipe's options that no longer apply.
+
+    Raises:
+        ConvoyError: a key lies below something that is not a section.
+    """
+    notes = []
+    for section, kept in _KEPT.items():
+        new = overrides.get(f"{section}.name")
+        old = document.get(section)
+        if new is not None and isinstance(old, dict) and old.get("name") not in (None, new):
+            dropped = [key for key in old if key not in (*kept, "name") and f"{section}.{key}" not in overrides]
+            document[section] = {key: value for key, value in old.items() if key in kept}
+            if dropped:
+                what = ", ".join(f"{key}={show(old[key])}" for key in dropped)
+                notes.append(f"{section}.name={new} takes the place of {old['name']}: {what} no longer apply")
+    for pair in _ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if overrides.get(key) is not None and other not in overrides:
+                _remove(document, other.split("."))
+    for key in sorted(overrides, key=lambda key: key.count(".")):  # a whole section first, then its keys
+        _put(document, key.split("."), overrides[key])
+    return notes
+
+
+def _put(document: Any, keys: Sequence[str], value: Any) -> None:
+    for depth, key in enumerate(keys[:-1], 1):
+        if document.get(key) is None:
+            document[key] = {}
+        document = document[key]
+        if not isinstance(document, dict):
+            path = ".".join(keys[:depth])
+            raise ConvoyError(f"{brief('.'.join(keys))} cannot be set: {path} is {show(document)}, not a section")
+    document[keys[-1]] = value
+
+
+def _remove(document: Any, keys: Sequence[str]) -> None:
+    for key in keys[:-1]:
+        document = document.get(key) or {}
+        if not isinstance(document, dict):
+            return
+    document.pop(keys[-1], None)
 
 
 def check_names(recipe: Recipe) -> None:
@@ -264,11 +360,3 @@ def _read(name_or_path: str) -> dict[str, Any]:
     document = parse(recipe_text(name_or_path), f"{name_or_path}.yaml")
     assert isinstance(document, dict)
     return document
-
-
-def _default_sections() -> dict[str, Any]:
-    return {key: Recipe.model_fields[key].default.model_dump(mode="json") for key in ("optimizer", "schedule")}
-
-
-def _built_in() -> Traversable:
-    return resources.files("convoy.training") / "recipes"

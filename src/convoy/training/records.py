@@ -1,6 +1,7 @@
 """What a run leaves for its report, written by the trainer and read, checked, by whoever shows it."""
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -49,8 +50,14 @@ class SkippedImage(Record):
     split: str = ""
 
 
-class DerivedQuantity(Record):
-    """A number that follows from the recipe, with the formula and the source it comes from."""
+@dataclass(frozen=True)
+class Derived:
+    """A number that follows from the recipe, which nobody typed in.
+
+    Attributes:
+        formula: how it follows, with the numbers put in.
+        source: the paper or the rule behind the formula.
+    """
 
     name: str
     value: Any = None
@@ -86,7 +93,7 @@ class RunSummary(Record):
     checkpoints: dict[str, Any] = {}
     left_out: int = 0
     bad_images: list[SkippedImage] = []
-    derived: list[DerivedQuantity] = []
+    derived: list[Derived] = []
     notes: list[str] = []
 
 

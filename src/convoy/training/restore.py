@@ -27,7 +27,7 @@ from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.precision import autocast_of, set_numerics
+from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
 from convoy.training.step import InputPipeline
@@ -244,11 +244,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
 def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ranks | None = None) -> Evaluation:
     """Evaluate a run on every sample of the test split, in turns where there are several ranks. All of them call it.
 
-    Args:
-        run: whose network it is.
-        data: labelled by the run's classes.
-        device: of this rank.
-        ranks: the ranks; None for one device.
+    The data are labelled by the run's classes (`evaluation_data`).
     """
     ranks = ranks or Ranks()
     set_numerics(run.recipe)
@@ -258,6 +254,4 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
         data, run.recipe.data, batch=EVALUATION_BATCH, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
     )
     with contextlib.closing(batches):
-        return evaluate(
-            run.network, batches, pipeline, len(run.classes), lambda: autocast_of(run.recipe, device), ranks
-        )
+        return evaluate(run.network, batches, pipeline, len(run.classes), run.recipe, ranks)

@@ -6,7 +6,7 @@ schedule is that of the whole, new length: a cosine goes on from where it would 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +17,11 @@ from convoy.data import DataSet
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
-from convoy.training.checkpoint_interval import Automatic, Every, When, Young
-from convoy.training.checkpoints import Saver
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
-from convoy.training.session import Session
-
-
-def create_saver(store: CheckpointStore, session: Session, tell: Callable[[str], None], timeout_s: float) -> Saver:
-    """What saves a session's state, as its recipe says.
-
-    Args:
-        store: of the run.
-        session: that is trained.
-        tell: takes a sentence for whoever watches.
-        timeout_s: seconds that the run waits for a checkpoint before it ends.
-    """
-    recipe, every = session.recipe, session.quantities.checkpoint_every
-    when: When
-    if every is not None:
-        when = Every(every)
-    else:  # local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide
-        multiple = recipe.parallel.local_sgd or 1
-        when = Automatic(Young(recipe.checkpoint.mtbf, multiple), session.ranks)
-    return Saver(
-        store,
-        when,
-        session.ranks,
-        tell,
-        goes_on=recipe.checkpoint.on_error == "continue",
-        on_processor=session.device.type == "cpu",
-        timeout_s=timeout_s,
-    )
 
 
 def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
@@ -75,6 +45,20 @@ def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Ch
         return None, refused
     tensors = ranks.broadcast_tensors(found.tensors if found is not None else None)
     return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
+
+
+def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
+    """Whether there is a run to go on with, which this recipe may.
+
+    Raises:
+        ConvoyError: it may not, or the folder is taken or cannot be written.
+    """
+    if resume and run.is_run():
+        check_same(recipe, load_recipe(str(run.config)), run)
+        return True
+    run.check_free()
+    run.check_writable()
+    return False
 
 
 FREE = (
@@ -144,7 +128,7 @@ def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]
     """Keys that define the result and differ, with both values."""
     now, before = (dict(_leaves(each.model_dump(mode="json"))) for each in (recipe, begun))
     for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key) and not _is_free(key):
+        if now.get(key) != before.get(key) and not _is_below(key, FREE):
             yield key, now.get(key), before.get(key)
 
 
@@ -152,13 +136,13 @@ def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe.model_dump(mode="json")))
     new = {"extends"} if recipe.extends is None else set()  # runs of before keep theirs
-    fixed = {key: value for key, value in leaves.items() if not _is_free(key) and key not in new}
+    fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -209,7 +193,7 @@ def check_extension(recipe: Recipe) -> None:
         )
     begun = load_recipe(str(old.config))
     for key, now, before in differences(recipe, begun):
-        if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+        if not _is_below(key, MAY_CHANGE):
             raise ConvoyError(
                 f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
                 f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"

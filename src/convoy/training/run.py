@@ -14,23 +14,21 @@ from convoy.comm.groups import meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
-from convoy.training.checks import check_run
-from convoy.training.evaluate import Evaluation
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
-from convoy.training.progress import Reporter, Silence
+from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.records import Status
-from convoy.training.resume import check_data, check_extension, load_latest, moved_data
+from convoy.training.resume import check_data, check_extension, check_run, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import RunProgress, briefly, note_failure, sentence_of, write_summary
+from convoy.training.summary import briefly, note_failure, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0
@@ -38,17 +36,9 @@ LIMIT_S = 600.0
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
-    """Do the updates after the newest checkpoint again until the first that is not finite. All ranks call it.
+    """Do the updates after the newest checkpoint again, in a fresh session, until the first that is not finite.
 
-    Args:
-        session: a fresh one of the run.
-        store: of its checkpoints.
-        identity: of the run.
-        error: how it ended.
-        update_s: seconds of an update.
-
-    Returns:
-        The sentence to end with.
+    All ranks call it. Returns the sentence to end with.
     """
     checkpoint, _ = load_latest(store, identity, session.ranks)
     begin = 0
@@ -141,7 +131,7 @@ def train(
     run = RunDirectory(out)
     ranks = ranks or Ranks()
     first = ranks.rank == 0
-    reporter = reporter if first else Silence()
+    reporter = reporter if first else Reporter()
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
@@ -165,7 +155,7 @@ def train(
             ranks.barrier()
             return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
         ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
-        summary = partial(write_summary, run, session) if first else _no_summary
+        summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
         summary(loop.progress, "running", loop.done, None)
         hang = watchdog.end
 
@@ -181,14 +171,22 @@ def train(
                     _deliver(run, session, loop)
         except NotFiniteError as error:
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
-            ran, data, division = _as_it_ran(session), session.data, session.division
+            parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
+            ran = session.recipe.model_copy(update={"parallel": parallel})
+            data, division = session.data, session.division
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
             del session, loop, summary
-            _free(device)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+            def end(sentence: str, before: str = str(error)) -> None:
+                hang(f"{before}\n{sentence}")
+
             try:
-                with watchdog.ending_by(partial(_end_with, hang, error)):
+                with watchdog.ending_by(end):
                     again = set_up(ran, device, reporter.prepare, ranks, data)
                     again.division = division
                     sentence = trace_back(again, store, name, error, update_s)
@@ -198,7 +196,7 @@ def train(
                 briefly(partial(note_failure, run, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
-            why = sentence_of(error, ranks.rank)
+            why = failure_of(ranks.rank, error).sentence
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
             raise
         summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
@@ -256,7 +254,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
             loop.resume()
     except Exception as error:
         if rank == 0:
-            briefly(partial(note_failure, run, sentence_of(error, rank)))
+            briefly(partial(note_failure, run, failure_of(rank, error).sentence))
         raise
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
@@ -282,25 +280,3 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
         save_weights(weights, run.weights)
-
-
-def _as_it_ran(session: Session) -> Recipe:
-    parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
-    return session.recipe.model_copy(update={"parallel": parallel})
-
-
-def _free(device: torch.device) -> None:
-    """Give back the memory of what nobody has any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _end_with(end: Callable[[str], None], error: NotFiniteError, sentence: str) -> None:
-    end(f"{error}\n{sentence}")
-
-
-def _no_summary(
-    progress: RunProgress, status: Status, steps: int, evaluation: Evaluation | None, error: str | None = None
-) -> None:
-    """Of ranks other than 0."""

@@ -4,7 +4,6 @@ import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,66 +47,37 @@ def save_weights(weights: Mapping[str, "Tensor"], path: Path) -> None:
 _HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run's files. `config.yaml` makes a folder a run directory."""
+    """Paths of a run's files. `config.yaml` makes a folder a run directory.
 
-    path: Path
+    Attributes:
+        path: the folder.
+        config: the resolved recipe.
+        environment: on what, by whom and when the run was begun.
+        plan: the plan by which the devices divided the work, the last time.
+        prediction: what was predicted of an update, beside what was measured.
+        trace: the same for viewers of traces: one of the updates that were watched, and the predicted one.
+        metrics: one JSON object a line.
+        checkpoints: folder of the checkpoints.
+        weights: the final weights, whole tensors under the model's own names.
+        evaluation: the final evaluation.
+        summary_file: how the run stands.
+        tensorboard: folder of the TensorBoard events.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """On what, by whom and when the run was begun."""
-        return self.path / "environment.json"
-
-    @property
-    def plan(self) -> Path:
-        """The plan by which the devices divided the work, the last time."""
-        return self.path / "plan.yaml"
-
-    @property
-    def prediction(self) -> Path:
-        """What was predicted of an update, beside what was measured."""
-        return self.path / "prediction.json"
-
-    @property
-    def trace(self) -> Path:
-        """The same for viewers of traces: one of the updates that were watched, and the predicted one."""
-        return self.path / "trace.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """The final weights, whole tensors under the model's own names."""
-        return self.path / "weights.safetensors"
-
-    @property
-    def evaluation(self) -> Path:
-        """The final evaluation."""
-        return self.path / "evaluation.json"
-
-    @property
-    def summary_file(self) -> Path:
-        """How the run stands."""
-        return self.path / "summary.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of the TensorBoard events."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.plan = path / "plan.yaml"
+        self.prediction = path / "prediction.json"
+        self.trace = path / "trace.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights.safetensors"
+        self.evaluation = path / "evaluation.json"
+        self.summary_file = path / "summary.json"
+        self.tensorboard = path / "tensorboard"
 
     def is_run(self) -> bool:
         """Whether a run was begun here."""
@@ -199,8 +169,13 @@ class RunDirectory:
         Raises:
             ConvoyError: that cannot be.
         """
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
@@ -223,11 +198,9 @@ class RunDirectory:
             ConvoyError: the folder cannot be written to.
         """
         self.make()
-        try:
+        with self._writing():
             write_json(self.environment, environment)
             write_text(self.config, config)
-        except OSError as error:
-            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
     def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
         """Drop the metrics of updates that will be done again; a half-written last line goes too.

@@ -118,11 +118,6 @@ def section_at(model: type[BaseModel], path: Path, document: Any) -> type[BaseMo
     return model
 
 
-def annotation_at(model: type[BaseModel], path: Path, document: Any) -> Any:
-    """What the key at `path` accepts."""
-    return section_at(model, path[:-1], document).model_fields[str(path[-1])].annotation
-
-
 def dig(document: Any, path: Path) -> Any:
     """The value at `path`, or None."""
     for key in path:
@@ -178,12 +173,18 @@ def sentence(error: ValidationError, model: type[BaseModel], document: dict[str,
 def _explain(detail: ErrorDetails, path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:
     key, value, context = dotted(path), detail["input"], detail.get("ctx", {})
     kind = detail["type"]
+
+    def accepted() -> list[Any]:
+        return choices(section_at(model, path[:-1], document).model_fields[str(path[-1])].annotation)
+
     if kind == "extra_forbidden":
         return _unknown_key(path, model, document)
     if kind == "missing" and isinstance(path[-1], int):
         return f"{dotted(path[:-1])} is {show(dig(document, path[:-1]))}, but must be a longer list"
     if kind == "missing":
-        return _missing(key)
+        if key in ("model", "model.name"):
+            return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
+        return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
     if kind == "value_error":
         return _own_words(str(context["error"]), path)
     if kind == "union_tag_not_found":
@@ -191,9 +192,9 @@ def _explain(detail: ErrorDetails, path: Sequence[str | int], model: type[BaseMo
     if kind == "union_tag_invalid":
         return _not_one_of(f"{key}.name", context["tag"], kinds(model, str(path[0])))
     if kind in ("literal_error", "enum"):
-        return _not_one_of(key, value, choices(annotation_at(model, path, document)))
+        return _not_one_of(key, value, accepted())
     if kind in _KINDS:
-        also = choices(annotation_at(model, path, document)) if isinstance(path[-1], str) else []
+        also = accepted() if isinstance(path[-1], str) else []
         return f"{key} is {show(value)}, but must be {_either([_KINDS[kind], *also])}"
     if kind in _COMPARISONS:
         bound, words = _COMPARISONS[kind]
@@ -215,12 +216,6 @@ def _own_words(message: str, path: Sequence[str | int]) -> str:
     if message.startswith((f"{name} ", f"{name}=")):
         return f"{key}{message[len(name) :]}"
     return f"{key}: {message}"
-
-
-def _missing(key: str) -> str:
-    if key in ("model", "model.name"):
-        return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
-    return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
 
 
 def _not_one_of(key: str, value: Any, choices: Sequence[Any]) -> str:

@@ -1,9 +1,8 @@
 """The live objects of one run, and what they do together: batches, updates, evaluations."""
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,59 +14,69 @@ from convoy.engine import Probe
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
-from convoy.training.derived import Derived, Quantities
+from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
-from convoy.training.loss import ClassificationLoss
 from convoy.training.parallel import TrainedNetwork
-from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
+from convoy.training.records import Derived
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
 
 
 @dataclass
-class Session:
+class Prepared:
+    """What a session is made of, whatever the plan.
+
+    Attributes:
+        model: the plain network; a session makes it its own.
+        probe: what the network has shown when it was tried out.
+        ranks: all ranks of the run.
+        profiles: learns what was measured; None keeps nothing.
+    """
+
+    recipe: Recipe
+    data: DataSet
+    quantities: Quantities
+    model: nn.Module
+    probe: Probe
+    device: torch.device
+    ranks: Ranks
+    profiles: ProfileStore | None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.data.channels, self.data.image_size, self.data.image_size
+
+
+@dataclass
+class Session(Prepared):
     """The live objects of one run.
 
     Attributes:
-        ranks: the ranks.
-        plan: how they divide the work.
+        plan: how the ranks divide the work.
         division: which microbatches are whose.
         network: the model as it is trained under the plan.
         counts: parameters and FLOPs of the whole model.
         merge: microbatches that run in one pass; 1 where the network needs them one by one.
         notes: sentences about what was decided, for the log and the report.
-        profiles: learns what was measured; None keeps nothing.
         scored: what was predicted of the plan; None where nothing was.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """
 
-    recipe: Recipe
-    ranks: Ranks
     plan: Plan
     division: Division
-    data: DataSet
-    order: Order
-    quantities: Quantities
-    device: torch.device
-    model: nn.Module
     network: TrainedNetwork
     counts: models.Counts
     pipeline: InputPipeline
     state: RunState
-    probe: Probe
     merge: int
     derived: list[Derived]
     notes: list[str]
-    profiles: ProfileStore | None = None
     scored: Scored | None = None
     one_device_s: float | None = None
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        return autocast_of(self.recipe, self.device)
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
@@ -98,7 +107,7 @@ class Session:
                 batches,
                 self.pipeline,
                 len(self.data.classes),
-                self.autocast,
+                self.recipe,
                 ranks,
                 announce,
                 self.network.exchanges_in_forward,
@@ -118,7 +127,7 @@ class Session:
         return training_batches(
             self.data,
             self.recipe.data,
-            self.order,
+            Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
@@ -136,20 +145,13 @@ class Session:
         passes = self.division.passes(self.merge, late=not recipe.reproducible)
         self.network.divide(self.division, len(passes))
         return TrainingStep(
-            seed=recipe.seed,
-            network=self.network,
-            pipeline=self.pipeline,
-            loss=ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight),
-            mixing=recipe.data.mix,
-            optimizer=self.state.optimizer,
-            learning_rate=self.quantities.schedule.lr,
-            autocast=self.autocast,
-            scaler=self.state.scaler,
-            passes=passes,
+            recipe,
+            self.state,
+            self.pipeline,
+            self.quantities.schedule,
+            passes,
             rank=self.ranks.sample_rank,
-            num_samples=recipe.batch,
             reseed=self.probe.draws,
-            clip_norm=recipe.clip_norm,
             last_waits=recipe.reproducible and self.ranks.num > 1,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )

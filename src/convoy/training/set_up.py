@@ -1,7 +1,7 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -9,26 +9,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet, Order, num_workers, open_data
+from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
+from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
-from convoy.training.auto_plan import Choice, Chosen, Shares, describe, method_of
-from convoy.training.build import build_model, check_coupling, merged, try_out
-from convoy.training.checks import check_devices
-from convoy.training.derived import Derived, Quantities, derive, resolve
-from convoy.training.division import Division, divide
-from convoy.training.ema import AveragedWeights
+from convoy.training.auto_plan import Choice, Chosen, Shares
+from convoy.training.build import build_model, check_coupling, merged, probed
+from convoy.training.derived import derive, num_microbatches, resolve
+from convoy.training.division import Division, divide, text
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import OneDevice, ParallelNetwork, TrainedNetwork
-from convoy.training.parallel_config import plan_of
+from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
+from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
-from convoy.training.session import Session
-from convoy.training.state import RunState
+from convoy.training.records import Derived
+from convoy.training.session import Prepared, Session
+from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import InputPipeline, TrainingStep
 
 
@@ -72,9 +72,11 @@ def set_up(
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = try_out(model, recipe, data, quantities.sizes, device)
+    shape = data.channels, data.image_size, data.image_size
+    change = "data.image_size, data.channels, the microbatch or the model"
+    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
     notes += _without_heads(recipe, found, explicit_keys)
-    ready = _Ready(recipe, data, quantities, model, found, device, ranks, ProfileStore() if keep else None)
+    ready = Prepared(recipe, data, quantities, model, found, device, ranks, ProfileStore() if keep else None)
     chosen, shares = None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
@@ -85,6 +87,24 @@ def set_up(
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
+
+
+def check_devices(recipe: Recipe, num_devices: int) -> None:
+    """Refuse devices and shares that the plan or the batch cannot have.
+
+    Into how many parts `owt`, and plans of several patterns, divide a batch depends on the network's layers: these are
+    refused when it is there.
+
+    Raises:
+        ConvoyError: the plan is for another number of devices, there are too few microbatches, or not as many shares
+            as parts of the batch.
+    """
+    plan, _ = plan_of(recipe.parallel, num_devices)
+    shares = recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None
+    if plan is None:
+        check_shares(shares, num_devices)
+    elif plan.parts > 1 and all(pattern == "*" and "owt" not in given.values() for pattern, given in plan.layers):
+        divide(microbatch_sizes(recipe.batch, num_microbatches(recipe)), plan.parts, shares)
 
 
 def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
@@ -102,37 +122,28 @@ def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str])
     return [sentence]
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """What a session is made of, whatever the plan.
-
-    Attributes:
-        model: the plain network; a session makes it its own.
-        profiles: times that are kept; None keeps nothing.
-    """
-
-    recipe: Recipe
-    data: DataSet
-    quantities: Quantities
-    model: nn.Module
-    probe: Probe
-    device: torch.device
-    ranks: Ranks
-    profiles: ProfileStore | None
-
-
-def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
+def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
     """The session under a plan, with the planner's shares where the recipe gives none. All ranks call it."""
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
-    counts = models.count(model, (data.channels, data.image_size, data.image_size))
+    counts = models.count(model, ready.image_shape)
     network: TrainedNetwork
-    if plan.mesh.num_devices > 1 or ready.probe.draws:
-        network = _parallel_network(recipe, model, plan, data, sizes, device)
+    if plan.mesh.num_devices > 1 or ready.probe.draws:  # on one: numbers that no layer controls are as on several
+        example = torch.empty(sizes[0], *ready.image_shape, device=device)
+        model.train()
+        network = ParallelNetwork(
+            model,
+            plan,
+            example,
+            batch_norm=recipe.batch_norm,
+            seed=recipe.seed,
+            method=method_of(recipe),
+            compile=recipe.compile,
+        )
     else:
         context = prepare(model, recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
-        network = OneDevice(model, context, device, forward, recipe.reproducible)
+        network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     merge, reason = ranks.broadcast(merged(recipe, ready.probe, sizes, device, sharing, alone=ranks.num == 1))
@@ -142,38 +153,24 @@ def _assemble(ready: _Ready, plan: Plan, notes: list[str], shares: Shares = None
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
+    derived = derive(recipe, len(data.train), samples=samples, workers=num_workers(data, recipe.data))
+    derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     return Session(
-        recipe=recipe,
-        ranks=ranks,
+        **vars(ready),
         plan=plan,
         division=division,
-        data=data,
-        order=Order(len(data.train), recipe.batch, recipe.seed),
-        quantities=ready.quantities,
-        device=device,
-        model=model,
         network=network,
         counts=counts,
         pipeline=InputPipeline(data, device, memory_format),
         state=RunState(network, optimizer, scaler, averaged),
-        probe=ready.probe,
         merge=merge,
-        derived=[
-            *derive(
-                recipe,
-                len(data.train),
-                samples=[len(division.positions(part)) for part in range(ranks.num_sample_ranks)],
-                workers=num_workers(data, recipe.data),
-            ),
-            Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"),
-            *describe(recipe.parallel, plan, ranks.num, division),
-        ],
+        derived=[*derived, *describe(recipe.parallel, plan, ranks.num, division)],
         notes=[*recipe.notes(), *data.notes, *notes],
-        profiles=ready.profiles,
     )
 
 
-def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
+def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
     """The plan for `--plan auto`. All ranks call it."""
     ranks, sizes = ready.ranks, ready.quantities.sizes
     merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
@@ -181,45 +178,43 @@ def _choose_plan(ready: _Ready, progress: Progress | None) -> Chosen:
     def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares) -> TrainingStep:
         return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares).step()
 
-    return Choice(
-        recipe=ready.recipe,
-        model=ready.model,
-        data=ready.data,
-        sizes=sizes,
-        merge=merge,
-        device=ready.device,
-        ranks=ranks,
-        profiles=ready.profiles,
-        make_step=make_step,
-        progress=progress if progress is not None and ranks.rank == 0 else _silent,
-    )()
+    say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
+    return Choice(**vars(ready), merge=merge, make_step=make_step, progress=say)()
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress."""
-
-
-def _parallel_network(
-    recipe: Recipe,
-    model: nn.Module,
-    plan: Plan,
-    data: DataSet,
-    sizes: tuple[int, ...],
-    device: torch.device,
-) -> ParallelNetwork:
-    """The network as the engine runs it: on several devices, and on one where random numbers that no layer controls
-    must be the same as on several."""
-    example = torch.empty(sizes[0], data.channels, data.image_size, data.image_size, device=device)
-    model.train()
-    return ParallelNetwork(
-        model,
-        plan,
-        example,
-        batch_norm=recipe.batch_norm,
-        seed=recipe.seed,
-        method=method_of(recipe),
-        compile=recipe.compile,
+def method_of(recipe: Recipe) -> Method:
+    """How gradients become an update."""
+    section = recipe.parallel
+    return Method(
+        tree=recipe.reproducible,
+        compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
+        local_updates=section.local_sgd,
     )
+
+
+def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Division) -> list[Derived]:
+    """Rows for the log and the report about devices and plan."""
+    if num_devices == 1:
+        return []
+    parts = len(division.counts)
+    even = microbatch_sizes(len(division.sizes), parts)
+    if section.shares is None:
+        shared = "as even as can be" if division.counts == even else "by the speeds that the planner measured"
+    else:
+        shared = "measured" if section.shares == "auto" else "in the shares given"
+    rows = [Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")]
+    if parts > 1:
+        rows.append(
+            Derived(
+                "microbatches of each part",
+                text(division.counts),
+                f"{len(division.sizes)} over {parts}, {shared}",
+                "each computes its own samples; the sum is that of one device",
+            )
+        )
+    if section.approximate is not None:
+        rows.append(Derived("approximate", section.approximate, "as said", "the result depends on the devices"))
+    return rows
 
 
 def _division(recipe: Recipe, sizes: tuple[int, ...], ranks: Ranks, notes: list[str], planned: Shares) -> Division:

@@ -12,8 +12,60 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
 from convoy.script.state import Entries, NamedOptimizer, Parts
-from convoy.training.ema import AveragedWeights
 from convoy.training.parallel import TrainedNetwork
+
+
+class AveragedWeights:
+    """Averages of a model's parameters; call `update` after each weight update.
+
+    average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
+    first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`). Buffers,
+    the running statistics of batch norm among them, are those of the trained model.
+
+    Attributes:
+        averages: by the parameters' names.
+        num_updates: updates so far.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        assert 0 < decay < 1, decay
+        self.decay = decay
+        self.num_updates = 0
+        self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        """Take the weights of now into the average."""
+        averages = list(self.averages.values())
+        weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
+        if self.num_updates == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1 - effective_decay(self.decay, self.num_updates))
+        self.num_updates += 1
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """While entered, the model has the averages for its weights."""
+        self._swap(model)
+        try:
+            yield
+        finally:
+            self._swap(model)
+
+    def load(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
+        """Go on from averages of before."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
+        self.num_updates = num_updates
+
+    def _swap(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data, self.averages[name] = self.averages[name], parameter.data
+
+
+def effective_decay(decay: float, num_updates: int) -> float:
+    """The decay of an average that has seen `num_updates` weight updates."""
+    return min(decay, (1 + num_updates) / (10 + num_updates))
 
 
 @dataclass
@@ -48,13 +100,8 @@ class RunState:
         with self.delivered() as model:
             return {name: self.network.whole(name, tensor).cpu() for name, tensor in Parts(model).tensors().items()}
 
-    def pack(self, step: int, identity: str, loop: Mapping[str, Any]) -> Checkpoint:
-        """The state after `step` updates of a run, with the loop's own values beside it. All ranks call it."""
-        tensors, values = self.contents(loop)
-        return Checkpoint(step, identity, dict(tensors), values)
-
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The same in a form of which every rank can keep a share. All ranks call it, and go through the tensors.
+        """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.
 
         Returns:
             The tensors, whole, by name and one after the other, some of them the live ones; and all else.
@@ -95,7 +142,7 @@ class RunState:
         """Take over a checkpoint's state; nothing is changed if it does not fit.
 
         Returns:
-            The loop's own values, as they were given to `pack`.
+            The loop's own values, as they were given to `contents`.
 
         Raises:
             DamagedCheckpointError: the checkpoint is of another model.
@@ -115,18 +162,20 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = {name: self.network.part(name, average) for name, average in averages.items()}
+            own = {name: parts.part(name, average) for name, average in averages.items()}
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         return dict(values["loop"])
 
     def _fitting(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The checkpoint's whole tensors under a prefix, of which this rank's parts must be shaped as `own`."""
-        saved = _below(prefix, checkpoint.tensors)
-        parts = {name: self.network.part(name, saved[name]) for name in own.keys() & saved.keys()}
-        shapes = {name: tensor.shape for name, tensor in (saved | parts).items()}
-        want = {name: tensor.shape for name, tensor in own.items()}
+        """The checkpoint's whole tensors under a prefix, which must be shaped as the wholes of `own`."""
+        saved = {
+            name.removeprefix(prefix): tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
+        }
+        parts = Parts(self.model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        want = {name: parts.shape(name, tensor) for name, tensor in own.items()}
         if want != shapes:
             odd = min(name for name in want.keys() | shapes.keys() if want.get(name) != shapes.get(name))
             raise DamagedCheckpointError(
@@ -141,10 +190,6 @@ class RunState:
 
 def _optimizer(version: int) -> str:
     return f"optimizer-{version}" if version else "optimizer"
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _is_state_of(key: str, name: str) -> bool:

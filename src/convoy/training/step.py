@@ -3,23 +3,24 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from convoy.comm.position import current
-from convoy.data import Batch, DataSet, MixConfig, Normalize, mix
+from convoy.data import Batch, DataSet, Normalize, mix
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training.division import Pass
 from convoy.training.finite import FiniteGuard, NonFiniteUpdate
 from convoy.training.loss import ClassificationLoss, heads, num_correct
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.precision import autocast_of
+from convoy.training.recipe import Recipe
+from convoy.training.schedules import Schedule
+from convoy.training.state import RunState
 
 
 class InputPipeline:
@@ -33,6 +34,12 @@ class InputPipeline:
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
         return self.normalize(batch.images[start:end].to(self.device, non_blocking=True))
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass
@@ -54,14 +61,7 @@ class StepResult:
     bad: NonFiniteUpdate | None = None
 
 
-class Mark(Protocol):
-    """Is told what begins now."""
-
-    def __call__(self, kind: Kind, /) -> None:
-        """Something of a kind begins."""
-
-
-def unmarked(kind: Kind, /) -> None:
+def unmarked(kind: Kind) -> None:
     """Nobody looks."""
 
 
@@ -70,35 +70,31 @@ class TrainingStep:
     """Computes the gradient of the mean loss over the global batch and updates the weights.
 
     Attributes:
-        seed: the run's.
         passes: those of an update.
         rank: this rank's place among the parts of each pass.
-        num_samples: of the global batch.
         reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
-        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
         last_waits: the last pass waits for other ranks all the same, so its time says nothing.
-        mark: is told of the parts of an update as they begin.
         guard: leaves out updates that are not finite; None makes all.
+        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
+        mark: is told of the parts of an update as they begin.
     """
 
-    seed: int
-    network: TrainedNetwork
+    recipe: Recipe
+    state: RunState
     pipeline: InputPipeline
-    loss: ClassificationLoss
-    mixing: MixConfig
-    optimizer: Optimizer
-    learning_rate: Callable[[int], float]
-    autocast: Callable[[], AbstractContextManager[Any]]
-    scaler: torch.amp.GradScaler
+    schedule: Schedule
     passes: list[Pass]
     rank: int
-    num_samples: int
     reseed: bool
-    clip_norm: float | None
-    timed: bool = False
     last_waits: bool = False
-    mark: Mark = unmarked
     guard: FiniteGuard | None = None
+    timed: bool = False
+    mark: Callable[[Kind], None] = unmarked
+
+    def __post_init__(self) -> None:
+        self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
+        self.num_samples = self.recipe.batch
+        self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -110,12 +106,12 @@ class TrainingStep:
         result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
             return self._left_out(batch, update, result, self.guard)
-        rate = self.learning_rate(update)
+        rate = self.schedule.lr(update)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.clip_norm is not None:
+        if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            self.network.clip(self.clip_norm)
+            self.network.clip(self.recipe.clip_norm)
         self._begin("update")
         with self.network.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
@@ -165,9 +161,9 @@ class TrainingStep:
             self._begin("rest")
             self.network.enter(update, piece)
             if self.reseed:
-                torch.manual_seed(fold(self.seed, update, piece.parts[self.rank].start))
+                torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
             with contextlib.nullcontext() if last and not self.timed else self.network.paused():
-                with self.autocast():
+                with autocast_of(self.recipe, self.pipeline.device):
                     self._begin("forward")
                     outputs = self.network.forward(images)
                     self._begin("rest")
@@ -182,15 +178,11 @@ class TrainingStep:
                 losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
                 correct.append(num_correct(outputs, targets))
             if self.timed and not (last and self.last_waits):
-                seconds += self._took(began)
+                wait_for(self.pipeline.device)
+                seconds += time.perf_counter() - began
             start = end
         timed = self.passes[: -1 if self.last_waits else None]
         return StepResult(losses, correct, seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed)))
-
-    def _took(self, began: float) -> float:
-        if self.pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self.pipeline.device)
-        return time.perf_counter() - began
 
     @property
     def _share(self) -> float:
@@ -201,23 +193,24 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Images and targets of a pass: samples `start` to `end` of this rank's batch."""
         images, targets = self.pipeline(batch, start, end), labels[start:end]
-        if not self.mixing.on:
+        mixing = self.recipe.data.mix
+        if not mixing.on:
             return images, targets
         sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
-            config=self.mixing,
+            config=mixing,
             sizes=list(sizes),
-            keys=[fold(self.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
+            keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
         )
 
     def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
         """What these samples add to the mean loss over the global batch."""
         if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
             return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
-        loss = self.loss(outputs, targets)
+        loss = self._loss(outputs, targets)
         whole = self.num_samples * self._share if self.network.local_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 

@@ -1,17 +1,15 @@
-"""`summary.json`, which says how a run stands, also when it fails; and updates that are skipped, with their limit."""
+"""`summary.json`, which says how a run stands, also when it fails."""
 
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.failure import failure_of
 from convoy.files import write_json
 from convoy.training.evaluate import Evaluation
-from convoy.training.finite import ADVICE, NonFiniteUpdate
-from convoy.training.records import DerivedQuantity, RunSummary, SkippedImage, Status
+from convoy.training.records import RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 
@@ -87,7 +85,7 @@ def write_summary(
         checkpoints=progress.checkpoints,
         left_out=progress.left_out,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
-        derived=[DerivedQuantity(**asdict(row)) for row in session.derived],
+        derived=session.derived,
         notes=session.notes,
     )
     write_json(run.summary_file, summary.model_dump())
@@ -104,49 +102,8 @@ def note_failure(run: RunDirectory, sentence: str) -> None:
         write_json(run.summary_file, {**found, "status": "failed", "error": sentence})
 
 
-GIVE_UP = 20
-"""Updates left out in a row after which the run ends."""
-TOLD = 5
-"""Updates that were left out, of which something is said."""
-
-
-class SkippedUpdates:
-    """Knows how many there were in a row; all of them are counted in the run's progress.
-
-    Args:
-        tell: takes a sentence that stays with the run.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._in_a_row = 0
-
-    def made(self) -> None:
-        """An update was made."""
-        self._in_a_row = 0
-
-    def add(self, bad: NonFiniteUpdate, progress: RunProgress) -> None:
-        """An update was not made.
-
-        Raises:
-            ConvoyError: there were too many in a row.
-        """
-        progress.left_out += 1
-        self._in_a_row += 1
-        if self._in_a_row == GIVE_UP:
-            raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
-        if progress.left_out <= TOLD:
-            last = "; others are only counted" if progress.left_out == TOLD else ""
-            self._tell(f"{bad}: left out, with {progress.left_out} so far{last}")
-
-
 WRITE_S = 5.0
 """Seconds that a file system is given to answer when the run has failed."""
-
-
-def sentence_of(error: BaseException, rank: int) -> str:
-    """An exception of a rank in one sentence, as it is printed."""
-    return failure_of(rank, error).sentence
 
 
 def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:

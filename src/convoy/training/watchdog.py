@@ -214,7 +214,7 @@ class Watchdog:
             try:
                 self._write()
                 if still_s > min(2 * self._interval_s, self.timeout_s):
-                    self._read(range(self._num))
+                    self._read()
             except RuntimeError:  # the host of the store is not to be reached
                 self._known[self._rank] = (self._own(), time.monotonic())
             still_s = time.monotonic() - self._position.moved
@@ -226,10 +226,8 @@ class Watchdog:
         waits = bool(self._position.collective)
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
-        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in self._others()))
-
-    def _others(self) -> list[Seen]:
-        return [seen for rank, seen in self._as_seen().items() if rank != self._rank]
+        others = [seen for rank, seen in self._as_seen().items() if rank != self._rank]
+        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in others))
 
     def _as_seen(self) -> dict[int, Seen]:
         now = time.monotonic()
@@ -245,10 +243,10 @@ class Watchdog:
         self._count += 1
         self._store.set(str(self._rank), json.dumps(asdict(self._own())))
 
-    def _read(self, ranks: Sequence[int]) -> None:
+    def _read(self) -> None:
         assert self._store is not None
         now = time.monotonic()
-        for rank, text in zip(ranks, self._store.multi_get([str(rank) for rank in ranks]), strict=True):
+        for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
             seen = Seen(**json.loads(text))
             if rank not in self._known or self._known[rank][0].count != seen.count:
                 self._known[rank] = (seen, now)

@@ -51,12 +51,7 @@ def workload_in_passes(
     devices: int,
     device: torch.device,
 ) -> Workload:
-    """The same where it is known how many microbatches a device takes in a pass.
-
-    Args:
-        sizes: samples of each microbatch of an update.
-        merge: microbatches of one device in a pass.
-    """
+    """The same where microbatches have these sizes, of which a device takes `merge` in a pass."""
 
     def in_passes(passes: int) -> Workload:
         return workload_of(
