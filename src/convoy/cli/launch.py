@@ -15,7 +15,7 @@ import click
 
 from convoy.cli import options
 from convoy.cli.options import LazyGroup, written
-from convoy.cli.train import KEYS
+from convoy.cli.train import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup
@@ -23,6 +23,7 @@ from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, 
 from convoy.launch.kubernetes.manifests import RUNTIME
 from convoy.launch.kubernetes.training import complete, name_for
 from convoy.launch.slurm import SlurmJob, submit
+from convoy.models.registry import check_name
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
@@ -327,13 +328,7 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
         click.ClickException: `convoy train` would not take the options.
         ConvoyError: there is no such recipe, key, network or run.
     """
-    from convoy.cli.train_request import TrainRequest
-    from convoy.models.registry import check_name
-
-    values = parsed(arguments)
-    overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
-    asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
-    request = TrainRequest(arguments, overrides=[*overrides, *values["settings"]], **asked)
+    request = TrainRequest.of(arguments, parsed(arguments) | {"extend": None})
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
         check_name(request.recipe_of().model.name, here=False)
     return {"model": request.model, "out": request.out}
