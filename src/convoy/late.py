@@ -12,14 +12,15 @@ AFTER_S = 1.0
 """Seconds of silence after which a terminal is told what is waited for."""
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a package has for `__getattr__`, so that its public names are imported when they are first used.
+def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package, which imports its public names when they are first used.
 
     Args:
         package: its name.
-        modules: by public name, the module below the package that has it. No module may have the name itself: once it
-            is imported it would stand there.
+        names: by module below the package, the names to take from it, with spaces between them. No module may have the
+            name itself: once it is imported it would stand there.
     """
+    modules = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:
         if name not in modules:

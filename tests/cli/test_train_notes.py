@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from convoy.cli import main
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train_run import _without_effect
 from convoy.launch import RankPlace
 from tiny import write_mnist

@@ -40,6 +40,7 @@ def test_cifar10_parquet():
 def test_all_photographs_load():
     section = DataConfig(
         path=str(shared("imagenet-sample")),
+        workers=0,
         augment=AugmentConfig(crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1),
     )
     data = open_data(section)
@@ -47,7 +48,7 @@ def test_all_photographs_load():
     modes = [source.load(i).mode for source in (data.train, data.test) for i in range(len(source))]
     assert (modes.count("L"), modes.count("RGB")) == (5, 251)
     order = Order(len(data.train), 46, seed=0)
-    batches = list(training_batches(data, section, order, first_update=0, num_updates=5, seed=0, workers=0))
+    batches = list(training_batches(data, section, order, first_update=0, num_updates=5, seed=0))
     assert sorted(torch.cat([batch.samples for batch in batches]).tolist()) == list(range(len(data.train)))
     assert all(batch.images.shape == (46, 3, 224, 224) and not batch.bad for batch in batches)
-    assert sum(len(batch) for batch in evaluation_batches(data, section, batch=10, workers=0)) == len(data.test)
+    assert sum(len(batch) for batch in evaluation_batches(data, section, batch=10)) == len(data.test)

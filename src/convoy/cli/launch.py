@@ -15,7 +15,7 @@ import click
 
 from convoy.cli import options
 from convoy.cli.options import LazyGroup, written
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup

@@ -9,7 +9,7 @@ from torch import nn
 from convoy import launch, models
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
-from convoy.cli.plan import Request
+from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.launch import place as cores
@@ -34,7 +34,7 @@ ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
 
 
-def run(request: Request, recipe: Recipe) -> int:
+def run(request: PlanRequest, recipe: Recipe) -> int:
     """Plan, print and write the result.
 
     Args:
@@ -76,7 +76,7 @@ def run(request: Request, recipe: Recipe) -> int:
 
 
 def _network(
-    request: Request, recipe: Recipe, device: torch.device
+    request: PlanRequest, recipe: Recipe, device: torch.device
 ) -> tuple[nn.Module, tuple[int, int, int], list[str]]:
     """The network with fresh weights, the shape of its images, and a note where their size is a guess."""
     name, settings = recipe.model.name, dict(recipe.model.options)
@@ -98,7 +98,7 @@ def _network(
     return model.train(), (channels, size, size), notes
 
 
-def _answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
+def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
     """Plan on this rank, and on the first one print and write the result. All ranks call it.
 
     Args:
@@ -157,7 +157,7 @@ def _answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device
         _show(request, planned)
 
 
-def _show(request: Request, planned: Planned) -> None:
+def _show(request: PlanRequest, planned: Planned) -> None:
     found, command = explained(planned), command_of(request.arguments)
     if request.out is not None:
         origin = "# " + command.replace("\n", " ") + "\n"

@@ -8,7 +8,7 @@ import torch
 from convoy import interfaces, launch
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.comm.groups import leave, meeting_store
 from convoy.comm.position import here
 from convoy.comm.ranks import Ranks

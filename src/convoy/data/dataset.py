@@ -142,28 +142,24 @@ def _detect(path: Path) -> str:
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
     """Puts into memory what belongs there; returns height, width and channels if all pictures share them there."""
-    splits = {"training": opened.train} | ({"test": opened.test} if opened.test is not None else {})
-    encoded = {what: source for what, source in splits.items() if isinstance(source, EncodedSource)}
-    if not encoded:
-        assert isinstance(opened.train, PixelSource)
+    if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
-    own = common_format(*encoded.values())
-    settled: dict[str, PixelSource | EncodedSource] = {}
-    for what, source in encoded.items():
-        pixels = decode_all(source, own, what, skip_bad, progress) if own is not None else None
+    encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
+    own, settled = common_format(*encoded), list[Source]()
+    for source, split in zip(encoded, ("training", "test"), strict=False) if own is not None else ():
+        pixels = decode_all(source, own, split, skip_bad, progress)
         if pixels is None:
             own = None
-            settled = {what: source.settled(progress) for what, source in encoded.items()}
             break
-        settled[what] = pixels
-    opened.train, opened.test = settled["training"], settled.get("test")
+        settled.append(pixels)
+    if own is None:
+        settled = [source.settled(progress) for source in encoded]
+    opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
     return own
 
 
-def _split(
-    opened: Opened, config: DataConfig, notes: list[str]
-) -> tuple[PixelSource, PixelSource] | tuple[EncodedSource, EncodedSource]:
+def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = opened.train
@@ -174,8 +170,6 @@ def _split(
         f"{opened.name} has no split of its own: {len(held)} of its {len(source)} samples are held out for the test "
         f"(validation_fraction {fraction:g}, split_seed {seed})"
     )
-    if isinstance(source, PixelSource):
-        return source.subset(kept), source.subset(held)
     return source.subset(kept), source.subset(held)
 
 

@@ -3,14 +3,14 @@
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from convoy.data.sources import EncodedSource, PixelSource, Source
+from convoy.data.sources import Source
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -19,8 +19,6 @@ _WORDS = {
     "val": ("val", "valid", "validation", "dev", "eval"),
     "test": ("test", "testing"),
 }
-HELD_OUT = ("val", "test")
-"""The splits that a run can be tested on, the first that exists; the labels of `test` are often withheld."""
 
 
 @dataclass
@@ -29,8 +27,8 @@ class Opened:
 
     name: str
     classes: list[str]
-    train: PixelSource | EncodedSource
-    test: PixelSource | EncodedSource | None
+    train: Source
+    test: Source | None
 
 
 @contextmanager
@@ -60,7 +58,7 @@ def shown(path: Path) -> str:
     return printable(str(path))
 
 
-def split_of(path: Path, root: Path) -> str | None:
+def _split_of(path: Path, root: Path) -> str | None:
     """train, val or test, by the words in the file's name, else in the names of its folders below `root`."""
     for part in reversed(path.relative_to(root).parts):
         for word in re.split(r"[^a-z]+", part.lower()):
@@ -85,28 +83,24 @@ def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
     found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not found:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
-    splits = {file: split_of(file, path) for file in found}
-    if not any(splits.values()):
-        return {"all": found}
-    for file, split in splits.items():
-        if split is None:
-            raise ConvoyError(
-                f"{shown(file)} belongs to no split while other files of {shown(path)} do: "
-                "put train, val or test into its name, or move it away"
-            )
-    if "train" not in splits.values():
+    splits: dict[str, list[Path]] = {}
+    for file in found:
+        splits.setdefault(_split_of(file, path) or "all", []).append(file)
+    if len(splits) > 1 and "all" in splits:
+        raise ConvoyError(
+            f"{shown(splits['all'][0])} belongs to no split while other files of {shown(path)} do: "
+            "put train, val or test into its name, or move it away"
+        )
+    if not splits.keys() & {"train", "all"}:
         raise ConvoyError(
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files"
         )
-    return {
-        split: [file for file in found if splits[file] == split] for split in dict.fromkeys(splits.values()) if split
-    }
+    return splits
 
 
-def held_out(splits: Iterable[str]) -> str | None:
-    """Which of the splits to test on, or None."""
-    present = set(splits)
-    return next((split for split in HELD_OUT if split in present), None)
+def held_out(splits: Container[str]) -> str | None:
+    """Which of the splits to test on, or None: val before test, whose labels are often withheld."""
+    return next((split for split in ("val", "test") if split in splits), None)
 
 
 _MAX_CLASSES = 1_000_000

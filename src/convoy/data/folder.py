@@ -30,11 +30,9 @@ class FolderSource(EncodedSource):
         self.labels = labels
 
     def name(self, sample: int) -> str:
-        """The file, relative to the data set's folder."""
         return printable(self._files[sample])
 
     def read(self, sample: int) -> bytes:
-        """The file's bytes."""
         return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
 
 

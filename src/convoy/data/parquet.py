@@ -74,11 +74,9 @@ class MemorySource(EncodedSource):
         self.labels = source.labels
 
     def name(self, sample: int) -> str:
-        """As the other source names it."""
         return self._source.name(sample)
 
     def read(self, sample: int) -> bytes:
-        """The picture's bytes."""
         return self._pieces[sample]
 
 
@@ -120,7 +118,6 @@ class ParquetSource(EncodedSource):
         return f"{self._names[file]}, row {row}"
 
     def read(self, sample: int) -> bytes:
-        """The picture's bytes."""
         file, group, row, _ = self._place(sample)
         try:
             value = _row_group(self._files[file], group, self._column)[row].as_py()
@@ -131,7 +128,6 @@ class ParquetSource(EncodedSource):
         return bytes(value)
 
     def settled(self, progress: Progress | None) -> EncodedSource:
-        """The pictures in memory if they fit."""
         if not fits_in_memory(self._num_bytes):
             return self
         return MemorySource(self, self._everything(progress))

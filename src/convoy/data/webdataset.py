@@ -42,11 +42,9 @@ class TarSource(EncodedSource):
         self.labels = np.array(index.labels, np.int64)
 
     def name(self, sample: int) -> str:
-        """The shard and the member in it."""
         return f"{self._shards[self._places[sample, 0]]}/{printable(self._names[sample])}"
 
     def read(self, sample: int) -> bytes:
-        """The member's bytes."""
         shard, offset, size = self._places[sample].tolist()
         try:
             with open(self._files[shard], "rb") as file:  # noqa: PTH123 (hot path)
