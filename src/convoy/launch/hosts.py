@@ -113,8 +113,7 @@ class HostGroup:
         Args:
             arguments: of `convoy train`.
         """
-        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        environment = dict.fromkeys(variables, self.interface) if self.interface is not None else {}
+        environment = dict.fromkeys(interfaces.VARIABLES, self.interface) if self.interface is not None else {}
         return [
             Command(host, (*self._torchrun(number), "-m", "convoy", "train", *arguments), environment)
             for number, host in enumerate(self.hosts)

@@ -97,6 +97,8 @@ _VALUE = re.compile(
 )
 
 
+RUNTIME = "torch-distributed"
+"""The runtime for torch that Kubeflow Trainer comes with."""
 DATA_PATH, RUN_PATH = "/data", "/runs"
 """Where the claims are mounted."""
 _RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "KUBERNETES_")
@@ -135,6 +137,7 @@ class Training:
         run_claim: the PersistentVolumeClaim for runs, mounted at `/runs`.
         data_claim: the PersistentVolumeClaim with the data, mounted at `/data` for reading.
         namespace: None leaves it to `kubectl`.
+        runtime: the ClusterTrainingRuntime of a TrainJob.
         environment: variables with their values.
         secrets: variables whose values are in Secrets.
         max_restarts: how often the ranks of a pod are started again before the pod fails, and how often a pod is.
@@ -157,6 +160,7 @@ class Training:
     least_nodes: int | None = None
     accelerator: str | None = "nvidia.com/gpu"
     namespace: str | None = None
+    runtime: str = RUNTIME
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[SecretVariable, ...] = ()
     max_restarts: int = 3
