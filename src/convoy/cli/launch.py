@@ -19,7 +19,7 @@ from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup
-from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
+from convoy.launch.kubernetes import KINDS, SecretVariable, Training, to_yaml
 from convoy.launch.kubernetes.training import RUNTIME, complete, name_for
 from convoy.launch.slurm import SlurmJob, submit
 from convoy.models.registry import check_name
@@ -258,7 +258,7 @@ def on_kubernetes(
         **values,
     )
     check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
-    text = to_yaml(manifest(training, kind))
+    text = to_yaml(KINDS[kind](training))
     module, colon, _ = (said["model"] or "").partition(":")
     if colon and module not in _LIBRARIES:
         click.echo(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
-from convoy.data.files import Opened, check_classes, shown
+from convoy.data.files import Opened, shown
 from convoy.data.folder import find_folder, open_class, open_folder
 from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini, statistics
 from convoy.data.order import stratified_split
@@ -65,8 +65,12 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
     """
     kind, opened = _open(config, progress, to_evaluate)
-    if not to_evaluate:
-        check_classes(opened.name, opened.classes)
+    if not to_evaluate and len(opened.classes) < 2:
+        only = f" ({opened.classes[0]})" if opened.classes else ""
+        raise ConvoyError(
+            f"{opened.name} has only {len(opened.classes)} class{only}: a net needs at least two to tell apart, so set "
+            "data.path to the folder or file that holds all of them"
+        )
     for option in ("validation_fraction", "split_seed"):
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")

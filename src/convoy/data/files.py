@@ -3,7 +3,7 @@
 import gzip
 import re
 import zlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class Opened:
     name: str
     classes: list[str]
     train: Source
-    test: Source | None
+    test: Source | None = None
 
 
 @contextmanager
@@ -68,8 +68,10 @@ def _split_of(path: Path, root: Path) -> str | None:
     return None
 
 
-def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
-    """The files with this suffix by split, in the order of their names; all under "all" where none names a split.
+def shards(path: Path, suffix: str) -> tuple[list[Path], list[Path]]:
+    """The files with this suffix to train on, and those to test on, in the order of their names.
+
+    Those of `val` come before those of `test`, whose labels are often withheld.
 
     Args:
         path: one file, or a folder with files in it or below it.
@@ -79,41 +81,28 @@ def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
         ConvoyError: there are none, or only some of them name a split, or none is for training.
     """
     if path.is_file():
-        return {"all": [path]}
+        return [path], []
     found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not found:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
     splits: dict[str, list[Path]] = {}
     for file in found:
-        splits.setdefault(_split_of(file, path) or "all", []).append(file)
-    if len(splits) > 1 and "all" in splits:
+        splits.setdefault(_split_of(file, path) or "none", []).append(file)
+    if len(splits) == 1 and "none" in splits:
+        return found, []
+    if "none" in splits:
         raise ConvoyError(
-            f"{shown(splits['all'][0])} belongs to no split while other files of {shown(path)} do: "
+            f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
             "put train, val or test into its name, or move it away"
         )
-    if not splits.keys() & {"train", "all"}:
+    if "train" not in splits:
         raise ConvoyError(
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files"
         )
-    return splits
-
-
-def held_out(splits: Container[str]) -> str | None:
-    """Which of the splits to test on, or None: val before test, whose labels are often withheld."""
-    return next((split for split in ("val", "test") if split in splits), None)
+    return splits["train"], splits.get("val") or splits.get("test", [])
 
 
 _MAX_CLASSES = 1_000_000
-
-
-def check_classes(name: str, classes: list[str]) -> None:
-    """Refuse what is no classification problem."""
-    if len(classes) < 2:
-        only = f" ({classes[0]})" if classes else ""
-        raise ConvoyError(
-            f"{name} has only {len(classes)} class{only}: a net needs at least two to tell apart, so set data.path to "
-            "the folder or file that holds all of them"
-        )
 
 
 def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:

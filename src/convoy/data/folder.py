@@ -72,7 +72,7 @@ def open_folder(path: Path) -> Opened:
     shown_classes = [printable(name) for name in classes]
     source = _scan(path, train or path, classes)
     if test is None:
-        return Opened(path.resolve().name, shown_classes, source, None)
+        return Opened(path.resolve().name, shown_classes, source)
     held = [folder.name for folder in _folders(test)]
     for name in held:
         if name not in classes:
@@ -119,7 +119,7 @@ def open_class(path: Path) -> Opened | None:
         return None
     name, root = path.resolve().name, str(path)
     names = [file[len(root) :].lstrip(os.sep) for file in files]
-    return Opened(name, [printable(name)], FolderSource(path, names, np.zeros(len(files), np.int64)), None)
+    return Opened(name, [printable(name)], FolderSource(path, names, np.zeros(len(files), np.int64)))
 
 
 def pictures(folder: Path) -> list[str]:

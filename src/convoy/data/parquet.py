@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, held_out, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -161,21 +161,17 @@ def open_parquet(path: Path) -> Opened:
     Raises:
         ConvoyError: a file is damaged, has no column of pictures or labels, or differs from the others.
     """
-    splits = shards(path, ".parquet")
-    test_split = held_out(splits)
-    train_files = splits.get("train") or splits["all"]
-    layout = _Layout.of(train_files[0])
-    train, train_names = layout.open(train_files)
-    test, test_names = layout.open(splits[test_split]) if test_split else (None, [])
-    sources = [train] if test is None else [train, test]
+    splits = [files for files in shards(path, ".parquet") if files]
+    layout = _Layout.of(splits[0][0])
+    sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
-        classes = sorted({*train_names, *test_names})
-        for source, names in zip(sources, (train_names, test_names), strict=False):
-            source.labels = np.searchsorted(np.array(classes), np.array(names)).astype(np.int64)
+        classes = sorted({name for each in names for name in each})
+        for source, each in zip(sources, names, strict=True):
+            source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
 
 
 class _Layout:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, held_out, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
@@ -60,11 +60,7 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
     Raises:
         ConvoyError: a tar is compressed, cut off or damaged, or a sample lacks its picture or its label.
     """
-    splits = shards(path, ".tar")
-    test_split = held_out(splits)
-    train = _open_split(splits.get("train") or splits["all"], progress)
-    test = _open_split(splits[test_split], progress) if test_split else None
-    sources = [train] if test is None else [train, test]
+    sources = [_open_split(files, progress) for files in shards(path, ".tar") if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
@@ -73,7 +69,7 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
     else:
         classes = numbered_classes(path, sources)
     check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
 
 
 def _open_split(files: list[Path], progress: Progress | None) -> TarSource:

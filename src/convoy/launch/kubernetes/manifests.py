@@ -128,16 +128,6 @@ _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _JOB_LABEL = "batch.kubernetes.io/job-name"
 
 
-def manifest(training: Training, kind: str) -> list[dict[str, Any]]:
-    """The documents to apply, in order: the network policy, what else the pods need, and the job.
-
-    Args:
-        training: what to run.
-        kind: one of `KINDS`.
-    """
-    return KINDS[kind](training)
-
-
 def train_job(training: Training) -> list[dict[str, Any]]:
     """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet.
 
@@ -208,7 +198,7 @@ KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
     "jobset": job_set,
     "job": indexed_job,
 }
-"""What makes the documents of each kind."""
+"""What makes the documents to apply, in order, by the kind of the job."""
 
 
 def _job_spec(training: Training, master: str) -> dict[str, Any]:

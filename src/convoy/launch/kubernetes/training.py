@@ -55,26 +55,17 @@ _UNITS = {
 }
 
 
-def check(option: str, text: str, form: str) -> None:
-    """Refuse what Kubernetes would not take.
+def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> None:
+    """Refuse what Kubernetes would not take; a label may be as long as `longest`.
 
     Raises:
         ConvoyError: the text has not the form.
     """
-    pattern, longest, problem = _FORMS[form]
-    if not pattern.fullmatch(text) or len(text) > longest:
+    pattern, most, problem = _FORMS[form]
+    if not pattern.fullmatch(text) or len(text) > most:
         raise ConvoyError(f"{option} {text!r} {problem}")
-
-
-def check_label(option: str, name: str, longest: int = LONGEST_NAME) -> None:
-    """Refuse a name of a job that is no DNS label, or too long.
-
-    Raises:
-        ConvoyError: it is such.
-    """
-    check(option, name, "label")
-    if len(name) > longest:
-        raise ConvoyError(f"{option} {name!r} has {len(name)} characters: use at most {longest}")
+    if form == "label" and len(text) > longest:
+        raise ConvoyError(f"{option} {text!r} has {len(text)} characters: use at most {longest}")
 
 
 def amount(option: str, text: str) -> Decimal:
@@ -167,13 +158,13 @@ class Training:
     user: int = 1000
 
     def __post_init__(self) -> None:
-        check_label("--name", self.name, LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
+        check("--name", self.name, "label", LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
         check("--image", self.image, "image")
         check("--run-claim", self.run_claim, "subdomain")
         if self.data_claim is not None:
             check("--data-claim", self.data_claim, "subdomain")
         if self.namespace is not None:
-            check_label("--namespace", self.namespace)
+            check("--namespace", self.namespace, "label")
         if self.accelerator is not None:
             check("--accelerator", self.accelerator, "resource")
         for option, value, least in (
@@ -195,11 +186,6 @@ class Training:
             )
         self._check_environment()
         self._check_arguments()
-
-    @property
-    def num_devices(self) -> int:
-        """Ranks of the whole job."""
-        return self.num_nodes * self.devices_per_node
 
     def _check_environment(self) -> None:
         secret = [variable.name for variable in self.secrets]
