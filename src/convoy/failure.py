@@ -38,6 +38,9 @@ class Failure:
         trace: the traceback, where there is one.
         time: when, in seconds of the machine's clock.
         clear: the sentence says enough; the traceback is for those who ask for it.
+        verbose: somebody asks for it.
+        attempt: how often the ranks had been started again.
+        max_attempts: how often that may be.
     """
 
     rank: int
@@ -46,6 +49,9 @@ class Failure:
     trace: str
     time: float
     clear: bool = False
+    verbose: bool = False
+    attempt: int = 0
+    max_attempts: int = 0
 
     @property
     def status(self) -> int:
@@ -160,22 +166,6 @@ say the same, or, where it lost the connection to one, what became of that."""
 _MARK = "convoy"
 
 
-@dataclass(frozen=True)
-class Word:
-    """What a rank leaves for torchrun's agent.
-
-    Attributes:
-        verbose: say the traceback too.
-        attempt: how often the ranks had been started again.
-        max_attempts: how often that may be.
-    """
-
-    failure: Failure
-    verbose: bool = False
-    attempt: int = 0
-    max_attempts: int = 0
-
-
 def leave_word(failure: Failure, verbose: bool = False) -> bool:
     """Write the failure where torchrun's agent looks for it, if that started this rank.
 
@@ -189,10 +179,10 @@ def leave_word(failure: Failure, verbose: bool = False) -> bool:
     if not path:
         return False
     attempt, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    failure = replace(failure, verbose=verbose, attempt=attempt, max_attempts=most)
     shown = failure.trace if failure.trace and not failure.clear else failure.text(verbose)
     extra = {"py_callstack": shown, "timestamp": str(int(failure.time))}
-    word = asdict(Word(failure, verbose, attempt, most))
-    record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: word}
+    record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: asdict(failure)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record), encoding="utf-8")
     return has_agent()
@@ -203,15 +193,14 @@ def has_agent() -> bool:
     return "TORCHELASTIC_ERROR_FILE" in os.environ and str(os.getppid()) in os.environ.get(AGENTS, "").split()
 
 
-def word_in(path: str | Path) -> Word | None:
+def word_in(path: str | Path) -> Failure | None:
     """What a rank has left in torchrun's file; None where there is none, or where it is not of Convoy."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        word = json.loads(Path(path).read_text(encoding="utf-8"))[_MARK]
-        return Word(**word | {"failure": Failure(**word["failure"])})
+        return Failure(**json.loads(Path(path).read_text(encoding="utf-8"))[_MARK])
     return None
 
 
-def text_of(words: Iterable[Word], silent: Iterable[Failure] = ()) -> str | None:
+def text_of(words: Iterable[Failure], silent: Iterable[Failure] = ()) -> str | None:
     """What torchrun's agent says at the end, of all that its ranks have left.
 
     Args:
@@ -221,14 +210,13 @@ def text_of(words: Iterable[Word], silent: Iterable[Failure] = ()) -> str | None
     Returns:
         The cause, with its rank where others do not say the same; None where no rank left a word.
     """
-    found = {word.failure.rank: word for word in words}
-    failure = cause([*(word.failure for word in found.values()), *silent])
-    if not found or failure is None:
+    left = {word.rank: word for word in words}.values()
+    failure = cause([*left, *silent])
+    if not left or failure is None:
         return None
-    alone = failure.kind == "mistake" and [w.failure.sentence for w in found.values()].count(failure.sentence) == 1
-    if alone and len(found) > 1:
+    if failure.kind == "mistake" and len(left) > 1 and [word.sentence for word in left].count(failure.sentence) == 1:
         failure = replace(failure, sentence=f"rank {failure.rank}: {failure.sentence}")
-    return failure.text(failure.rank in found and found[failure.rank].verbose)
+    return failure.text(failure.verbose)
 
 
 _saying: list[BaseException] = []
