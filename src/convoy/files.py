@@ -1,9 +1,4 @@
-"""Where the pictures are: looked at before all that reads them is imported.
-
-Files that are whole or not there: written beside their place, synced, and moved. And paths as people type them.
-
-Reads a YAML file that a person names: a plan, a recipe, a cluster. What is in it is for those who know.
-"""
+"""Files: paths as people type them, text that is read, and files that are written whole or not at all."""
 
 import difflib
 import json

@@ -22,6 +22,7 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError, MachineError
+from convoy.launch.place import PINNED, own_cores
 
 _MAX_AUTOMATIC = 16
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
@@ -108,9 +109,9 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
         return config.workers, "as the recipe says"
     if _maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pinned = "CONVOY_CORES" in os.environ  # the cores are this rank's own
-    ranks = 1 if pinned else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    cores = len(own_cores())
+    # Cores to which a rank is pinned are its own.
+    ranks = 1 if PINNED in os.environ else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(
         max(cores // ranks, 1), _MAX_AUTOMATIC
     ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"

