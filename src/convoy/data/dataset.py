@@ -151,8 +151,8 @@ def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[
         return height, width, channels
     encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
     own, settled = common_format(*encoded), list[Source]()
-    for source, split in zip(encoded, ("training", "test"), strict=False) if own is not None else ():
-        pixels = decode_all(source, own, split, skip_bad, progress)
+    for source, split in zip(encoded, ("training", "test"), strict=False):
+        pixels = decode_all(source, own, split, skip_bad, progress) if own is not None else None
         if pixels is None:
             own = None
             break
