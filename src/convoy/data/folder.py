@@ -22,11 +22,11 @@ _HELD_OUT = ("val", "valid", "validation", "test")
 
 
 class FolderSource(EncodedSource):
-    """Picture files, named relative to one folder."""
+    """Picture files below one folder, named relative to it."""
 
     def __init__(self, root: Path, files: list[str], labels: NDArray[np.int64]) -> None:
         self._root = str(root)
-        self._files = Names(files)
+        self._files = Names([file[len(self._root) :].lstrip(os.sep) for file in files])
         self.labels = labels
 
     def name(self, sample: int) -> str:
@@ -104,7 +104,7 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
                 f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
                 "add some or remove the folder"
             )
-        files.extend(file[len(str(root)) :].lstrip(os.sep) for file in found)
+        files.extend(found)
         counts.append(len(found))
     return FolderSource(root, files, np.repeat(np.arange(len(classes)), counts).astype(np.int64))
 
@@ -117,9 +117,8 @@ def open_class(path: Path) -> Opened | None:
     files = [] if next(iter(_folders(path)), None) else pictures(path)
     if not files:
         return None
-    name, root = path.resolve().name, str(path)
-    names = [file[len(root) :].lstrip(os.sep) for file in files]
-    return Opened(name, [printable(name)], FolderSource(path, names, np.zeros(len(files), np.int64)))
+    name = path.resolve().name
+    return Opened(name, [printable(name)], FolderSource(path, files, np.zeros(len(files), np.int64)))
 
 
 def pictures(folder: Path) -> list[str]:

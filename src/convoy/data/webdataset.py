@@ -6,7 +6,6 @@ samples needs. Nothing is unpacked and no member's name is ever used as a path.
 
 import json
 import tarfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,24 +21,15 @@ _MAX_LABEL_BYTES = 2**20
 CLASS_NAMES = "classes.txt"
 
 
-@dataclass
-class _Index:
-    """Where the samples of a split are: lists that grow shard by shard."""
-
-    names: list[str] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    places: list[tuple[int, int, int]] = field(default_factory=list)
-
-
 class TarSource(EncodedSource):
     """Members of tar files by shard, offset and size."""
 
-    def __init__(self, files: list[Path], index: _Index) -> None:
+    def __init__(self, files: list[Path], samples: list[tuple[str, int, int, int, int]]) -> None:
         self._files = [str(file) for file in files]
         self._shards = [printable(file.name) for file in files]
-        self._names = Names(index.names)
-        self._places = np.array(index.places, np.int64)
-        self.labels = np.array(index.labels, np.int64)
+        self._names = Names([name for name, *_ in samples])
+        self._places = np.array([place for _, *place, _ in samples], np.int64)
+        self.labels = np.array([label for *_, label in samples], np.int64)
 
     def name(self, sample: int) -> str:
         return f"{self._shards[self._places[sample, 0]]}/{printable(self._names[sample])}"
@@ -73,17 +63,18 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
 
 
 def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
-    index = _Index()
+    samples = []
     for number, file in enumerate(files):
-        _index_shard(file, number, index)
+        samples += [(member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file)]
         if progress:
             progress("indexing tars", number + 1, len(files))
-    if not index.names:
+    if not samples:
         raise ConvoyError(f"{shown(files[0])} holds no samples: a sample is a picture and its .cls, with equal names")
-    return TarSource(files, index)
+    return TarSource(files, samples)
 
 
-def _index_shard(path: Path, number: int, index: _Index) -> None:
+def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:
+    """The pictures of a tar and their labels."""
     pictures: dict[str, tarfile.TarInfo] = {}
     documents: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
@@ -131,9 +122,7 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
                 f"{shown(path)} has no label for {printable(member.name)}: a sample needs {printable(key)}.cls with a "
                 'whole number, or .json with "label"'
             )
-        index.names.append(member.name)
-        index.labels.append(labels[key])
-        index.places.append((number, member.offset_data, member.size))
+    return [(member, labels[key]) for key, member in pictures.items()]
 
 
 def _check_size(member: tarfile.TarInfo, path: Path) -> None:
