@@ -65,5 +65,5 @@ __getattr__ = lazily("convoy", _NAMES)
 
 
 def __dir__() -> list[str]:
-    """What there is, for `help` and completion: also what was not used yet."""
+    """The public names, for `help` and completion, also those not used yet."""
     return [*__all__, "__version__", "print"]

@@ -1,4 +1,4 @@
-"""How a rank says why it failed, and which of several failures is the cause of the others."""
+"""Why a rank failed, how it reports that, and which of several failures is the cause of the others."""
 
 import contextlib
 import json
@@ -65,12 +65,12 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The rank and what to say, in a line; a mistake or Ctrl-C is nobody's, and who hangs says it himself."""
+        """The failure in a line, with the rank unless it is a mistake, Ctrl-C, or a hang, whose sentence names it."""
         first = self.sentence.partition("\n")[0]
         return first if self.kind in ("mistake", "interrupted", "hung") else f"rank {self.rank} failed: {first}"
 
     def text(self, verbose: bool = False) -> str:
-        """What is printed: the reason, and the traceback where it says more."""
+        """The text to print: the reason, and the traceback where it says more."""
         if self.kind == "mistake":
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
         if self.kind in ("interrupted", "hung"):
@@ -79,7 +79,7 @@ class Failure:
         return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")
 
     def write(self, folder: Path) -> None:
-        """Leave it for whoever started the ranks."""
+        """Leave it for the process that started the ranks."""
         place = folder / f"failure-{self.rank}.json"
         temporary = place.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -87,7 +87,7 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What an exception says about a rank."""
+    """The failure of a rank by an exception."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MachineError):
         kind: Kind = "lost" if error.__cause__ is not None and is_loss(error.__cause__) else "error"
@@ -129,7 +129,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """What the ranks left."""
+    """The failures that ranks left."""
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
 
 
@@ -159,7 +159,7 @@ def cause(failures: Iterable[Failure]) -> Failure | None:
 AGENTS = "CONVOY_AGENTS"
 """Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed."""
 TRACEBACK = "CONVOY_TRACEBACK"
-"""Variable that asks for the traceback of what is otherwise said in a sentence."""
+"""Variable that asks for tracebacks beside sentences."""
 _STAY_S, _STAY_LOST_S = 0.5, 2.0
 """Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
 say the same, or, where it lost the connection to one, what became of that."""
@@ -194,14 +194,14 @@ def has_agent() -> bool:
 
 
 def word_in(path: str | Path) -> Failure | None:
-    """What a rank has left in torchrun's file; None where there is none, or where it is not of Convoy."""
+    """The failure that a rank has left in torchrun's file; None where there is none of Convoy's."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return Failure(**json.loads(Path(path).read_text(encoding="utf-8"))[_MARK])
     return None
 
 
 def text_of(words: Iterable[Failure], silent: Iterable[Failure] = ()) -> str | None:
-    """What torchrun's agent says at the end, of all that its ranks have left.
+    """The text that torchrun's agent prints at the end.
 
     Args:
         words: of the ranks.

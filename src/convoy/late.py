@@ -1,4 +1,4 @@
-"""What is imported late: torch takes seconds, for which no `--help` and no misspelt option is to wait."""
+"""Late imports: torch takes seconds, for which no `--help` and no misspelt option is to wait."""
 
 import importlib
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 AFTER_S = 1.0
-"""Seconds of silence after which a terminal is told what is waited for."""
+"""Seconds of silence after which a terminal shows a message."""
 
 
 def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -34,9 +34,7 @@ def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 @contextmanager
 def waiting_for(what: str, after_s: float = AFTER_S) -> Iterator[None]:
-    """Tell a terminal what is waited for, if that takes long; the line is gone when it is there.
-
-    Ranks say nothing: whoever started them does.
+    """Show a terminal a message if this takes long; the line is gone at the end. Ranks leave it to their starter.
 
     Args:
         what: as in `loading PyTorch`.

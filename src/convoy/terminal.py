@@ -52,7 +52,7 @@ def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its
 def shortened(message: str) -> str:
     """A message to a person, in which nobody need scroll past what was typed: neither words nor lines without end.
 
-    Names and paths of usual lengths stay whole. For what is typed in vain there is `brief`.
+    Names and paths of usual lengths stay whole. Use `brief` for what was mistyped.
     """
     if len(message) <= _LONGEST_WORD:
         return message

@@ -257,7 +257,7 @@ def on_kubernetes(
         secrets=tuple(_secret(text) for text in secrets),
         **values,
     )
-    check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
+    check_recipe(completed)  # after secrets in it were refused: sentences may repeat it
     text = to_yaml(KINDS[kind](training))
     module, colon, _ = (said["model"] or "").partition(":")
     if colon and module not in _LIBRARIES:
@@ -274,7 +274,7 @@ def on_kubernetes(
 
 
 _LIBRARIES = ("timm", "torchvision")
-"""What may stand before the colon in the name of a network and is no module of the user's own."""
+"""Libraries that may stand before the colon in the name of a network."""
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
@@ -294,7 +294,7 @@ def _secret(text: str) -> SecretVariable:
 
 
 def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
-    """The options of `convoy train` in a command line, by name; a run that is gone on with is in `out`, not `model`.
+    """The options of `convoy train`, by name, checked; a run that is gone on with is in `out`, not `model`.
 
     Args:
         arguments: what comes after `convoy train`.
@@ -343,7 +343,7 @@ def without_model(arguments: Sequence[str]) -> list[str]:
 
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """What `convoy train` would be told by some arguments, by the names of its options; `model` is MODEL.
+    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
 
     Raises:
         click.ClickException: it would not take them.

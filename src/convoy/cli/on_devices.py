@@ -16,7 +16,7 @@ from convoy.training import choose_device
 from convoy.training.environment import join_ranks
 
 _PATIENCE_S = 7 * 24 * 3600.0
-"""Ranks wait for each other as long as somebody may take to type the name of a file; who dies ends the others."""
+"""Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others."""
 
 Work = Callable[[Ranks, torch.device], int]
 """Is given the ranks and the device of this one; returns the exit status."""

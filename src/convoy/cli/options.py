@@ -1,4 +1,4 @@
-"""What several verbs share: options, groups of verbs, sizes in bytes, tables, checks of the files that options name."""
+"""Shared by several verbs: options, groups of verbs, tables, and the files that options name."""
 
 import csv
 import importlib

@@ -1,4 +1,4 @@
-"""`convoy predict`: what is on pictures, by a trained network."""
+"""`convoy predict`: classify pictures by a trained network."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`convoy profile`: what was measured on the devices of this machine, and is kept for the planner."""
+"""`convoy profile`: the measured times that are kept for the planner."""
 
 import time
 from typing import TYPE_CHECKING, Any

@@ -54,7 +54,7 @@ def _line(key: "Key") -> str:
 
 
 def _for_reading(key: "Key") -> str:
-    """The same for a terminal: key, default and type, and below them what it is, in whole words."""
+    """A key for a terminal: key, default and type, and below them its description, wrapped."""
     width = max(40, shutil.get_terminal_size().columns)
     default = f" = {key.default}" if key.default else ""
     head = f"{click.style(key.key, bold=True)}{default}  ({key.type})"

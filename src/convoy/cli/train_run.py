@@ -84,7 +84,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
             if ranks.num > 1:
                 num_cores = len(cores.own_cores())
                 cores.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
-                ranks.on_host = Ranks.here().on_host  # who shares a host is known now
+                ranks.on_host = Ranks.here().on_host  # hosts are known now
             request.notes += _without_effect(request, place, ranks.num)
             device = device_of(request.device, own, ranks.num)
             if ranks.num > 1 and device.type == "cpu":
@@ -92,7 +92,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
                 request.notes += [turns] if turns is not None else []
             handed_on = place.folder is not None
             outcome = _train(request, recipe, out, ranks, device, handed_on, jobs, watchdog)
-            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # what is trained is reported all the same
+            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # the training so far is reported in any case
                 status = _answer(outcome, ranks, is_verbose(request.arguments))
                 ranks.barrier()  # before any rank's status has a launcher end the others
         ranks.barrier()  # nobody asks any more where the others are

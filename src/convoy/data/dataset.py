@@ -34,7 +34,7 @@ class DataSet:
         mean: of each channel, pixels from 0 to 1.
         std: of each channel, pixels from 0 to 1.
         resize: short side of a picture before its center is taken.
-        notes: what the user should know about how it was opened.
+        notes: sentences for the user on how it was opened.
         format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
     """
 

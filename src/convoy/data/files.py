@@ -23,7 +23,7 @@ _WORDS = {
 
 @dataclass
 class Opened:
-    """What a format found: sources of one kind; `test` is None where the data has no split of its own."""
+    """The sources in the files of a format; `test` is None where the data has no split of its own."""
 
     name: str
     classes: list[str]

@@ -222,7 +222,7 @@ def _context() -> BaseContext:
 
 def _start_tracker() -> None:
     """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
-    to the workers. It does so without a word: it would print a warning among what is said of the killed process.
+    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING

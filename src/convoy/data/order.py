@@ -16,7 +16,7 @@ from convoy.splitmix64 import GOLDEN, mix, word
 
 
 class Purpose(IntEnum):
-    """What numbers are drawn for. Each purpose has a stream of its own, so switching one on changes no other."""
+    """The purpose of random numbers. Each has a stream of its own, so switching one on changes no other."""
 
     ORDER = 1
     SPLIT = 2

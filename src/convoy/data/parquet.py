@@ -261,7 +261,7 @@ def _arrow(path: Path) -> Iterator[None]:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """What the schema's metadata says about the columns; nothing where it is missing or unreadable."""
+    """The columns' features by the schema's metadata; empty where it is missing or unreadable."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: value for name, value in features.items() if isinstance(value, dict)}

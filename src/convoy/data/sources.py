@@ -13,7 +13,7 @@ from convoy.data.decode import BadImage, finish_picture, open_picture
 from convoy.errors import ConvoyError
 
 Progress = Callable[[str, int, int], None]
-"""Is told of long work: what is being done, how many are done, of how many."""
+"""Is told of long work: its name, how many are done, of how many."""
 
 
 class Source(ABC):
@@ -26,7 +26,7 @@ class Source(ABC):
 
     @abstractmethod
     def name(self, sample: int) -> str:
-        """What to call the sample in a message: a file name, or a file and a number in it."""
+        """The sample's name in messages: a file name, or a file and a number in it."""
 
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
@@ -202,5 +202,5 @@ def decode_all(
 
 
 def refusal(bad: BadImage) -> ConvoyError:
-    """What to say of a picture when bad ones are not to be skipped."""
+    """The refusal of a picture when bad ones are not to be skipped."""
     return ConvoyError(f"{bad}: mend or remove it, or set data.bad_images=skip (--bad-images skip)")

@@ -1,4 +1,4 @@
-"""What happens to pictures: crop and resizing, random changes of color, normalization, and mixup and CutMix."""
+"""Transforms of pictures: crop and resizing, random changes of color, normalization, mixup and CutMix."""
 
 import math
 from collections.abc import Sequence

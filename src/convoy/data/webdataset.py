@@ -145,7 +145,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _label_in_json(content: bytes, member: tarfile.TarInfo, path: Path) -> bytes | None:
-    """What the document says under "label" or "cls", or None."""
+    """The document's "label" or "cls", or None."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):

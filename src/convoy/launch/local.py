@@ -22,8 +22,8 @@ from convoy.launch.place import FOLDER
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
 
-# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); what is asked of the run
-# as a whole comes to it as SIGUSR1.
+# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); a request to the run
+# as a whole comes as SIGUSR1.
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGUSR2,
@@ -105,7 +105,7 @@ def _newest(folder: Path) -> Path:
 
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """What the ranks are to find in their environment."""
+    """The environment that the ranks inherit."""
     before = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))

@@ -59,7 +59,7 @@ def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | 
     """Pin this rank to its share of the cores of its machine; ranks that have cores of their own already keep them.
 
     Args:
-        gather: gives every rank what each of them says.
+        gather: gives every rank the values of all.
         rank: this one's number.
         per_device: cores for each rank; None divides them evenly.
 
@@ -115,7 +115,7 @@ class RankPlace:
     """One rank among all.
 
     Attributes:
-        source: who started it, for sentences: `--devices`, `torchrun` or `Slurm`.
+        source: its launcher, for sentences: `--devices`, `torchrun` or `Slurm`.
         folder: where the ranks that `convoy.launch.start` started leave word for it, one for each attempt; None for
             those of others.
         job: name of what started the ranks, which they keep when they are started again; empty where there is none.
@@ -173,7 +173,7 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
-    """What started this process as one of several, in a word that stays the same when it starts them again.
+    """The name of the launcher of this process, which stays the same when ranks are started again.
 
     For torch's elastic launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user
     gave none; for Slurm the number of the job, which a requeued one keeps. Empty where nobody restarts anything.

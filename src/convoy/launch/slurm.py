@@ -96,7 +96,7 @@ done
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to train, and on what.
+    """A training, and the nodes that it runs on.
 
     Attributes:
         arguments: of `convoy train`, without `--out` and `--resume`.

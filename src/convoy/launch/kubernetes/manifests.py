@@ -27,7 +27,7 @@ _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 def pod(training: Training, master: str | None = None) -> dict[str, Any]:
     """The whole specification of a pod.
 
-    The command is torch's elastic launcher, told by PET_* variables who takes part, with rendezvous at the first pod:
+    The command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
     `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address. Requests
     equal the limits: the pod gets what it asks for and is the last to be evicted.
 
@@ -198,7 +198,7 @@ KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
     "jobset": job_set,
     "job": indexed_job,
 }
-"""What makes the documents to apply, in order, by the kind of the job."""
+"""Functions that make the documents to apply, in order, by the kind of the job."""
 
 
 def _job_spec(training: Training, master: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a training on Kubernetes needs to be told, checked: names, amounts, arguments, and that nothing is secret."""
+"""A training on Kubernetes, and the checks of its names, amounts and arguments, which must hold no secret."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ _FORMS = {
         "is no resource: write it like nvidia.com/gpu, or none for CPUs",
     ),
 }
-"""What Kubernetes takes for a name of some kind: a pattern, the longest, and the sentence for all others."""
+"""Kinds of names in Kubernetes: a pattern, the longest, and the sentence for all others."""
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 _UNITS = {
     "": Decimal(1),
@@ -56,7 +56,7 @@ _UNITS = {
 
 
 def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> None:
-    """Refuse what Kubernetes would not take; a label may be as long as `longest`.
+    """Refuse a name that Kubernetes would not take; a label may be as long as `longest`.
 
     Raises:
         ConvoyError: the text has not the form.
@@ -69,7 +69,7 @@ def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> Non
 
 
 def amount(option: str, text: str) -> Decimal:
-    """What an amount of CPUs or bytes says: `500m` is a half, `2Gi` is 2 · 1024³.
+    """The value of an amount of CPUs or bytes: `500m` is a half, `2Gi` is 2 · 1024³.
 
     Raises:
         ConvoyError: it is no amount, or zero.
@@ -216,7 +216,7 @@ class Training:
 
 
 def _check_text(what: str, text: str) -> None:
-    """Refuse what YAML or a process cannot be given.
+    """Refuse text that YAML or a process cannot hold.
 
     Raises:
         ConvoyError: the text is not UTF-8, or has a zero byte.
@@ -240,7 +240,7 @@ def complete(
     """Arguments with `--out /runs/NAME` and `--resume`, where they lack them.
 
     Args:
-        arguments: what the user wrote after `--`.
+        arguments: of the user, after `--`.
         said: the options that it says, by name, as far as they are `out`, `data`, `devices` and `resume`.
         name: of the job.
         num_devices: of the whole job, which `--devices` must not contradict.
