@@ -310,7 +310,7 @@ class PlanRequest:
         ):
             if number is not None and number < 1:
                 raise ConvoyError(f"{name} is {number}: give a whole number of at least 1")
-        _ = self.memory
+        _ = self.memory  # refuses a text that is no size
         if self.score and self.fix:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
         for fix in self.fix:
