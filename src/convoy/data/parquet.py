@@ -188,22 +188,20 @@ class _Layout:
     def of(cls, file: Path) -> "_Layout":
         schema = _open(file).schema_arrow
         features = _features(schema)
-        image = next((name for name in schema.names if _type_of(features.get(name)) == "Image"), None)
-        if image is None or _bytes_path(schema, image) is None:
-            image = next((name for name in schema.names if _bytes_path(schema, name)), None)
-        if image is None:
+        kinds = {name: feature.get("_type") for name, feature in features.items()}
+        columns = ", ".join(map(printable, schema.names))
+        images = [name for name in schema.names if _bytes_path(schema, name)]
+        if not images:
             raise ConvoyError(
-                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are "
-                f"{', '.join(map(printable, schema.names))}"
+                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are {columns}"
             )
-        label = next((name for name in schema.names if _type_of(features.get(name)) == "ClassLabel"), None)
-        if label is None:
-            label = next((name for name in _LABEL_NAMES if name in schema.names), None)
-        if label is None:
+        labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
+        labels += [name for name in _LABEL_NAMES if name in schema.names]
+        if not labels:
             raise ConvoyError(
-                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are "
-                f"{', '.join(map(printable, schema.names))}"
+                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are {columns}"
             )
+        image, label = min(images, key=lambda name: kinds.get(name) != "Image"), labels[0]
         kind = schema.field(label).type
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not (pa.types.is_integer(kind) or text):
@@ -269,16 +267,12 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
-def _type_of(feature: dict[str, Any] | None) -> str | None:
-    return feature.get("_type") if feature else None
-
-
 def _bytes_path(schema: pa.Schema, name: str) -> str | None:
     kind = schema.field(name).type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return name
     if pa.types.is_struct(kind):
-        for field in kind:
-            if field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type)):
-                return f"{name}.bytes"
-    return None
+        return f"{name}.bytes" if any(field.name == "bytes" and _is_binary(field.type) for field in kind) else None
+    return name if _is_binary(kind) else None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
