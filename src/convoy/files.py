@@ -120,13 +120,13 @@ MNIST_MINI = "mnist-mini"
 
 
 def existing(text: str) -> Path:
-    """The file or folder that a data set is.
+    """The file or folder that a data set is, or `mnist-mini`.
 
     Raises:
         ConvoyError: it does not exist.
     """
     path = expanded(text)
-    if not path.exists():
+    if text != MNIST_MINI and not path.exists():
         raise ConvoyError(f"data set {printable(str(path))} does not exist{_suggestion(path)}")
     return path
 

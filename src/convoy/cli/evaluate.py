@@ -8,7 +8,7 @@ import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.files import MNIST_MINI, existing, write_json
+from convoy.files import existing, write_json
 from convoy.late import waiting_for
 from convoy.training.run_directory import RunDirectory
 
@@ -65,7 +65,7 @@ def command(
     if as_json and as_csv:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
     RunDirectory(run).check_trained()
-    if data is not None and data != MNIST_MINI:
+    if data is not None:
         existing(data)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
