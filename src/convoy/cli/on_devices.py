@@ -9,8 +9,7 @@ from convoy.cli.options import is_verbose
 from convoy.comm.groups import leave
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import RankPlace
-from convoy.launch import place as cores
+from convoy.launch import RankPlace, cores
 from convoy.plans.plan import Plan
 from convoy.training import choose_device
 from convoy.training.environment import join_ranks

@@ -12,7 +12,7 @@ from convoy.cli.options import command_of, is_verbose, written
 from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
-from convoy.launch import place as cores
+from convoy.launch import cores
 from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore

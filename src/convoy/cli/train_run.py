@@ -13,7 +13,7 @@ from convoy.comm.groups import leave, meeting_store
 from convoy.comm.position import here
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import place as cores
+from convoy.launch import cores
 from convoy.planner.comparison import comparison_text, headline
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train

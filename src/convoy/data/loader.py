@@ -22,7 +22,7 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError, MachineError
-from convoy.launch.place import PINNED, own_cores
+from convoy.launch.cores import PINNED, own_cores
 
 _MAX_AUTOMATIC = 16
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
