@@ -41,16 +41,13 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
         if as_json:
             options.show([asdict(key) for key in found], as_json)
         else:
-            click.echo("\n".join(map(_for_reading if sys.stdout.isatty() else _line, found)))
+            terminal = sys.stdout.isatty()
+            click.echo("\n".join(_for_reading(key) if terminal else "\t".join(asdict(key).values()) for key in found))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
     options.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
-
-
-def _line(key: "Key") -> str:
-    return "\t".join(asdict(key).values())
 
 
 def _for_reading(key: "Key") -> str:

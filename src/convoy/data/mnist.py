@@ -61,7 +61,7 @@ _SHARE_OF_MEMORY = 2
 
 def find_mnist(folder: Path) -> bool:
     """Whether the folder holds files named like MNIST's."""
-    return any(_candidates(folder, split, "images") for split in ("train", "t10k"))
+    return any(_candidates(folder, f"{split}-images-idx3-ubyte") for split in ("train", "t10k"))
 
 
 def open_mnist(folder: Path) -> Opened:
@@ -74,7 +74,7 @@ def open_mnist(folder: Path) -> Opened:
 
 
 def _open_split(folder: Path, split: str) -> PixelSource:
-    images, labels = _find(folder, split, "images"), _find(folder, split, "labels")
+    images, labels = _find(folder, f"{split}-images-idx3-ubyte"), _find(folder, f"{split}-labels-idx1-ubyte")
     pixels, classes = read_idx(images, _IMAGES), read_idx(labels, _LABELS)
     if len(pixels) != len(classes):
         raise ConvoyError(
@@ -89,19 +89,17 @@ def _open_split(folder: Path, split: str) -> PixelSource:
     return PixelSource(pixels[..., None], classes.astype(np.int64), images.name)
 
 
-def _candidates(folder: Path, split: str, kind: str) -> list[Path]:
-    digit = 3 if kind == "images" else 1
-    stems = [f"{split}-{kind}{separator}idx{digit}-ubyte" for separator in "-."]
-    return [file for stem in stems for end in ("", ".gz") if (file := folder / (stem + end)).is_file()]
+def _candidates(folder: Path, name: str) -> list[Path]:
+    names = [f"{other}{end}" for other in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
+    return [folder / each for each in names if (folder / each).is_file()]
 
 
-def _find(folder: Path, split: str, kind: str) -> Path:
-    found = _candidates(folder, split, kind)
+def _find(folder: Path, name: str) -> Path:
+    found = _candidates(folder, name)
     if not found:
-        digit = 3 if kind == "images" else 1
         raise ConvoyError(
-            f"{shown(folder)} lacks {split}-{kind}-idx{digit}-ubyte.gz: an MNIST folder holds the pictures and labels "
-            "of train and t10k, gzip or plain"
+            f"{shown(folder)} lacks {name}.gz: an MNIST folder holds the pictures and labels of train and t10k, gzip "
+            "or plain"
         )
     return found[0]
 

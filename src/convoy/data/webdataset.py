@@ -92,13 +92,13 @@ def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:
                     if key in pictures:
                         raise ConvoyError(f"{shown(path)} has two pictures {printable(key)}: give them other names")
                     pictures[key] = member
-                elif suffix == ".cls":
-                    labels[key] = _number(_content(tar, member), member, path)
+                elif suffix == ".cls" and (label := _label(tar, member, path)) is not None:
+                    labels[key] = label
                 elif suffix == ".json":
                     documents[key] = member
             for key, member in documents.items():
-                if key not in labels and (value := _label_in_json(_content(tar, member), member, path)) is not None:
-                    labels[key] = _number(value, member, path)
+                if key not in labels and (label := _label(tar, member, path)) is not None:
+                    labels[key] = label
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
@@ -139,22 +139,19 @@ def _check_size(member: tarfile.TarInfo, path: Path) -> None:
         )
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
+    """The whole number in a .cls, or under "label" or "cls" in a .json; None where a .json has neither."""
     file = tar.extractfile(member)
-    return file.read(_MAX_LABEL_BYTES) if file else b""
-
-
-def _label_in_json(content: bytes, member: tarfile.TarInfo, path: Path) -> bytes | None:
-    """The document's "label" or "cls", or None."""
-    try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
-    value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
-    return None if value is None else str(value).encode()
-
-
-def _number(content: bytes, member: tarfile.TarInfo, path: Path) -> int:
+    content = file.read(_MAX_LABEL_BYTES) if file else b""
+    if member.name.lower().endswith(".json"):
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
+        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
+        if value is None:
+            return None
+        content = str(value).encode()
     text = content[:40].decode("utf-8", "replace").strip()
     try:
         label = int(text)
