@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 
 from convoy.data import DataConfig, evaluation_batches, open_data
-from convoy.data.mnist import CIFAR10, CIFAR100, IMAGENET, MNIST, SPLIT_SEED
+from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
+from convoy.data.mnist import SPLIT_SEED
 from convoy.data.sources import PixelSource
 from data.made import (
     dump,

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, Order, evaluation_batches, open_data, training_batches
-from convoy.data.mnist import CIFAR10, CIFAR10_CLASSES, MNIST
+from convoy.data.dataset import CIFAR10, MNIST
 from convoy.data.parquet import open_parquet
 from convoy.data.sources import common_format
 from shared_data import shared
+
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 @pytest.mark.slow
@@ -24,7 +26,7 @@ def test_mnist():
 def test_cifar10_parquet():
     """Only the test file is decoded here; the statistics are close to those of the training pictures."""
     opened = open_parquet(shared("cifar10"))
-    assert (opened.classes, len(opened.train), len(opened.test)) == (CIFAR10_CLASSES, 50_000, 10_000)
+    assert (opened.classes, len(opened.train), len(opened.test)) == (CLASSES, 50_000, 10_000)
     assert np.bincount(opened.train.labels).tolist() == [5000] * 10
     assert common_format(opened.train, opened.test) == (32, 32, 3)
     image = opened.test.load(17)

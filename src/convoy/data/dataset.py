@@ -8,7 +8,7 @@ from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
 from convoy.data.files import Opened, shown
 from convoy.data.folder import find_folder, open_class, open_folder
-from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini, statistics
+from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
 from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, common_format, decode_all
 from convoy.data.webdataset import open_tars
@@ -18,6 +18,16 @@ from convoy.files import MNIST_MINI, existing
 DEFAULT_VALIDATION_FRACTION = 0.1
 DEFAULT_SPLIT_SEED = 0
 PHOTOGRAPH_SIZE = 224
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+# Means and standard deviations of the training pixels, scaled from 0 to 1.
+MNIST: Statistics = ((0.1307,), (0.3081,))
+CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+_LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
@@ -193,17 +203,29 @@ def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, i
     return image_size, resize
 
 
-def _statistics(
-    config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if config.mean is None or config.std is None:
-        return statistics(opened.classes, own, channels)
-    if len(config.mean) != channels:
-        raise ConvoyError(
-            f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
-            f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
-        )
-    return config.mean, config.std
+def _statistics(config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int) -> Statistics:
+    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's.
+
+    Grey from RGB weighs the three numbers as luma does.
+    """
+    if config.mean is not None and config.std is not None:
+        if len(config.mean) != channels:
+            raise ConvoyError(
+                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
+                f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
+            )
+        return config.mean, config.std
+    known, num_classes = IMAGENET, len(opened.classes)
+    if own == (28, 28, 1) and num_classes == 10:
+        known = MNIST
+    elif own == (32, 32, 3) and num_classes in (10, 100):
+        known = CIFAR10 if num_classes == 10 else CIFAR100
+    if len(known[0]) == channels:
+        return known
+    if channels == 3:
+        return known[0] * 3, known[1] * 3
+    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in known)
+    return (mean,), (std,)
 
 
 def _check_augmentation(
