@@ -119,6 +119,16 @@ class OutputPath(click.Path):
 verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 device = click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")
+microbatches = click.option(
+    "--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]"
+)
+batch_norm = click.option(
+    "--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local."
+)
+precision = click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
+channels_last = click.option(
+    "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
+)
 run_argument = click.argument("run", type=OutputPath())
 
 

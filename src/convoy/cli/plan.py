@@ -37,16 +37,16 @@ Examples:
     type=float,
     help="What the input of one device gives, decoded and augmented. [default: input costs nothing]",
 )
-@click.option("--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]")
+@options.microbatches
 @click.option(
     "--shares",
     metavar="S,S,…",
     callback=options.shares,
     help="Parts of the batch, as 3,3,2. [default: by measured speed]",
 )
-@click.option("--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local.")
-@click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
-@click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
+@options.batch_norm
+@options.precision
+@options.channels_last
 @click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")

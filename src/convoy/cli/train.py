@@ -38,11 +38,11 @@ Examples:
 @click.option("--batch", type=int, help="Global batch: samples of one weight update.")
 @click.option("--lr", type=float, help="Peak learning rate, as it is (no scaling).")
 @click.option("--seed", type=int, help="Seed of everything random.")
-@click.option("--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]")
-@click.option("--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local.")
+@options.microbatches
+@options.batch_norm
 @click.option("--reproducible", is_flag=True, default=None, help="Bit-identical weights on any number of devices.")
-@click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
-@click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
+@options.precision
+@options.channels_last
 @click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
 @click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
 @click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")
