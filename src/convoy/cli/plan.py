@@ -47,7 +47,7 @@ Examples:
 @options.batch_norm
 @options.precision
 @options.channels_last
-@click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
+@options.cores_per_device
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")
 @click.option("--trace", metavar="FILE", type=options.OutputPath(), help="Write the timeline for Perfetto.")

@@ -57,7 +57,7 @@ Examples:
     callback=options.shares,
     help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
 )
-@click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
+@options.cores_per_device
 @click.option("--gradient-compression", metavar="TYPE", help="Approximate: send gradients as bf16. [default: exact]")
 @click.option("--local-sgd", metavar="H", type=int, help="Approximate: average the weights every H updates.")
 @click.option(
