@@ -129,7 +129,9 @@ precision = click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16
 channels_last = click.option(
     "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
 )
-cores_per_device = click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
+cores_per_device = click.option(
+    "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
+)
 run_argument = click.argument("run", type=OutputPath())
 
 
