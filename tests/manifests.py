@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from convoy.launch.kubernetes import Training, manifest, to_yaml
+from convoy.launch.kubernetes import KINDS, Training, to_yaml
 from convoy.launch.kubernetes.training import complete
 
 
@@ -28,7 +28,7 @@ def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **cha
 
 def read(asked: Training, kind: str) -> dict[str, dict[str, Any]]:
     """The documents of a manifest, read back from its YAML, by kind."""
-    documents = yaml.safe_load_all(to_yaml(manifest(asked, kind)))
+    documents = yaml.safe_load_all(to_yaml(KINDS[kind](asked)))
     return {document["kind"]: document for document in documents}
 
 

@@ -11,7 +11,6 @@ from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import (
     AGENTS,
     Failure,
-    Word,
     cause,
     failure_of,
     leave_word,
@@ -101,7 +100,7 @@ def test_the_first_of_several_is_said(tmp_path: Path) -> None:
 def test_torchrun_says_the_cause_and_its_rank_where_others_say_something_else(
     errors: list[Exception], said: str | None
 ) -> None:
-    assert text_of([Word(fail(rank, error)) for rank, error in enumerate(errors)]) == said
+    assert text_of([fail(rank, error) for rank, error in enumerate(errors)]) == said
 
 
 def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +109,7 @@ def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert not leave_word(failure)  # there is no agent that would say it
     monkeypatch.setenv(AGENTS, f"1 {os.getppid()}")
     assert leave_word(failure)
-    assert word_in(tmp_path / "0" / "error.json") == Word(failure)
+    assert word_in(tmp_path / "0" / "error.json") == failure
     (tmp_path / "other.json").write_text('{"message": "theirs", "timestamp": 1}')
     assert word_in(tmp_path / "other.json") is None and word_in("<N/A>") is None
 
@@ -119,4 +118,4 @@ def test_a_rank_that_lost_another_is_not_the_cause_whatever_it_raises() -> None:
     error = MachineError("the step failed")
     error.__cause__ = RuntimeError("Connection closed by peer")
     killed = Failure(1, "killed", "it was ended by SIGKILL", "", 0)
-    assert text_of([Word(fail(0, error))], [killed]) == killed.text()
+    assert text_of([fail(0, error)], [killed]) == killed.text()

@@ -36,7 +36,7 @@ def test_what_is_quick_and_what_a_rank_waits_for_is_not_told(rank: str | None, m
 
 
 def test_public_names_are_imported_when_they_are_used() -> None:
-    find = lazily("convoy.models", {"count": "counting"})
+    find = lazily("convoy.models", {"counting": "Counts count"})
     assert find("count") is convoy.models.count
     with pytest.raises(AttributeError, match="no attribute 'cuont'"):
         find("cuont")

@@ -43,40 +43,27 @@ if TYPE_CHECKING:
     from convoy.script.state import state_dict as state_dict
     from convoy.training.restore import load_run as load_run
 
-_MODULES = {
-    "BatchSampler": "script.data",
-    "Mesh": "plans",
-    "Plan": "plans",
-    "accumulate": "engine.parallelize",
-    "clip_grad_norm_": "engine.parallelize",
-    "cross_entropy": "engine.class_parallel",
-    "evaluate": "script.data",
-    "explain": "engine.explain",
-    "global_mean": "script.loss",
-    "gradients": "engine.parallelize",
-    "load": "script.checkpoint",
-    "load_optimizer_state_dict": "script.state",
-    "load_run": "training.restore",
-    "load_state_dict": "script.state",
-    "local_samples": "engine.parallelize",
-    "num_ranks": "script.ranks",
-    "optimizer_state_dict": "script.state",
-    "parallelize": "engine.parallelize",
-    "penalty": "script.loss",
-    "plan": "planner.interface",
-    "print": "script.ranks",
-    "rank": "script.ranks",
-    "save": "script.checkpoint",
-    "state_dict": "script.state",
+_NAMES = {
+    "engine.class_parallel": "cross_entropy",
+    "engine.explain": "explain",
+    "engine.parallelize": "accumulate clip_grad_norm_ gradients local_samples parallelize",
+    "planner.interface": "plan",
+    "plans": "Mesh Plan",
+    "script.checkpoint": "load save",
+    "script.data": "BatchSampler evaluate",
+    "script.loss": "global_mean penalty",
+    "script.ranks": "num_ranks print rank",
+    "script.state": "load_optimizer_state_dict load_state_dict optimizer_state_dict state_dict",
+    "training.restore": "load_run",
 }
-"""Where each public name is: imported when it is first used, as `convoy --help` waits for neither them nor torch."""
+"""The public names by their modules: imported when they are first used, as `convoy --help` waits for neither them nor
+torch."""
 
-__all__ = ["ConvoyError", *sorted({*_MODULES} - {"print"})]  # `from convoy import *` leaves Python's own print
+__all__ = ["ConvoyError", *sorted({*" ".join(_NAMES.values()).split()} - {"print"})]  # `import *` leaves Python's print
 
-
-__getattr__ = lazily("convoy", _MODULES)
+__getattr__ = lazily("convoy", _NAMES)
 
 
 def __dir__() -> list[str]:
-    """What there is, for `help` and completion: also what was not used yet."""
+    """The public names, for `help` and completion, also those not used yet."""
     return [*__all__, "__version__", "print"]

@@ -55,16 +55,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value)
-
-
 for _tag, _pattern, _first in _TYPES:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, *([""] if _tag == "null" else [])]
         )
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a rank says why it failed, and which of several failures is the cause of the others."""
+"""Why a rank failed, how it reports that, and which of several failures is the cause of the others."""
 
 import contextlib
 import json
@@ -38,6 +38,9 @@ class Failure:
         trace: the traceback, where there is one.
         time: when, in seconds of the machine's clock.
         clear: the sentence says enough; the traceback is for those who ask for it.
+        verbose: somebody asks for it.
+        attempt: how often the ranks had been started again.
+        max_attempts: how often that may be.
     """
 
     rank: int
@@ -46,6 +49,9 @@ class Failure:
     trace: str
     time: float
     clear: bool = False
+    verbose: bool = False
+    attempt: int = 0
+    max_attempts: int = 0
 
     @property
     def status(self) -> int:
@@ -59,12 +65,12 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The rank and what to say, in a line; a mistake or Ctrl-C is nobody's, and who hangs says it himself."""
+        """The failure in a line, with the rank unless it is a mistake, Ctrl-C, or a hang, whose sentence names it."""
         first = self.sentence.partition("\n")[0]
         return first if self.kind in ("mistake", "interrupted", "hung") else f"rank {self.rank} failed: {first}"
 
     def text(self, verbose: bool = False) -> str:
-        """What is printed: the reason, and the traceback where it says more."""
+        """The text to print: the reason, and the traceback where it says more."""
         if self.kind == "mistake":
             return f"{self.trace}convoy: {self.sentence}" if verbose else f"convoy: {self.sentence}"
         if self.kind in ("interrupted", "hung"):
@@ -73,7 +79,7 @@ class Failure:
         return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")
 
     def write(self, folder: Path) -> None:
-        """Leave it for whoever started the ranks."""
+        """Leave it for the process that started the ranks."""
         place = folder / f"failure-{self.rank}.json"
         temporary = place.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -81,7 +87,7 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What an exception says about a rank."""
+    """The failure of a rank by an exception."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MachineError):
         kind: Kind = "lost" if error.__cause__ is not None and is_loss(error.__cause__) else "error"
@@ -123,7 +129,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """What the ranks left."""
+    """The failures that ranks left."""
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
 
 
@@ -153,27 +159,11 @@ def cause(failures: Iterable[Failure]) -> Failure | None:
 AGENTS = "CONVOY_AGENTS"
 """Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed."""
 TRACEBACK = "CONVOY_TRACEBACK"
-"""Variable that asks for the traceback of what is otherwise said in a sentence."""
+"""Variable that asks for tracebacks beside sentences."""
 _STAY_S, _STAY_LOST_S = 0.5, 2.0
 """Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
 say the same, or, where it lost the connection to one, what became of that."""
 _MARK = "convoy"
-
-
-@dataclass(frozen=True)
-class Word:
-    """What a rank leaves for torchrun's agent.
-
-    Attributes:
-        verbose: say the traceback too.
-        attempt: how often the ranks had been started again.
-        max_attempts: how often that may be.
-    """
-
-    failure: Failure
-    verbose: bool = False
-    attempt: int = 0
-    max_attempts: int = 0
 
 
 def leave_word(failure: Failure, verbose: bool = False) -> bool:
@@ -189,10 +179,10 @@ def leave_word(failure: Failure, verbose: bool = False) -> bool:
     if not path:
         return False
     attempt, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    failure = replace(failure, verbose=verbose, attempt=attempt, max_attempts=most)
     shown = failure.trace if failure.trace and not failure.clear else failure.text(verbose)
     extra = {"py_callstack": shown, "timestamp": str(int(failure.time))}
-    word = asdict(Word(failure, verbose, attempt, most))
-    record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: word}
+    record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: asdict(failure)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record), encoding="utf-8")
     return has_agent()
@@ -203,16 +193,15 @@ def has_agent() -> bool:
     return "TORCHELASTIC_ERROR_FILE" in os.environ and str(os.getppid()) in os.environ.get(AGENTS, "").split()
 
 
-def word_in(path: str | Path) -> Word | None:
-    """What a rank has left in torchrun's file; None where there is none, or where it is not of Convoy."""
+def word_in(path: str | Path) -> Failure | None:
+    """The failure that a rank has left in torchrun's file; None where there is none of Convoy's."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        word = json.loads(Path(path).read_text(encoding="utf-8"))[_MARK]
-        return Word(**word | {"failure": Failure(**word["failure"])})
+        return Failure(**json.loads(Path(path).read_text(encoding="utf-8"))[_MARK])
     return None
 
 
-def text_of(words: Iterable[Word], silent: Iterable[Failure] = ()) -> str | None:
-    """What torchrun's agent says at the end, of all that its ranks have left.
+def text_of(words: Iterable[Failure], silent: Iterable[Failure] = ()) -> str | None:
+    """The text that torchrun's agent prints at the end.
 
     Args:
         words: of the ranks.
@@ -221,14 +210,13 @@ def text_of(words: Iterable[Word], silent: Iterable[Failure] = ()) -> str | None
     Returns:
         The cause, with its rank where others do not say the same; None where no rank left a word.
     """
-    found = {word.failure.rank: word for word in words}
-    failure = cause([*(word.failure for word in found.values()), *silent])
-    if not found or failure is None:
+    left = {word.rank: word for word in words}.values()
+    failure = cause([*left, *silent])
+    if not left or failure is None:
         return None
-    alone = failure.kind == "mistake" and [w.failure.sentence for w in found.values()].count(failure.sentence) == 1
-    if alone and len(found) > 1:
+    if failure.kind == "mistake" and len(left) > 1 and [word.sentence for word in left].count(failure.sentence) == 1:
         failure = replace(failure, sentence=f"rank {failure.rank}: {failure.sentence}")
-    return failure.text(failure.rank in found and found[failure.rank].verbose)
+    return failure.text(failure.verbose)
 
 
 _saying: list[BaseException] = []

@@ -1,9 +1,4 @@
-"""Where the pictures are: looked at before all that reads them is imported.
-
-Files that are whole or not there: written beside their place, synced, and moved. And paths as people type them.
-
-Reads a YAML file that a person names: a plan, a recipe, a cluster. What is in it is for those who know.
-"""
+"""Files: paths as people type them, text that is read, and files that are written whole or not at all."""
 
 import difflib
 import json
@@ -125,13 +120,13 @@ MNIST_MINI = "mnist-mini"
 
 
 def existing(text: str) -> Path:
-    """The file or folder that a data set is.
+    """The file or folder that a data set is, or `mnist-mini`.
 
     Raises:
         ConvoyError: it does not exist.
     """
     path = expanded(text)
-    if not path.exists():
+    if text != MNIST_MINI and not path.exists():
         raise ConvoyError(f"data set {printable(str(path))} does not exist{_suggestion(path)}")
     return path
 

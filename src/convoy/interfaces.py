@@ -4,6 +4,7 @@ gloo and NCCL listen on the interface that a variable names. torch's key-value s
 is given a socket that listens already.
 """
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -111,15 +112,11 @@ def listen(address: str, port: int) -> socket.socket:
         OSError: the port is taken, or the address is not this host's.
     """
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(place)
-        listening.listen(1024)
+        return socket.create_server(place, family=family, backlog=1024)
     except OSError as error:
-        listening.close()
-        raise OSError(error.errno, f"cannot listen on {address}:{port} ({error.strerror})") from error
-    return listening
+        reason = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"cannot listen on {address}:{port} ({reason})") from error
 
 
 def is_own(host: str) -> bool:
@@ -154,17 +151,12 @@ def meeting_address(host: str, alone: bool) -> str:
 
 
 def _own_addresses(host: str) -> list[str]:
-    found = [str(place[0]) for family, _, _, _, place in _resolve(host, 0) if _can_bind(family, str(place[0]))]
-    return list(dict.fromkeys(found))
-
-
-def _can_bind(family: int, address: str) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
+    found = []
+    for family, _, _, _, (address, *_) in _resolve(host, 0):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+            found.append(str(address))
+    return list(dict.fromkeys(found))
 
 
 def _resolve(host: str, port: int) -> list[tuple]:
@@ -179,12 +171,9 @@ def _resolve(host: str, port: int) -> list[tuple]:
 def _addresses(interface: str) -> list[str]:
     """Of IPv4 (the first one), then of IPv6."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-            found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:
-            pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():
         digits, _, _, _, _, name = line.split()

@@ -1,4 +1,4 @@
-"""What is imported late: torch takes seconds, for which no `--help` and no misspelt option is to wait."""
+"""Late imports: torch takes seconds, for which no `--help` and no misspelt option is to wait."""
 
 import importlib
 import os
@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 AFTER_S = 1.0
-"""Seconds of silence after which a terminal is told what is waited for."""
+"""Seconds of silence after which a terminal shows a message."""
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a package has for `__getattr__`, so that its public names are imported when they are first used.
+def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package, which imports its public names when they are first used.
 
     Args:
         package: its name.
-        modules: by public name, the module below the package that has it. No module may have the name itself: once it
-            is imported it would stand there.
+        names: by module below the package, the names to take from it, with spaces between them. No module may have the
+            name itself: once it is imported it would stand there.
     """
+    modules = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:
         if name not in modules:
@@ -33,9 +34,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
 
 @contextmanager
 def waiting_for(what: str, after_s: float = AFTER_S) -> Iterator[None]:
-    """Tell a terminal what is waited for, if that takes long; the line is gone when it is there.
-
-    Ranks say nothing: whoever started them does.
+    """Show a terminal a message if this takes long; the line is gone at the end. Ranks leave it to their starter.
 
     Args:
         what: as in `loading PyTorch`.

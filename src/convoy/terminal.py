@@ -29,7 +29,10 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(_escaped(sign) if sign not in keep and _unseen(sign) else sign for sign in text)
+    return "".join(
+        sign.encode("unicode_escape", "backslashreplace").decode() if sign not in keep and _unseen(sign) else sign
+        for sign in text
+    )
 
 
 def brief(text: str, length: int = 80) -> str:
@@ -52,7 +55,7 @@ def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its
 def shortened(message: str) -> str:
     """A message to a person, in which nobody need scroll past what was typed: neither words nor lines without end.
 
-    Names and paths of usual lengths stay whole. For what is typed in vain there is `brief`.
+    Names and paths of usual lengths stay whole. Use `brief` for what was mistyped.
     """
     if len(message) <= _LONGEST_WORD:
         return message
@@ -66,13 +69,8 @@ def _unseen(sign: str) -> bool:
     return category in _UNSEEN or (category == "Cf" and sign not in _JOINERS)
 
 
-def _escaped(sign: str) -> str:
-    return sign.encode("unicode_escape", "backslashreplace").decode()
-
-
 class Console(rich.console.Console):
     """rich's console, which lets through no control characters but its own."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """See base class."""
         return super().render_str(printable(text, keep="\n\t"), **settings)

@@ -58,7 +58,7 @@ def test_without_the_checks_it_would_not_be(
 ) -> None:
     for name in ("check_run", "check_devices"):
         monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
-    monkeypatch.setattr("convoy.cli.train_request.TrainRequest.check", lambda _: None)
+    monkeypatch.setattr("convoy.cli.requests.TrainRequest.check", lambda _: None)
     assert main(WRONG[case][0].format(tmp=tmp).split()) == 1
     assert "something costly was begun" in capsys.readouterr().err
 

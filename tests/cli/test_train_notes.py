@@ -1,10 +1,12 @@
 """Options of `convoy train` that have no effect say so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from convoy.cli import main
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train_run import _without_effect
 from convoy.launch import RankPlace
 from tiny import write_mnist
@@ -42,13 +44,17 @@ def test_a_weight_of_heads_that_a_network_does_not_have(tmp_path: Path, capsys: 
     assert "aux_weight" not in capsys.readouterr().out
 
 
+def notes(place: RankPlace | None, number: int, **options: Any) -> list[str]:
+    return _without_effect(TrainRequest([], [], **options), place, number)
+
+
 @pytest.mark.parametrize(("source", "instead"), [("torchrun", "torchrun"), ("Slurm", "convoy launch slurm")])
 def test_restarts_are_the_matter_of_who_started_the_ranks(source: str, instead: str) -> None:
-    (note,) = _without_effect(RankPlace(0, 2, source), 2, 3, "30s", "lo")
+    (note,) = notes(RankPlace(0, 2, source), 2, max_restarts=3, timeout="30s", interface="lo")
     assert note == f"--max-restarts has no effect on ranks that {source} started: give it to {instead}"
 
 
 def test_what_has_an_effect_is_not_noted() -> None:
-    assert _without_effect(RankPlace(0, 2, "--devices", "folder"), 2, 3, "30s", "lo") == []
-    assert _without_effect(RankPlace(0, 2, "torchrun"), 2, None, "30s", "lo") == []
-    assert _without_effect(None, 1, 0, None, None) == []
+    assert notes(RankPlace(0, 2, "--devices", "folder"), 2, max_restarts=3, timeout="30s", interface="lo") == []
+    assert notes(RankPlace(0, 2, "torchrun"), 2, timeout="30s", interface="lo") == []
+    assert notes(None, 1, max_restarts=0) == []

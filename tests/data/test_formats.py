@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 
 from convoy.data import DataConfig, evaluation_batches, open_data
-from convoy.data.mnist import CIFAR10, CIFAR100, IMAGENET, MNIST, SPLIT_SEED
+from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
+from convoy.data.mnist import SPLIT_SEED
 from convoy.data.sources import PixelSource
 from data.made import (
     dump,
@@ -64,7 +65,7 @@ def test_mnist_in_color_and_in_another_size(tmp_path):
     write_mnist(tmp_path)
     data = opened(tmp_path, channels=3, image_size=32)
     assert (data.channels, data.image_size, len(data.mean)) == (3, 32, 3)
-    batch = next(evaluation_batches(data, DataConfig(image_size=32), batch=4, workers=0))
+    batch = next(evaluation_batches(data, DataConfig(image_size=32, workers=0), batch=4))
     assert tuple(batch.images.shape) == (4, 3, 32, 32)
 
 

@@ -44,12 +44,16 @@ def config(path, **options) -> DataConfig:
 
 def batches(section: DataConfig, first: int = 0, num: int = 12, workers: int = 0, batch: int = 5) -> list[Batch]:
     """By default three epochs of 21 pictures."""
+    section = section.model_copy(update={"workers": workers})
     data = open_data(section)
     order = Order(len(data.train), batch, seed=7)
-    with closing(
-        training_batches(data, section, order, first_update=first, num_updates=num, seed=7, workers=workers)
-    ) as made:
+    with closing(training_batches(data, section, order, first_update=first, num_updates=num, seed=7)) as made:
         return list(made)
+
+
+def evaluated(section: DataConfig, batch: int, workers: int = 0) -> list[Batch]:
+    section = section.model_copy(update={"workers": workers})
+    return list(evaluation_batches(open_data(section), section, batch=batch))
 
 
 def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
@@ -128,20 +132,18 @@ def test_the_other_sources_go_to_workers_too(tmp_path, kind):
 def test_evaluation_counts_every_sample_once_and_in_order(photos, workers, batch):
     section = config(photos)
     data = open_data(section)
-    found = list(evaluation_batches(data, section, batch=batch, workers=workers))
+    found = evaluated(section, batch, workers)
     assert torch.cat([part.samples for part in found]).tolist() == list(range(9))
     assert torch.cat([part.labels for part in found]).tolist() == data.test.labels.tolist()
     assert all(part.images.shape == (len(part), 3, 24, 24) for part in found)
-    whole = next(evaluation_batches(data, section, batch=9, workers=0))
+    (whole,) = evaluated(section, 9)
     assert torch.equal(torch.cat([part.images for part in found]), whole.images)
 
 
-def test_evaluation_of_the_training_split_is_not_augmented(photos):
-    section = config(photos, augment=ALL)
-    data = open_data(section)
-    first, again = (next(evaluation_batches(data, section, batch=21, workers=0, split="train")) for _ in range(2))
-    assert torch.equal(first.images, again.images)
-    assert len(first) == 21
+def test_an_evaluation_is_not_augmented(photos):
+    (plain,), (augmented,) = (evaluated(config(photos, augment=augment), 9) for augment in (AugmentConfig(), ALL))
+    assert torch.equal(plain.images, augmented.images)
+    assert len(plain) == 9
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -154,9 +156,9 @@ def test_bad_pictures_are_skipped_and_reported(tmp_path, workers):
     made = batches(section, num=6, batch=4, workers=workers)
     assert [bad for batch in made for bad in batch.bad] == [(2, "is an empty file")] * 2
     assert all(len(batch) == 4 and 2 not in batch.samples for batch in made)
-    evaluated = list(evaluation_batches(open_data(section), section, batch=2, workers=workers))
-    assert torch.cat([batch.samples for batch in evaluated]).tolist() == [0, 1, 2, 3, 5]
-    assert [bad for batch in evaluated for bad in batch.bad] == [(4, "is no picture in a known format")]
+    found = evaluated(section, 2, workers)
+    assert torch.cat([batch.samples for batch in found]).tolist() == [0, 1, 2, 3, 5]
+    assert [bad for batch in found for bad in batch.bad] == [(4, "is no picture in a known format")]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -175,17 +177,18 @@ def test_a_bad_picture_is_one_sentence_even_from_a_worker(tmp_path, workers):
 def test_a_file_that_vanishes_is_named(tmp_path):
     write_folder(tmp_path / "train")
     write_folder(tmp_path / "val")
-    section = config(tmp_path)
+    section = config(tmp_path, workers=0)
     data = open_data(section)
     (tmp_path / "val" / "cat" / "000.jpg").unlink()
     with pytest.raises(ConvoyError, match=r"val/cat/000.jpg cannot be read \(No such file"):
-        list(evaluation_batches(data, section, batch=4, workers=0))
+        list(evaluation_batches(data, section, batch=4))
 
 
 def open_loader(section: DataConfig, num: int = 400):
+    section = section.model_copy(update={"workers": 2})
     data = open_data(section)
     order = Order(len(data.train), 5, seed=7)
-    return training_batches(data, section, order, first_update=0, num_updates=num, seed=7, workers=2)
+    return training_batches(data, section, order, first_update=0, num_updates=num, seed=7)
 
 
 def test_a_loader_that_is_left_half_way_ends_its_workers(photos):
@@ -236,10 +239,10 @@ from contextlib import closing
 from convoy.data import DataConfig, Order, open_data, training_batches
 
 if __name__ == "__main__":
-    section = DataConfig(path=sys.argv[1], image_size=24)
+    section = DataConfig(path=sys.argv[1], image_size=24, workers=2)
     data = open_data(section)
     order = Order(len(data.train), 5, seed=7)
-    with closing(training_batches(data, section, order, first_update=0, num_updates=400, seed=7, workers=2)) as made:
+    with closing(training_batches(data, section, order, first_update=0, num_updates=400, seed=7)) as made:
         next(made)
         try:
             print(*(process.pid for process in multiprocessing.active_children()), flush=True)
@@ -319,7 +322,7 @@ def test_torchs_random_numbers_are_left_alone(photos):
     state = torch.get_rng_state()
     for workers in (0, 1):
         batches(section, num=2, workers=workers)
-        list(evaluation_batches(open_data(section), section, batch=4, workers=workers))
+        evaluated(section, 4, workers)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -354,13 +357,9 @@ def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
     assert number(photos) == 1
 
 
-def test_wrong_arguments_are_refused_at_once(photos):
-    section = config(photos)
-    data = open_data(section)
-    with pytest.raises(ConvoyError, match="choose train or test"):
-        evaluation_batches(data, section, batch=4, split="val")
+def test_a_batch_of_nothing_is_refused_at_once(photos):
     with pytest.raises(ConvoyError, match="at least 1"):
-        evaluation_batches(data, section, batch=0)
+        evaluation_batches(open_data(config(photos)), config(photos), batch=0)
 
 
 def test_the_loader_adds_little_to_a_batch_in_memory(tmp_path):

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, Order, evaluation_batches, open_data, training_batches
-from convoy.data.mnist import CIFAR10, CIFAR10_CLASSES, MNIST
+from convoy.data.dataset import CIFAR10, MNIST
 from convoy.data.parquet import open_parquet
 from convoy.data.sources import common_format
 from shared_data import shared
+
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 @pytest.mark.slow
@@ -24,7 +26,7 @@ def test_mnist():
 def test_cifar10_parquet():
     """Only the test file is decoded here; the statistics are close to those of the training pictures."""
     opened = open_parquet(shared("cifar10"))
-    assert (opened.classes, len(opened.train), len(opened.test)) == (CIFAR10_CLASSES, 50_000, 10_000)
+    assert (opened.classes, len(opened.train), len(opened.test)) == (CLASSES, 50_000, 10_000)
     assert np.bincount(opened.train.labels).tolist() == [5000] * 10
     assert common_format(opened.train, opened.test) == (32, 32, 3)
     image = opened.test.load(17)
@@ -40,6 +42,7 @@ def test_cifar10_parquet():
 def test_all_photographs_load():
     section = DataConfig(
         path=str(shared("imagenet-sample")),
+        workers=0,
         augment=AugmentConfig(crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1),
     )
     data = open_data(section)
@@ -47,7 +50,7 @@ def test_all_photographs_load():
     modes = [source.load(i).mode for source in (data.train, data.test) for i in range(len(source))]
     assert (modes.count("L"), modes.count("RGB")) == (5, 251)
     order = Order(len(data.train), 46, seed=0)
-    batches = list(training_batches(data, section, order, first_update=0, num_updates=5, seed=0, workers=0))
+    batches = list(training_batches(data, section, order, first_update=0, num_updates=5, seed=0))
     assert sorted(torch.cat([batch.samples for batch in batches]).tolist()) == list(range(len(data.train)))
     assert all(batch.images.shape == (46, 3, 224, 224) and not batch.bad for batch in batches)
-    assert sum(len(batch) for batch in evaluation_batches(data, section, batch=10, workers=0)) == len(data.test)
+    assert sum(len(batch) for batch in evaluation_batches(data, section, batch=10)) == len(data.test)

@@ -51,7 +51,11 @@ def test_parquet_is_the_same_from_memory_and_by_row_groups(tmp_path, monkeypatch
         assert image.tobytes() == Image.open(io.BytesIO(IMAGES[row])).tobytes()
     order = Order(9, 3, seed=0)
     in_worker, here = (
-        list(training_batches(data, section, order, first_update=0, num_updates=3, seed=0, workers=workers))
+        list(
+            training_batches(
+                data, section.model_copy(update={"workers": workers}), order, first_update=0, num_updates=3, seed=0
+            )
+        )
         for workers in (1, 0)
     )
     assert [batch.images.tolist() for batch in in_worker] == [batch.images.tolist() for batch in here]

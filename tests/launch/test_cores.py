@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.launch import place as cores
+from convoy.launch import cores
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_rank_takes_its_share(
 def test_all_threads_are_pinned() -> None:
     code = (
         "import os, threading, time\n"
-        "from convoy.launch import place as cores\n"
+        "from convoy.launch import cores\n"
         "found = []\n"
         "go = threading.Event()\n"
         "thread = threading.Thread(target=lambda: (go.wait(), found.append(os.sched_getaffinity(0))))\n"

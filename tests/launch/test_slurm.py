@@ -12,7 +12,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.slurm import SlurmJob, submit, time_limit
+from convoy.launch.slurm import SlurmJob, minutes_of, submit
 from slurm_cluster import Cluster, slurm_cluster
 from tiny import write_mnist
 
@@ -130,13 +130,13 @@ def test_what_the_script_does_when_the_ranks_end(status: int, stop: bool, says: 
     ],
 )
 def test_times(text: str, limit: str) -> None:
-    assert time_limit(text) == limit
+    assert f"#SBATCH --time={limit}\n" in SlurmJob(["lenet"], None, "python", "name", time=text, save_before=1).script()
 
 
 @pytest.mark.parametrize("text", ["", "8", "soon", "0h", "8h 3x", "-1h", "1:30"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConvoyError, match="--time"):
-        time_limit(text)
+        minutes_of(text)
 
 
 @pytest.mark.parametrize(

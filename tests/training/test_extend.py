@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
-from convoy.cli.train_request import new_length
+from convoy.cli.requests import new_length
 from convoy.training.config import Duration
 from convoy.training.run_directory import RunDirectory
 from ranks import run_ranks

@@ -39,7 +39,7 @@ def test_network_and_transform_give_the_evaluations_logits(
     out = train_on_pictures(data, tmp_path / "run", *settings)
     recorded = load_run(out)
     opened, _ = evaluation_data(recorded)
-    (batch,) = evaluation_batches(opened, recorded.recipe.data, batch=100, workers=0)
+    (batch,) = evaluation_batches(opened, recorded.recipe.data, batch=100)
     top1 = json.loads((out / "summary.json").read_text())["top1"]
     moved = data.rename(tmp_path / "away")
     run = load_run(out)  # without its data

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
-from convoy.launch.place import PINNED, own_cores
+from convoy.launch.cores import PINNED, own_cores
 from convoy.launch.rank import end_with_parent
 
 Say = Callable[[str, int, int], None]

@@ -16,7 +16,7 @@ from convoy.bench.emulated import Cluster
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
-from convoy.launch.place import own_cores
+from convoy.launch.cores import own_cores
 from convoy.training import choose_device
 from convoy.training.division import soonest
 from convoy.training.environment import describe

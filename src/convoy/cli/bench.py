@@ -1,6 +1,10 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
-from collections.abc import Sequence
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -9,6 +13,8 @@ from convoy.bench.ask import Ask
 from convoy.cli import options
 from convoy.cli.options import command_of
 from convoy.late import waiting_for
+from convoy.terminal import Console
+from convoy.units import table
 
 
 @click.command(
@@ -63,6 +69,48 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     """
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
-    with waiting_for("loading PyTorch"):
-        from convoy.cli.bench_answer import answer  # with torch and matplotlib, for which no mistake is to wait
-    return answer(ask, as_json)
+    with waiting_for("loading PyTorch"):  # and matplotlib, for which no mistake is to wait
+        from convoy.bench import table as rows_of
+        from convoy.bench.command import measure
+        from convoy.bench.page import write_files
+        from convoy.training import ConsoleReporter
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        with _sigterm_as_interrupt(), ConsoleReporter(console, log_preparation=True) as reporter:
+            measure(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
+        return 1
+    written = write_files(ask.folder)
+    convergence = written.convergence
+    if as_json:
+        document = {"configurations": rows_of.records(written.results), "remarks": written.remarks}
+        if convergence is not None:
+            document["convergence"] = rows_of.convergence_records(convergence)
+        click.echo(json.dumps(document, indent=2, allow_nan=False))
+        return 0
+    curves = rows_of.convergence_lines(convergence) if convergence is not None else []
+    tables = (rows_of.lines(written.results), rows_of.NUMBERS), (curves, rows_of.CONVERGENCE_NUMBERS)
+    for rows, numbers in tables:
+        for line in table(list(rows[0]), [list(row.values()) for row in rows], numbers) if rows else ():
+            click.echo(line)
+    for sentence in written.remarks:
+        click.echo(sentence)
+    click.echo(f"report: {written.report}")
+    return 0
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

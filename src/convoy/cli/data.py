@@ -5,7 +5,7 @@ import sys
 import click
 
 from convoy.cli import options
-from convoy.files import MNIST_MINI, existing
+from convoy.files import existing
 from convoy.late import waiting_for
 
 
@@ -26,8 +26,7 @@ def command(path: str, check: bool, as_json: bool) -> int:
 
     With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
     """
-    if path != MNIST_MINI:
-        existing(path)
+    existing(path)
     with waiting_for("loading PyTorch"):
         from convoy.data import BadImage, open_data  # with torch, for which no mistake is to wait
         from convoy.training import load_recipe

@@ -8,7 +8,7 @@ import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.files import MNIST_MINI, existing, write_json
+from convoy.files import existing, write_json
 from convoy.late import waiting_for
 from convoy.training.run_directory import RunDirectory
 
@@ -65,7 +65,7 @@ def command(
     if as_json and as_csv:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
     RunDirectory(run).check_trained()
-    if data is not None and data != MNIST_MINI:
+    if data is not None:
         existing(data)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
@@ -88,7 +88,7 @@ def command(
 
 
 def _show(name: str, result: "Evaluation", classes: list[str], form: str) -> None:
-    """Print what was found: of every class too, where they are given."""
+    """Print the evaluation, and that of every class where they are given."""
     row: dict[str, Any] = {
         "data": name,
         "images": result.num_images,
@@ -121,7 +121,7 @@ def _readable(key: str, value: Any) -> Any:
 
 
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
-    """Write it into the run, which may be another's: what was found is shown all the same."""
+    """Write the evaluation into the run; where that is closed to this user, it is still printed."""
     try:
         write_json(run / "evaluation.json", result.save(run, data.classes, data.test.name))
     except OSError as error:

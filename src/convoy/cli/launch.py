@@ -15,14 +15,14 @@ import click
 
 from convoy.cli import options
 from convoy.cli.options import LazyGroup, written
-from convoy.cli.train import KEYS
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup
-from convoy.launch.kubernetes import KINDS, SecretVariable, Training, manifest, to_yaml
-from convoy.launch.kubernetes.manifests import RUNTIME
-from convoy.launch.kubernetes.training import complete, name_for
+from convoy.launch.kubernetes import KINDS, SecretVariable, Training, to_yaml
+from convoy.launch.kubernetes.training import RUNTIME, complete, name_for
 from convoy.launch.slurm import SlurmJob, submit
+from convoy.models.registry import check_name
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
@@ -229,7 +229,6 @@ Examples:
 def on_kubernetes(
     arguments: tuple[str, ...],
     kind: str,
-    runtime: str,
     name: str | None,
     accelerator: str,
     environment: tuple[str, ...],
@@ -258,8 +257,8 @@ def on_kubernetes(
         secrets=tuple(_secret(text) for text in secrets),
         **values,
     )
-    check_recipe(completed)  # after what is secret in it was refused: sentences may repeat it
-    text = to_yaml(manifest(training, kind, runtime))
+    check_recipe(completed)  # after secrets in it were refused: sentences may repeat it
+    text = to_yaml(KINDS[kind](training))
     module, colon, _ = (said["model"] or "").partition(":")
     if colon and module not in _LIBRARIES:
         click.echo(
@@ -275,7 +274,7 @@ def on_kubernetes(
 
 
 _LIBRARIES = ("timm", "torchvision")
-"""What may stand before the colon in the name of a network and is no module of the user's own."""
+"""Libraries that may stand before the colon in the name of a network."""
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
@@ -295,7 +294,7 @@ def _secret(text: str) -> SecretVariable:
 
 
 def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
-    """The options of `convoy train` in a command line, by name; a run that is gone on with is in `out`, not `model`.
+    """The options of `convoy train`, by name, checked; a run that is gone on with is in `out`, not `model`.
 
     Args:
         arguments: what comes after `convoy train`.
@@ -327,13 +326,7 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
         click.ClickException: `convoy train` would not take the options.
         ConvoyError: there is no such recipe, key, network or run.
     """
-    from convoy.cli.train_request import TrainRequest
-    from convoy.models.registry import check_name
-
-    values = parsed(arguments)
-    overrides = [f"{key}={values[name]}" for name, key in KEYS.items() if values[name] is not None]
-    asked = {name: values[name] for name in ("model", "recipe", "out", "resume", "device")}
-    request = TrainRequest(arguments, overrides=[*overrides, *values["settings"]], **asked)
+    request = TrainRequest.of(arguments, parsed(arguments) | {"extend": None})
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
         check_name(request.recipe_of().model.name, here=False)
     return {"model": request.model, "out": request.out}
@@ -350,7 +343,7 @@ def without_model(arguments: Sequence[str]) -> list[str]:
 
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """What `convoy train` would be told by some arguments, by the names of its options; `model` is MODEL.
+    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
 
     Raises:
         click.ClickException: it would not take them.

@@ -1,4 +1,4 @@
-"""Work of which every device does a share, with the whole network on each: ranks are started, or found, and joined."""
+"""Work of which every device does a share: ranks are started, or found, and joined."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,55 +9,83 @@ from convoy.cli.options import is_verbose
 from convoy.comm.groups import leave
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import place as cores
+from convoy.launch import RankPlace, cores
 from convoy.plans.plan import Plan
 from convoy.training import choose_device
 from convoy.training.environment import join_ranks
 
 _PATIENCE_S = 7 * 24 * 3600.0
-"""Ranks wait for each other as long as somebody may take to type the name of a file; who dies ends the others."""
+"""Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others."""
+
+Work = Callable[[Ranks, torch.device], int]
+"""Is given the ranks and the device of this one; returns the exit status."""
 
 
-def on_devices(
-    arguments: Sequence[str],
-    asked: int | None,
-    device: str | None,
-    work: Callable[[Ranks, torch.device], int],
-) -> int:
-    """Do some work on one device, or as one of several ranks, or start these.
+def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, work: Work) -> int:
+    """Do some work on one device, or as one of several ranks, with the whole network on each, or start these.
 
     Args:
         arguments: of the command line, which the ranks are started with.
         asked: how many devices the command line asks for.
         device: the one that it names.
-        work: is given the ranks, of which each computes its own samples, and the device of this one; returns the exit
-            status.
+        work: to do, by a rank for its own samples.
 
     Returns:
         The exit status.
 
     Raises:
-        ConvoyError: something in it cannot be.
+        ConvoyError: the number or the device is wrong.
     """
+
+    def work_by_samples(ranks: Ranks, here: torch.device) -> int:
+        if ranks.num > 1:
+            ranks.follow(Plan.by_samples(ranks.num).mesh, (0,))
+        return work(ranks, here)
+
     place = launch.find_place()
     if place is not None:
-        place.check(asked)
-        with launch.as_rank(place):
-            ranks, own = join_ranks(_PATIENCE_S)
-            if ranks.num > 1:
-                cores.take_share(ranks.gather, ranks.rank, None)
-                ranks = Ranks.here()
-                ranks.follow(Plan.by_samples(ranks.num).mesh, (0,))
-            status = work(ranks, device_of(device, own, ranks.num))
-            ranks.barrier()
-            leave()
-            return launch.ended(place, status)
+        return run_as_rank(place, asked, device, work_by_samples, patience_s=_PATIENCE_S)
     number = 1 if asked is None else asked
     if number < 1:
         raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
     if number > 1:
         return launch.start(arguments, number, is_verbose(arguments))
     return work(Ranks(), choose_device(device))
+
+
+def run_as_rank(
+    place: RankPlace,
+    asked: int | None,
+    device: str | None,
+    work: Work,
+    cores_per_device: int | None = None,
+    patience_s: float = 600.0,
+) -> int:
+    """Join the other ranks on this one's share of the cores, do the work, and leave.
+
+    Args:
+        place: of this rank.
+        asked: how many devices the command line asks for.
+        device: the one that it names.
+        work: to do.
+        cores_per_device: cores for each rank; None divides them evenly.
+        patience_s: seconds that ranks wait for each other.
+
+    Returns:
+        The exit status of this process.
+
+    Raises:
+        ConvoyError: the number or the device is wrong, or the others are not to be reached.
+    """
+    place.check(asked)
+    with launch.as_rank(place):
+        ranks, own = join_ranks(patience_s)
+        cores.take_share(ranks.gather, ranks.rank, cores_per_device)
+        ranks = Ranks.here()
+        status = work(ranks, device_of(device, own, ranks.num))
+        ranks.barrier()
+        leave()
+        return launch.ended(place, status)
 
 
 def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:

@@ -1,13 +1,13 @@
-"""What several verbs share: options, groups of verbs, sizes in bytes, tables, checks of the files that options name."""
+"""Shared by several verbs: options, groups of verbs, tables, and the files that options name."""
 
 import csv
 import importlib
 import io
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.markup import escape
@@ -40,11 +40,9 @@ class LazyGroup(click.Group):
         self.verbs = verbs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order in which one meets them."""
         return list(self.verbs)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The verb's command, or None."""
         if name not in self.verbs:
             return None
         module, _, function = self.verbs[name][0].partition(":")
@@ -53,7 +51,6 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of verbs, without importing them."""
         with formatter.section("Verbs"):
             formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
 
@@ -109,9 +106,6 @@ def written(option: str, path: Path, text: str) -> None:
         raise ConvoyError(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 class OutputPath(click.Path):
     """A file or folder as a person types it, whose `~` is the home folder also where no shell has replaced it."""
 
@@ -119,63 +113,26 @@ class OutputPath(click.Path):
         super().__init__(path_type=Path, dir_okay=dir_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See base class."""
         return super().convert(expanded(value), param, ctx)
 
 
-def verbose(function: Function) -> Function:
-    """`-v`, read by the main function."""
-    return click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")(
-        function
-    )
-
-
-def as_json(function: Function) -> Function:
-    """`--json`, for verbs that print a table."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(function)
-
-
-def device(function: Function) -> Function:
-    """`--device`."""
-    return click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")(
-        function
-    )
-
-
-def run_argument(function: Function) -> Function:
-    """The folder of a run, as an argument."""
-    return click.argument("run", type=OutputPath())(function)
-
-
-def parallel(function: Function) -> Function:
-    """Devices and plan."""
-    for option in reversed(
-        (
-            click.option(
-                "--devices", metavar="N", type=int, help="Train on so many devices. [default: those of --plan, or 1]"
-            ),
-            click.option(
-                "--plan", metavar="TEXT|FILE", help="How they divide the work, e.g. sample=4. [default: sample=N]"
-            ),
-            click.option(
-                "--shares",
-                metavar="A,B,…",
-                callback=shares,
-                help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
-            ),
-            click.option(
-                "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
-            ),
-            click.option(
-                "--gradient-compression", metavar="TYPE", help="Approximate: send gradients as bf16. [default: exact]"
-            ),
-            click.option(
-                "--local-sgd", metavar="H", type=int, help="Approximate: average the weights every H updates."
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+device = click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")
+microbatches = click.option(
+    "--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]"
+)
+batch_norm = click.option(
+    "--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local."
+)
+precision = click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
+channels_last = click.option(
+    "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
+)
+cores_per_device = click.option(
+    "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
+)
+run_argument = click.argument("run", type=OutputPath())
 
 
 def shares(context: click.Context, option: click.Parameter, text: str | None) -> str | None:

@@ -1,22 +1,13 @@
 """`convoy plan`: find the fastest plan for a network on some devices, and explain it."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import click
 
 from convoy.cli import options
-from convoy.cli.plan_request import Files, Request, recipe_of
+from convoy.cli.requests import PlanRequest
 from convoy.late import waiting_for
-
-KEYS = {
-    "batch": "batch",
-    "microbatches": "microbatches",
-    "batch_norm": "batch_norm",
-    "shares": "parallel.shares",
-    "precision": "precision",
-    "channels_last": "channels_last",
-}
 
 
 @click.command(
@@ -46,17 +37,17 @@ Examples:
     type=float,
     help="What the input of one device gives, decoded and augmented. [default: input costs nothing]",
 )
-@click.option("--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]")
+@options.microbatches
 @click.option(
     "--shares",
     metavar="S,S,…",
     callback=options.shares,
     help="Parts of the batch, as 3,3,2. [default: by measured speed]",
 )
-@click.option("--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local.")
-@click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
-@click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
-@click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]")
+@options.batch_norm
+@options.precision
+@options.channels_last
+@options.cores_per_device
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")
 @click.option("--trace", metavar="FILE", type=options.OutputPath(), help="Write the timeline for Perfetto.")
@@ -65,55 +56,16 @@ Examples:
 @options.as_json
 @options.verbose
 @click.pass_obj
-def command(
-    arguments: Sequence[str],
-    /,
-    model: str | None,
-    devices: int | None,
-    image_size: int | None,
-    classes: int | None,
-    recipe: str | None,
-    fix: tuple[str, ...],
-    score: tuple[str, ...],
-    memory_limit: str | None,
-    link: str | None,
-    images_per_second: float | None,
-    cores_per_device: int | None,
-    out: Path | None,
-    html: Path | None,
-    trace: Path | None,
-    no_store: bool,
-    device: str | None,
-    as_json: bool,
-    **values: str | int | bool | None,
-) -> int:
+def command(arguments: Sequence[str], /, **values: Any) -> int:
     """Find the fastest plan for MODEL on some devices, and say why it is.
 
     MODEL may be left out where the recipe names it. Layers and links are measured on this machine where it has as many
     cores or GPUs as there are to be devices; otherwise layers are measured on one, and links are those of --link. No
     data is needed.
     """
-    request = Request(
-        arguments=tuple(arguments),
-        model=model,
-        recipe=recipe,
-        overrides=tuple(f"{KEYS[name]}={value}" for name, value in values.items() if value is not None),
-        devices=devices,
-        image_size=image_size,
-        classes=classes,
-        fixes=fix,
-        scores=score,
-        memory_limit=memory_limit,
-        link=link,
-        images_per_second=images_per_second,
-        cores_per_device=cores_per_device,
-        device=device,
-        files=Files(out, html, trace),
-        keep=not no_store,
-        as_json=as_json,
-    )
+    request = PlanRequest.of(arguments, values)
     request.check()
-    asked = recipe_of(request)
+    recipe = request.recipe_of()
     with waiting_for("loading PyTorch"):
         from convoy.cli.plan_answer import run  # with torch, for which no mistake is to wait
-    return run(request, asked)
+    return run(request, recipe)

@@ -1,9 +1,4 @@
-"""Where `convoy plan` runs: on this device, or on as many as the plan is for, where this machine has them.
-
-The network that `convoy plan` is asked about.
-
-How `convoy plan` answers: plans on this rank, and on the first one prints and writes what came of it.
-"""
+"""How `convoy plan` answers: on this device, or as one of as many as the plan is for, where this machine has them."""
 
 import json
 
@@ -12,27 +7,25 @@ import torch
 from torch import nn
 
 from convoy import launch, models
-from convoy.cli.measuring_progress import Progress
-from convoy.cli.options import is_verbose, written
-from convoy.cli.plan_request import Request
-from convoy.comm.groups import leave
+from convoy.cli.on_devices import run_as_rank
+from convoy.cli.options import command_of, is_verbose, written
+from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
-from convoy.launch import place as cores
+from convoy.launch import cores
 from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
 from convoy.planner.search.layers import Layers
 from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import Explained, explained
+from convoy.planner.verdict import explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
-from convoy.training import choose_device
+from convoy.training import ConsoleReporter, choose_device
 from convoy.training.derived import num_microbatches
-from convoy.training.environment import join_ranks
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import workload_of_recipe
@@ -41,11 +34,60 @@ ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
 
 
-def network_of(request: Request, recipe: Recipe, device: torch.device) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The network with fresh weights, and the shape of its images."""
+def run(request: PlanRequest, recipe: Recipe) -> int:
+    """Plan, print and write the result.
+
+    Args:
+        request: the command line, checked.
+        recipe: of the network.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConvoyError: there is no such device, a fix matches no layer, or no plan.
+    """
+    number = request.num_devices
+    place = launch.find_place()
+    if place is not None:
+        num_ranks = place.num_ranks
+
+        def work(ranks: Ranks, device: torch.device) -> int:
+            _answer(request, recipe, num_ranks, ranks, device)
+            return 0
+
+        asked = number if request.devices is not None or request.score else None
+        return run_as_rank(place, asked, request.device, work, request.cores_per_device)
+    device = choose_device(request.device)
+    if device.type == "cuda":
+        fits = torch.cuda.device_count() >= number
+    else:
+        fits = len(cores.own_cores()) >= number * (request.cores_per_device or 1)
+    if number > 1 and request.link is None and fits:
+        if request.fix:  # before ranks are started, which takes longer than to look at the network
+            cpu = torch.device("cpu")
+            model, shape, _ = _network(request, recipe, cpu)
+            Layers(workload_of_recipe(recipe, model, shape, number, cpu).graph, request.fix, ())
+        return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
+    if request.cores_per_device is not None:
+        cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
+    _answer(request, recipe, number, Ranks(), device)
+    return 0
+
+
+def _network(
+    request: PlanRequest, recipe: Recipe, device: torch.device
+) -> tuple[nn.Module, tuple[int, int, int], list[str]]:
+    """The network with fresh weights, the shape of its images, and a note where their size is a guess."""
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
-    size = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else ASSUMED_SIZE)
+    size, notes = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else None), []
+    if size is None:
+        size = ASSUMED_SIZE
+        notes.append(
+            f"the size of the images for {name} is not known: {ASSUMED_SIZE}×{ASSUMED_SIZE} pixels are assumed, unless "
+            "--image-size says otherwise"
+        )
     if models.accepts(name, "image_size"):
         settings.setdefault("image_size", size)
     torch.manual_seed(recipe.seed)
@@ -53,25 +95,14 @@ def network_of(request: Request, recipe: Recipe, device: torch.device) -> tuple[
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    return model.train(), (channels, size, size)
+    return model.train(), (channels, size, size), notes
 
 
-def assumed(request: Request, recipe: Recipe) -> str | None:
-    """A sentence on the size of the images, where nobody says it; None where somebody does."""
-    name = recipe.model.name
-    if request.image_size or recipe.data.image_size or models.describe(name).input_shape is not None:
-        return None
-    return (
-        f"the size of the images for {name} is not known: {ASSUMED_SIZE}×{ASSUMED_SIZE} pixels are assumed, unless "
-        "--image-size says otherwise"
-    )
-
-
-def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
-    """Plan on this rank, and on the first one print and write what came of it. All ranks call it.
+def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
+    """Plan on this rank, and on the first one print and write the result. All ranks call it.
 
     Args:
-        request: what is asked.
+        request: the command line.
         recipe: of the network.
         devices: that the plan is for.
         ranks: that measure.
@@ -84,16 +115,14 @@ def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device:
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
     check_precision(recipe.precision, device)
-    model, shape = network_of(request, recipe, device)
-    guess = assumed(request, recipe)
-    if ranks.rank == 0 and guess is not None:
-        click.echo(guess, err=True)
+    model, shape, notes = _network(request, recipe, device)
+    if ranks.rank == 0:
+        for note in notes:
+            click.echo(note, err=True)
     workload = workload_of_recipe(recipe, model, shape, devices, device)
     layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
-    scores = request.plans
-    for plan in scores:
+    for plan in request.plans:
         check_patterns(plan, layers, [name for name, _ in model.named_modules()])
-    notes = [guess] if guess is not None else []
     pieces = num_microbatches(recipe)
     if recipe.batch_norm == "microbatch" and pieces < devices:
         notes.append(
@@ -101,114 +130,48 @@ def answer(request: Request, recipe: Recipe, devices: int, ranks: Ranks, device:
             f"samples over {devices} devices: --microbatches {devices} would let it"
         )
     if devices > ranks.num:
-        notes.append(f"each device is taken to be as this one: {_describe(device)}")
-    with Progress(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as progress:
+        if device.type == "cuda":
+            this = torch.cuda.get_device_name(device)
+        else:
+            this = f"{torch.get_num_threads()} core{'s' if torch.get_num_threads() > 1 else ''} of this machine"
+        notes.append(f"each device is taken to be as this one: {this}")
+    input_cost = None
+    if request.images_per_second is not None:  # beside the computation on a GPU, from the same cores on a CPU
+        input_cost = HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
+    console = Console(stderr=True, highlight=False, quiet=ranks.rank > 0)
+    with ConsoleReporter(console, log_preparation=True) as reporter:
         planned = make_plan(
             workload,
             devices,
             ranks,
             link=request.link,
-            store=ProfileStore() if request.keep else None,
-            fixes=request.fixes,
+            store=None if request.no_store else ProfileStore(),
+            fixes=request.fix,
             memory_limit=request.memory,
-            plans=scores,
-            input=_input(request, device),
+            plans=request.plans,
+            input=input_cost,
             notes=notes,
-            progress=progress,
+            progress=reporter.prepare,
         )
     if ranks.rank == 0:
         _show(request, planned)
 
 
-def _input(request: Request, device: torch.device) -> HostCost | None:
-    """What the input takes: beside the computation on a GPU, from the cores that compute on a CPU."""
-    if request.images_per_second is None:
-        return None
-    return HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
-
-
-def _show(request: Request, planned: Planned) -> None:
-    found = explained(planned)
-    files = request.files
-    if files.out is not None:
-        written("--out", files.out, _yaml(request, found))
-    if files.html is not None:
-        written("--html", files.html, plan_page(found, request.command))
-    if files.trace is not None:
-        written("--trace", files.trace, json.dumps(trace(predicted=found.scored.timeline), allow_nan=False))
+def _show(request: PlanRequest, planned: Planned) -> None:
+    found, command = explained(planned), command_of(request.arguments)
+    if request.out is not None:
+        origin = "# " + command.replace("\n", " ") + "\n"
+        origin += f"# predicted: {1e3 * found.scored.seconds:.4g} ms an update, "
+        origin += f"{found.speedup:.3g} times as fast as one device\n"
+        written("--out", request.out, origin + found.scored.plan.to_yaml())
+    if request.html is not None:
+        written("--html", request.html, plan_page(found, command))
+    if request.trace is not None:
+        written("--trace", request.trace, json.dumps(trace(predicted=found.scored.timeline), allow_nan=False))
     if request.as_json:
         click.echo(json.dumps(document(found), indent=2, allow_nan=False))
         return
     click.echo(explanation_text(found), nl=False)
-    for path, what in ((files.out, "plan"), (files.html, "page"), (files.trace, "trace")):
+    for path, name in ((request.out, "plan"), (request.html, "page"), (request.trace, "trace")):
         if path is not None:
-            click.echo(f"{what}: {path}")
-
-
-def _yaml(request: Request, found: Explained) -> str:
-    """The plan with a word on where it comes from."""
-    seconds = found.scored.seconds
-    said = [
-        f"# {line}"
-        for line in (
-            request.command.replace("\n", " "),
-            f"predicted: {1e3 * seconds:.4g} ms an update, {found.speedup:.3g} times as fast as one device",
-        )
-    ]
-    return "\n".join([*said, found.scored.plan.to_yaml()])
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    number = torch.get_num_threads()
-    return f"{number} core{'s' if number > 1 else ''} of this machine"
-
-
-def run(request: Request, recipe: Recipe) -> int:
-    """Plan, and say what came of it.
-
-    Args:
-        request: what is asked, checked.
-        recipe: of the network.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConvoyError: there is no such device, a fix matches no layer, or no plan.
-    """
-    number = request.num_devices
-    place = launch.find_place()
-    if place is not None:
-        place.check(number if request.devices is not None or request.scores else None)
-        with launch.as_rank(place):
-            joined, own = join_ranks()
-            cores.take_share(joined.gather, joined.rank, request.cores_per_device)
-            chosen = own if request.device is None or own.type == request.device else choose_device(request.device)
-            answer(request, recipe, place.num_ranks, Ranks.here(), chosen)
-            leave()
-            return launch.ended(place, 0)
-    chosen = choose_device(request.device)
-    if number > 1 and request.link is None and _fits(number, chosen, request.cores_per_device):
-        if request.fixes:
-            _check_fixes(request, recipe, number)
-        return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
-    if request.cores_per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
-    answer(request, recipe, number, Ranks(), chosen)
-    return 0
-
-
-def _check_fixes(request: Request, recipe: Recipe, number: int) -> None:
-    """Refuse fixes that match no layer before ranks are started, which takes longer than to look at the network."""
-    here = torch.device("cpu")
-    model, shape = network_of(request, recipe, here)
-    Layers(workload_of_recipe(recipe, model, shape, number, here).graph, request.fixes, ())
-
-
-def _fits(devices: int, device: torch.device, cores_per_device: int | None) -> bool:
-    """Whether this machine has so many devices."""
-    if device.type == "cuda":
-        return torch.cuda.device_count() >= devices
-    return len(cores.own_cores()) >= devices * (cores_per_device or 1)
+            click.echo(f"{name}: {path}")

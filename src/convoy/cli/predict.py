@@ -1,12 +1,12 @@
-"""`convoy predict`: what is on pictures, by a trained network."""
+"""`convoy predict`: classify pictures by a trained network."""
 
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,7 @@ from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch
+    from rich.status import Status
 
     from convoy.comm.ranks import Ranks
     from convoy.training.predict import FileClasses
@@ -86,10 +87,14 @@ def command(
         first = ranks.rank == 0
         trained = load_run(run)
         classifier = Classifier(trained, here, top)
-        with _Writer(trained.classes, as_json, quiet=not first) as writer:
+        console = Console(stderr=True, highlight=False)
+        shown = first and console.is_terminal and not sys.stdout.isatty()
+        with console.status("reading") if shown else nullcontext() as status:
+            writer = _Writer(trained.classes, as_json, not first, status)
             names = _names(pictures) if first else None
             for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
                 writer.write(answers)
+        writer.finish()
         return 1 if writer.closed else 2 if writer.num_bad and not skip_bad else 0
 
     return on_devices(arguments, devices, device, work)
@@ -118,56 +123,45 @@ def _names(given: Sequence[str]) -> Iterator[str]:
 
 
 class _Writer:
-    """Writes answers as they come, and how many there are to a terminal that nothing else is written to.
+    """Writes answers as they come, and how many there are to a status line.
 
     Attributes:
         closed: nobody reads any more.
         num_bad: pictures that could not be read.
     """
 
-    def __init__(self, classes: Sequence[str], as_json: bool, quiet: bool) -> None:
+    def __init__(self, classes: Sequence[str], as_json: bool, quiet: bool, status: "Status | None") -> None:
         self.closed = False
         self.num_bad = 0
         self._done = 0
-        self._classes = classes
-        self._as_json = as_json
-        self._quiet = quiet
-        console = Console(stderr=True, highlight=False)
-        shown = console.is_terminal and not sys.stdout.isatty() and not quiet
-        self._status = console.status("reading") if shown else None
-
-    def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
-        return self
+        self._classes, self._as_json, self._quiet, self._status = classes, as_json, quiet, status
 
     def write(self, answers: Sequence["FileClasses"]) -> None:
         """Write the answers of some pictures."""
         lines = [] if self._done or self._as_json else [options.as_csv(HEADER)]
         for answer in answers:
+            best = [(self._classes[number], probability) for number, probability in answer.best]
             if answer.bad is not None:
                 self.num_bad += 1
                 if not self._quiet:
                     click.echo(f"{printable(answer.name)} {answer.bad}", err=True)
+            elif self._as_json:
+                found = [{"class": name, "probability": round(probability, 6)} for name, probability in best]
+                lines.append(json.dumps({"file": answer.name, "predictions": found}) + "\n")
             else:
-                lines.append(self._json(answer) if self._as_json else self._csv(answer))
+                rows = [(answer.name, place, name, f"{number:.6f}") for place, (name, number) in enumerate(best, 1)]
+                lines += map(options.as_csv, rows)
         self._done += len(answers)
         self._put("".join(lines))
         if self._status is not None:
             self._status.update(f"{self._done:,} pictures" + (f", {self.num_bad:,} bad" if self.num_bad else ""))
 
-    def _csv(self, answer: "FileClasses") -> str:
-        return "".join(
-            options.as_csv((answer.name, place, self._classes[number], f"{probability:.6f}"))
-            for place, (number, probability) in enumerate(answer.best, 1)
-        )
-
-    def _json(self, answer: "FileClasses") -> str:
-        found = [
-            {"class": self._classes[number], "probability": round(probability, 6)}
-            for number, probability in answer.best
-        ]
-        return json.dumps({"file": answer.name, "predictions": found}) + "\n"
+    def finish(self) -> None:
+        """Write the header where there were no answers, and how many pictures were bad."""
+        if not self._done:
+            self.write([])
+        if self.num_bad and not self._quiet:
+            click.echo(f"{self.num_bad:,} of {self._done:,} pictures cannot be read", err=True)
 
     def _put(self, text: str) -> None:
         if self._quiet or self.closed:
@@ -181,13 +175,3 @@ class _Writer:
             self.closed = True
             # Python would try again at its end, and say that it could not.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-        if kind is None and not self._done:
-            self.write([])
-        if self.num_bad and kind is None and not self._quiet:
-            click.echo(f"{self.num_bad:,} of {self._done:,} pictures cannot be read", err=True)

@@ -1,8 +1,17 @@
-"""`convoy profile`: what was measured on the devices of this machine, and is kept for the planner."""
+"""`convoy profile`: the measured times that are kept for the planner."""
+
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from convoy.cli import options
+from convoy.errors import ConvoyError
+from convoy.units import seconds
+
+if TYPE_CHECKING:
+    from convoy.planner.cost.device import Device
+    from convoy.planner.cost.store import ProfileStore
 
 
 @click.command(
@@ -24,6 +33,88 @@ def command(device: str | None, clear: bool, as_json: bool) -> None:
     What runs have measured counts before what was profiled for a plan. The store is a folder:
     $CONVOY_CACHE/profiles, or convoy/profiles in the user's cache.
     """
-    from convoy.cli.profile_answer import answer  # with torch, for which no help is to wait
+    from convoy.planner.cost.store import ProfileStore  # with torch, for which no help is to wait
 
-    answer(device, clear, as_json)
+    store = ProfileStore()
+    chosen = _find(store, device) if device is not None else None
+    if clear:
+        try:
+            number = store.clear(chosen)
+        except OSError as error:
+            raise ConvoyError(f"{store.path} cannot be cleared ({error.strerror}): check who owns it") from error
+        if as_json:
+            options.show([{"cleared": number}], as_json)
+        else:
+            click.echo(f"forgot {number} device{'' if number == 1 else 's'}")
+    elif chosen is not None:
+        _show_pieces(store, chosen, as_json)
+    else:
+        _show_devices(store, as_json)
+
+
+def _find(store: "ProfileStore", name: str) -> "Device":
+    devices = store.devices()
+    if name.isdecimal() and 1 <= int(name) <= len(devices):
+        return devices[int(name) - 1]
+    found = [device for device in devices if device.key == name]
+    if not found:
+        found = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
+    if len(found) == 1:
+        return found[0]
+    if not devices:
+        raise ConvoyError(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
+    if found:
+        raise ConvoyError(f"{name!r} may be {len(found)} devices: give the number or the whole key (convoy profile)")
+    raise ConvoyError(f"no device is called {name!r}: convoy profile lists the {len(devices)} there are, by number")
+
+
+def _show_devices(store: "ProfileStore", as_json: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for number, device in enumerate(store.devices(), 1):
+        measured = store.rows(device)
+        newest = max((row.measured for row in measured), default=None)
+        runs = sum(row.source == "run" for row in measured)
+        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured), "from runs": runs}
+        if as_json:
+            row |= {"from_runs": row.pop("from runs"), "key": device.key, "measured": newest}
+        else:
+            row |= {"measured": _ago(newest), "key": device.key}
+        rows.append(row)
+    if not rows and not as_json:
+        click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
+        return
+    options.show(rows, as_json, right=("no", "pieces", "from runs"))
+    if not as_json:
+        click.echo(f"in {store.path}")
+
+
+def _show_pieces(store: "ProfileStore", device: "Device", as_json: bool) -> None:
+    measured = sorted(store.rows(device), key=lambda row: -row.times.total)
+    if not as_json:
+        click.echo(device.describe())
+        if not measured:
+            click.echo("no pieces were measured")
+            return
+    rows: list[dict[str, Any]] = []
+    for row in measured:
+        piece, times = row.local_op, row.times
+        if as_json:
+            found = {"key": piece.key, "op": piece.op, "forward_s": times.forward, "backward_s": times.backward}
+            found |= {"source": row.source, "measured": row.measured}
+        else:
+            found = {"forward": seconds(times.forward), "backward": seconds(times.backward)}
+            found |= {"by": "a run" if row.source == "run" else "profiling", "measured": _ago(row.measured)}
+        rows.append({"piece": piece.describe(), **found})
+    options.show(rows, as_json, right=("forward", "backward"))
+
+
+def _ago(moment: float | None) -> str:
+    """How long since: `3 minutes ago`."""
+    if moment is None:
+        return "-"
+    passed = max(0.0, time.time() - moment)
+    for size, word in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        if passed >= size:
+            number = int(passed // size)
+            return f"{number} {word}{'s' if number > 1 else ''} ago"
+    return "just now"

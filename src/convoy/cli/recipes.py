@@ -41,7 +41,8 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
         if as_json:
             options.show([asdict(key) for key in found], as_json)
         else:
-            click.echo("\n".join(map(_for_reading if sys.stdout.isatty() else _line, found)))
+            terminal = sys.stdout.isatty()
+            click.echo("\n".join(_for_reading(key) if terminal else "\t".join(asdict(key).values()) for key in found))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
@@ -49,12 +50,8 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
     options.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
 
 
-def _line(key: "Key") -> str:
-    return "\t".join(asdict(key).values())
-
-
 def _for_reading(key: "Key") -> str:
-    """The same for a terminal: key, default and type, and below them what it is, in whole words."""
+    """A key for a terminal: key, default and type, and below them its description, wrapped."""
     width = max(40, shutil.get_terminal_size().columns)
     default = f" = {key.default}" if key.default else ""
     head = f"{click.style(key.key, bold=True)}{default}  ({key.type})"

@@ -1,39 +1,14 @@
 """`convoy train`: train a network and leave a run directory with its report."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import click
 
 from convoy.cli import options
-from convoy.files import MNIST_MINI, existing
+from convoy.cli.requests import TrainRequest
 from convoy.late import waiting_for
 from convoy.launch import find_place
-from convoy.plans.plan import Plan
-
-KEYS = {
-    "data": "data.path",
-    "epochs": "epochs",
-    "batch": "batch",
-    "lr": "optimizer.lr",
-    "seed": "seed",
-    "microbatches": "microbatches",
-    "batch_norm": "batch_norm",
-    "reproducible": "reproducible",
-    "precision": "precision",
-    "channels_last": "channels_last",
-    "compile": "compile",
-    "workers": "data.workers",
-    "bad_images": "data.bad_images",
-    "weights": "model.weights",
-    "devices": "parallel.devices",
-    "plan": "parallel.plan",
-    "shares": "parallel.shares",
-    "cores_per_device": "parallel.cores_per_device",
-    "gradient_compression": "parallel.gradient_compression",
-    "local_sgd": "parallel.local_sgd",
-    "lost_group": "parallel.lost_group",
-}
 
 
 @click.command(
@@ -63,18 +38,28 @@ Examples:
 @click.option("--batch", type=int, help="Global batch: samples of one weight update.")
 @click.option("--lr", type=float, help="Peak learning rate, as it is (no scaling).")
 @click.option("--seed", type=int, help="Seed of everything random.")
-@click.option("--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]")
-@click.option("--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local.")
+@options.microbatches
+@options.batch_norm
 @click.option("--reproducible", is_flag=True, default=None, help="Bit-identical weights on any number of devices.")
-@click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
-@click.option("--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network.")
+@options.precision
+@options.channels_last
 @click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
 @click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
 @click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")
 @click.option("--weights", metavar="FILE|RUN", help="Begin with these weights: .safetensors, .pth, or a run.")
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
-@options.parallel
+@click.option("--devices", metavar="N", type=int, help="Train on so many devices. [default: those of --plan, or 1]")
+@click.option("--plan", metavar="TEXT|FILE", help="How they divide the work, e.g. sample=4. [default: sample=N]")
+@click.option(
+    "--shares",
+    metavar="A,B,…",
+    callback=options.shares,
+    help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
+)
+@options.cores_per_device
+@click.option("--gradient-compression", metavar="TYPE", help="Approximate: send gradients as bf16. [default: exact]")
+@click.option("--local-sgd", metavar="H", type=int, help="Approximate: average the weights every H updates.")
 @click.option(
     "--max-restarts", metavar="N", type=click.IntRange(min=0), help="Start failed ranks again so often. [default: 0]"
 )
@@ -85,21 +70,7 @@ Examples:
     "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."
 )
 @click.pass_obj
-def command(
-    arguments: Sequence[str],
-    /,
-    model: str | None,
-    recipe: str | None,
-    out: Path | None,
-    resume: bool,
-    extend: str | None,
-    settings: tuple[str, ...],
-    device: str | None,
-    max_restarts: int | None,
-    timeout: str | None,
-    interface: str | None,
-    **values: str | float | bool | None,
-) -> int:
+def command(arguments: Sequence[str], /, **values: Any) -> int:
     """Train MODEL (convoy models lists them) and write a report.
 
     MODEL may be left out where the recipe names it.
@@ -109,24 +80,9 @@ def command(
     constant or falls at certain epochs it goes on, and a cosine, which has ended, rises to where it would stand.
     Schedule, loss and augmentation may change. To begin anew with the weights alone, use --weights.
     """
-    alone = find_place() is None  # ranks find mistakes together
-    if alone:
-        _check_line(values["data"], values["plan"])
-    from convoy.cli.train_request import TrainRequest
-
-    overrides = [f"{KEYS[name]}={value}" for name, value in values.items() if value is not None]
-    request = TrainRequest(arguments, model, recipe, [*overrides, *settings], out, resume, device, extend)
-    if alone:
+    request = TrainRequest.of(arguments, values)
+    if find_place() is None:  # ranks find mistakes together
         request.check()
     with waiting_for("loading PyTorch"):
         from convoy.cli.train_run import run  # with torch, for which no mistake is to wait
-    devices = values["devices"]
-    return run(request, int(devices) if devices is not None else None, max_restarts, timeout, interface)
-
-
-def _check_line(data: object, plan: object) -> None:
-    """Refuse what needs neither torch nor the network to be found wrong."""
-    if isinstance(data, str) and data != MNIST_MINI:
-        existing(data)
-    if isinstance(plan, str):
-        Plan.parse(plan, 1)
+    return run(request)

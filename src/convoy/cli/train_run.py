@@ -1,4 +1,4 @@
-"""Where `convoy train` runs: as one of several ranks, as what starts them, or alone; and what it says."""
+"""Runs `convoy train`: as one of several ranks, as what starts them, or alone; and prints how it goes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ import torch
 from convoy import interfaces, launch
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
-from convoy.cli.train_request import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.comm.groups import leave, meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import place as cores
+from convoy.launch import cores
 from convoy.planner.comparison import comparison_text, headline
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
@@ -32,77 +32,73 @@ LONGEST_PLAN = 90
 _ADVICE = "--resume goes on from the newest checkpoint"
 
 
-def run(
-    request: TrainRequest,
-    devices_asked: int | None,
-    max_restarts: int | None,
-    timeout: str | None,
-    interface: str | None,
-) -> int:
-    """Train, and say what came of it.
-
-    Args:
-        request: what is asked.
-        devices_asked: the number of devices on the command line.
-        max_restarts: how often failed ranks are started again.
-        timeout: a time after which ranks that do not move are ended.
-        interface: through which ranks talk.
+def run(request: TrainRequest) -> int:
+    """Train, and print the result.
 
     Returns:
         The exit status.
 
     Raises:
-        ConvoyError: something in it cannot be.
+        ConvoyError: an option is wrong, or the training cannot be.
     """
-    timeout_s = _seconds(timeout)
-    if interface is not None:
-        interfaces.use(interface)
+    timeout_s = TIMEOUT_S
+    if request.timeout is not None:
+        try:
+            timeout_s = TimeSpan.parse(request.timeout).seconds
+        except ValueError as error:
+            raise ConvoyError(f"--timeout: {error}") from error
+    if request.interface is not None:
+        interfaces.use(request.interface)
     place = launch.find_place()
     if place is not None:
-        place.check(devices_asked)
-        with launch.as_rank(place) as hang:
-            ranks, own = join_ranks(collective_limit_s(timeout_s))
-            with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
-                jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
-                resolved, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
-                if ranks.num > 1:
-                    num_cores = len(cores.own_cores())
-                    cores.take_share(ranks.gather, ranks.rank, resolved.parallel.cores_per_device)
-                    ranks.on_host = Ranks.here().on_host  # who shares a host is known now
-                request.notes += _without_effect(place, ranks.num, max_restarts, timeout, interface)
-                device_here = device_of(request.device, own, ranks.num)
-                if ranks.num > 1 and device_here.type == "cpu":
-                    turns = cores.in_turns(ranks.on_host, num_cores)
-                    request.notes += [turns] if turns is not None else []
-                handed_on = place.folder is not None
-                outcome = _train(request, resolved, out, ranks, device_here, handed_on, jobs, watchdog)
-                with Interrupt(HANDED_ON if handed_on else SIGNALS):  # what is trained is reported all the same
-                    status = _answer(outcome, ranks, is_verbose(request.arguments))
-                    ranks.barrier()  # before any rank's status has a launcher end the others
-            ranks.barrier()  # nobody asks any more where the others are
-            leave()
-            return launch.ended(place, status)
-    resolved, out = request.resolve(Ranks())
-    number = num_devices(resolved.parallel)
+        return _run_as_rank(request, place, timeout_s)
+    recipe, out = request.resolve(Ranks())
+    number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
     if number > 1:
-        check_run(RunDirectory(out), resolved, request.resume)
-        check_devices(resolved, number)
-        cores.share(cores.own_cores(), number, 0, resolved.parallel.cores_per_device)
+        check_run(RunDirectory(out), recipe, request.resume)
+        check_devices(recipe, number)
+        cores.share(cores.own_cores(), number, 0, per_device)
         witness = Witness(RunDirectory(out))
         return launch.start(
             request.arguments,
             number,
             is_verbose(request.arguments),
-            max_restarts or 0,
+            request.max_restarts or 0,
             advice=_ADVICE,
             on_failure=lambda failure: witness.note(failure.reason),
         )
-    request.notes += _without_effect(None, 1, max_restarts, timeout, interface)
-    if resolved.parallel.cores_per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, resolved.parallel.cores_per_device))
-    outcome = _train(request, resolved, out, Ranks(), choose_device(request.device))
+    request.notes += _without_effect(request, None, 1)
+    if per_device is not None:
+        cores.pin(cores.share(cores.own_cores(), 1, 0, per_device))
+    outcome = _train(request, recipe, out, Ranks(), choose_device(request.device))
     with Interrupt():
         return _answer(outcome, Ranks(), is_verbose(request.arguments))
+
+
+def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: float) -> int:
+    place.check(request.devices)
+    with launch.as_rank(place) as hang:
+        ranks, own = join_ranks(collective_limit_s(timeout_s))
+        with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
+            jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
+            recipe, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
+            if ranks.num > 1:
+                num_cores = len(cores.own_cores())
+                cores.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
+                ranks.on_host = Ranks.here().on_host  # hosts are known now
+            request.notes += _without_effect(request, place, ranks.num)
+            device = device_of(request.device, own, ranks.num)
+            if ranks.num > 1 and device.type == "cpu":
+                turns = cores.in_turns(ranks.on_host, num_cores)
+                request.notes += [turns] if turns is not None else []
+            handed_on = place.folder is not None
+            outcome = _train(request, recipe, out, ranks, device, handed_on, jobs, watchdog)
+            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # the training so far is reported in any case
+                status = _answer(outcome, ranks, is_verbose(request.arguments))
+                ranks.barrier()  # before any rank's status has a launcher end the others
+        ranks.barrier()  # nobody asks any more where the others are
+        leave()
+        return launch.ended(place, status)
 
 
 def _train(
@@ -129,7 +125,7 @@ def _train(
             ranks=ranks,
             command=command_of(request.arguments),
             reporter=reporter,
-            on_start=lambda session: None if request.again else show_start(session, out, console, verbose),
+            on_start=lambda session: None if request.again else _show_start(session, out, console, verbose),
             handed_on=handed_on,
             jobs=jobs,
             watchdog=watchdog,
@@ -166,71 +162,43 @@ def _report(out: Path) -> Path:
     return write_report(out)
 
 
-def _without_effect(
-    place: launch.RankPlace | None, number: int, max_restarts: int | None, timeout: str | None, interface: str | None
-) -> list[str]:
+def _without_effect(request: TrainRequest, place: launch.RankPlace | None, number: int) -> list[str]:
     """A sentence for each option that is given and changes nothing for so many ranks, at such a place."""
     notes = []
-    if max_restarts and place is None:
+    if request.max_restarts and place is None:
         notes.append("--max-restarts has no effect on one device: go on with a run by --resume")
-    elif max_restarts and place is not None and place.folder is None:
+    elif request.max_restarts and place is not None and place.folder is None:
         instead = "convoy launch slurm" if place.source == "Slurm" else place.source
         notes.append(f"--max-restarts has no effect on ranks that {place.source} started: give it to {instead}")
-    for option, value in (("--timeout", timeout), ("--interface", interface)):
+    for option, value in (("--timeout", request.timeout), ("--interface", request.interface)):
         if value is not None and number == 1:
             notes.append(f"{option} has no effect on one device: there are no other ranks")
     return notes
 
 
-def _seconds(timeout: str | None) -> float:
-    if timeout is None:
-        return TIMEOUT_S
-    try:
-        return TimeSpan.parse(timeout).seconds
-    except ValueError as error:
-        raise ConvoyError(f"--timeout: {error}") from error
-
-
-def show_start(session: Session, out: Path, console: Console, verbose: bool) -> None:
-    """Print what is trained on what, by which devices, and where it goes; then what was decided on the way.
-
-    Args:
-        session: that begins.
-        out: its run directory.
-        console: takes the lines.
-        verbose: also print every derived quantity with its formula and source.
-    """
-    for line in start_lines(session, out):
-        console.print(line, markup=False, soft_wrap=True)
-    width = max(len(row.name) for row in session.derived)
-    for row in session.derived if verbose else ():
-        console.print(
-            f"  {row.name:{width}}  {_number(row.value)} = {row.formula}  ({row.source})", markup=False, soft_wrap=True
-        )
-    for note in session.notes:
-        console.print(note, markup=False, soft_wrap=True)
-
-
-def start_lines(session: Session, out: Path) -> list[str]:
-    """What is trained on what; on which devices, by which plan and for how long; where it goes."""
+def _show_start(session: Session, out: Path, console: Console, verbose: bool) -> None:
+    """Print what is trained on what, on which devices and by which plan, and where it goes; then the notes."""
     data, recipe, quantities = session.data, session.recipe, session.quantities
     kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
-    epochs = f" ({_counted(length.value, 'epoch')})" if length.unit == "ep" else ""
-    if session.ranks.num == 1:
-        where = f"on one device ({kind})"
-    else:
+    updates = f"{total:,} update{'' if total == 1 else 's'}"
+    if length.unit == "ep":
+        updates += f" ({_number(length.value)} epoch{'' if length.value == 1 else 's'})"
+    where = f"on one device ({kind})"
+    if session.ranks.num > 1:
         where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
-    return [
+    lines = [
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
-        f"{where}: {_counted(total, 'update')}{epochs} of {recipe.batch:,} images, learning rate up to "
-        f"{quantities.lr:.4g}",
+        f"{where}: {updates} of {recipe.batch:,} images, learning rate up to {quantities.lr:.4g}",
         f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",
     ]
-
-
-def _counted(number: float, word: str) -> str:
-    return f"{_number(number)} {word}{'' if number == 1 else 's'}"
+    if verbose:
+        width = max(len(row.name) for row in session.derived)
+        lines += [
+            f"  {row.name:{width}}  {_number(row.value)} = {row.formula}  ({row.source})" for row in session.derived
+        ]
+    for line in (*lines, *session.notes):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _number(value: float | str) -> str:

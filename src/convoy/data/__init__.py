@@ -5,48 +5,31 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.data.batch import Batch
-    from convoy.data.config import AugmentConfig, DataConfig, MixConfig
-    from convoy.data.dataset import DataSet, open_data
-    from convoy.data.decode import BadImage
-    from convoy.data.loader import evaluation_batches, num_workers, training_batches
-    from convoy.data.order import Order
-    from convoy.data.sources import Source
-    from convoy.data.transforms import Normalize, mix
-
-__all__ = [
-    "AugmentConfig",
-    "BadImage",
-    "Batch",
-    "DataConfig",
-    "DataSet",
-    "MixConfig",
-    "Normalize",
-    "Order",
-    "Source",
-    "evaluation_batches",
-    "mix",
-    "num_workers",
-    "open_data",
-    "training_batches",
-]
+    from convoy.data.batch import Batch as Batch
+    from convoy.data.config import AugmentConfig as AugmentConfig
+    from convoy.data.config import DataConfig as DataConfig
+    from convoy.data.config import MixConfig as MixConfig
+    from convoy.data.dataset import DataSet as DataSet
+    from convoy.data.dataset import open_data as open_data
+    from convoy.data.decode import BadImage as BadImage
+    from convoy.data.loader import evaluation_batches as evaluation_batches
+    from convoy.data.loader import num_workers as num_workers
+    from convoy.data.loader import training_batches as training_batches
+    from convoy.data.order import Order as Order
+    from convoy.data.sources import Source as Source
+    from convoy.data.transforms import Normalize as Normalize
+    from convoy.data.transforms import mix as mix
 
 __getattr__ = lazily(
     __name__,
     {
-        "AugmentConfig": "config",
-        "BadImage": "decode",
-        "Batch": "batch",
-        "DataConfig": "config",
-        "DataSet": "dataset",
-        "MixConfig": "config",
-        "Normalize": "transforms",
-        "Order": "order",
-        "Source": "sources",
-        "evaluation_batches": "loader",
-        "mix": "transforms",
-        "num_workers": "loader",
-        "open_data": "dataset",
-        "training_batches": "loader",
+        "batch": "Batch",
+        "config": "AugmentConfig DataConfig MixConfig",
+        "dataset": "DataSet open_data",
+        "decode": "BadImage",
+        "loader": "evaluation_batches num_workers training_batches",
+        "order": "Order",
+        "sources": "Source",
+        "transforms": "Normalize mix",
     },
 )

@@ -55,13 +55,11 @@ class BatchMaker:
         self.seed = seed
         self.skip_bad = skip_bad
         self.color = ColorAugment(geometry.augment, seed)
-
-    @cached_property
-    def vectorised(self) -> bool:
+        crop = geometry.augment.crop
+        self._central = geometry.resize == geometry.image_size and self._in_memory(geometry.image_size)
+        pads = crop == "pad" and self._in_memory(geometry.resize)
+        self.vectorised = not self.color.on and (pads or (crop == "none" and self._central))
         """Whether training batches need no work picture by picture: pixels in memory, and crop and flip at most."""
-        crop = self.geometry.augment.crop
-        pads = crop == "pad" and self._in_memory(self.geometry.resize)
-        return not self.color.on and (pads or (crop == "none" and self._central))
 
     def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
         """The augmented batch of some samples [n] in an epoch.
@@ -71,16 +69,16 @@ class BatchMaker:
         Raises:
             ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
         """
-        used = samples.copy()
-        if not self._augments and self._as_stored:
-            return self._stored(used, epoch)
-        images = self._empty(len(samples))
+        used, places = samples.copy(), np.arange(len(samples))
+        images = self._empty(0 if self.vectorised else len(samples))
         bad: list[tuple[int, str]] = []
-        places = np.arange(len(samples))
-        fill = self._fill_at_once if self.vectorised else self._fill_one_by_one
         for _ in range(len(self.source)):
-            failures = fill(images, places, used[places], epoch)
+            if self.vectorised:
+                failures = self._known_bad(places, used[places])
+            else:
+                failures = self._fill(images, places, used[places], epoch)
             if not failures:
+                images = self._augmented(used, epoch) if self.vectorised else images
                 return self._batch(images, used, epoch, bad)
             bad.extend((int(used[place]), self._accept(reason)) for place, reason in failures)
             places = np.array([place for place, _ in failures])
@@ -115,62 +113,39 @@ class BatchMaker:
     def _in_memory(self, side: int) -> bool:
         return isinstance(self.source, PixelSource) and self._pixels.shape[1:] == (side, side, self.channels)
 
-    @cached_property
-    def _augments(self) -> bool:
-        augment = self.geometry.augment
-        return self.color.on or augment.flip or augment.crop != "none"
-
-    @cached_property
-    def _as_stored(self) -> bool:
-        """Whether pictures without augmentation are taken from memory as they lie there, and all can be read."""
-        return self._central and not getattr(self.source, "bad", None)
-
-    def _stored(self, samples: NDArray[np.int64], epoch: int) -> Batch:
-        return self._batch(self._pixels[samples].transpose(0, 3, 1, 2), samples, epoch, [])
-
-    @property
-    def _central(self) -> bool:
-        return self.geometry.resize == self.geometry.image_size and self._in_memory(self.geometry.image_size)
-
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
         if not self.geometry.augment.flip:
             return np.zeros(len(samples), np.bool_)
         return uniforms(self.seed, Purpose.FLIP, epoch, samples, 1)[:, 0] < 0.5
 
-    def _fill_at_once(
-        self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
-    ) -> list[tuple[int, BadImage]]:
-        """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
-        size = self.geometry.image_size
+    def _known_bad(self, places: NDArray[np.int64], samples: NDArray[np.int64]) -> list[tuple[int, BadImage]]:
+        """The places whose pixels in memory are those of pictures that could not be read."""
+        bad = self.source.bad if isinstance(self.source, PixelSource) else {}
+        pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
+        return [(place, BadImage(self.source.name(one), bad[one])) for place, one in pairs if one in bad]
+
+    def _augmented(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.uint8]:
+        """The training pictures of some samples at once, from pixels in memory."""
         pixels = self._pixels[samples]
         planes = pixels.transpose(0, 3, 1, 2)
         if self.geometry.augment.crop == "pad":
+            size, pad = self.geometry.image_size, self.geometry.pad
             num, height, width, channels = pixels.shape
-            pad = self.geometry.pad
             padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
             padded[:, pad : pad + height, pad : pad + width] = pixels
             corners = self.geometry.pad_offsets(width, height, self.geometry.draws(self.seed, epoch, samples))
             windows = sliding_window_view(padded, (size, size), axis=(1, 2))
             planes = windows[np.arange(num), corners[:, 1], corners[:, 0]]
-        if len(places) == len(images):
-            images[:] = planes
-        else:
-            images[places] = planes
+        images = np.ascontiguousarray(planes)
         if self.geometry.augment.flip:
-            mirrored = places[self._flips(samples, epoch)]
+            mirrored = self._flips(samples, epoch)
             images[mirrored] = images[mirrored][..., ::-1]
-        known_bad = self.source.bad if isinstance(self.source, PixelSource) else {}
-        if not known_bad:
-            return []
-        return [
-            (place, BadImage(self.source.name(sample), known_bad[sample]))
-            for place, sample in zip(places.tolist(), samples.tolist(), strict=True)
-            if sample in known_bad
-        ]
+        return images
 
-    def _fill_one_by_one(
+    def _fill(
         self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
     ) -> list[tuple[int, BadImage]]:
+        """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
         draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
         failures = []
         for place, sample, drawn, flip in zip(places.tolist(), samples.tolist(), draws, flips, strict=True):

@@ -83,7 +83,12 @@ def read_pickle(path: Path) -> dict[str, Any]:
             ) from None
     if not isinstance(content, dict):
         raise ConvoyError(f"{shown(path)} is no CIFAR file (it holds no dictionary): fetch it again")
-    return {_text(key): _array(value) if isinstance(value, _Kept) else value for key, value in content.items()}
+    return {
+        key.decode("latin1") if isinstance(key, bytes) else str(key): _array(value)
+        if isinstance(value, _Kept)
+        else value
+        for key, value in content.items()
+    }
 
 
 def _check_places(file: BinaryIO) -> None:
@@ -97,10 +102,6 @@ def _check_places(file: BinaryIO) -> None:
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(place, int) and place > number:
             raise pickle.UnpicklingError(f"keeps its object {number} at place {place}")
     file.seek(0)
-
-
-def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
 
 
 def _array(kept: _Kept) -> NDArray[np.uint8] | None:

@@ -1,4 +1,4 @@
-"""What the `data` section of a recipe may say, and which combinations mean nothing."""
+"""The `data` section of a recipe, and the combinations that contradict each other."""
 
 import re
 from typing import Literal, Self

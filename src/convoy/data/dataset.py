@@ -6,9 +6,9 @@ from pathlib import Path
 
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
-from convoy.data.files import Opened, check_classes, shown
+from convoy.data.files import Opened, shown
 from convoy.data.folder import find_folder, open_class, open_folder
-from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini, statistics
+from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
 from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, common_format, decode_all
 from convoy.data.webdataset import open_tars
@@ -18,6 +18,16 @@ from convoy.files import MNIST_MINI, existing
 DEFAULT_VALIDATION_FRACTION = 0.1
 DEFAULT_SPLIT_SEED = 0
 PHOTOGRAPH_SIZE = 224
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+# Means and standard deviations of the training pixels, scaled from 0 to 1.
+MNIST: Statistics = ((0.1307,), (0.3081,))
+CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+_LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class DataSet:
         mean: of each channel, pixels from 0 to 1.
         std: of each channel, pixels from 0 to 1.
         resize: short side of a picture before its center is taken.
-        notes: what the user should know about how it was opened.
+        notes: sentences for the user on how it was opened.
         format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
     """
 
@@ -65,8 +75,12 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
     """
     kind, opened = _open(config, progress, to_evaluate)
-    if not to_evaluate:
-        check_classes(opened.name, opened.classes)
+    if not to_evaluate and len(opened.classes) < 2:
+        only = f" ({opened.classes[0]})" if opened.classes else ""
+        raise ConvoyError(
+            f"{opened.name} has only {len(opened.classes)} class{only}: a net needs at least two to tell apart, so set "
+            "data.path to the folder or file that holds all of them"
+        )
     for option in ("validation_fraction", "split_seed"):
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
@@ -142,28 +156,24 @@ def _detect(path: Path) -> str:
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
     """Puts into memory what belongs there; returns height, width and channels if all pictures share them there."""
-    splits = {"training": opened.train} | ({"test": opened.test} if opened.test is not None else {})
-    encoded = {what: source for what, source in splits.items() if isinstance(source, EncodedSource)}
-    if not encoded:
-        assert isinstance(opened.train, PixelSource)
+    if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
-    own = common_format(*encoded.values())
-    settled: dict[str, PixelSource | EncodedSource] = {}
-    for what, source in encoded.items():
-        pixels = decode_all(source, own, what, skip_bad, progress) if own is not None else None
+    encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
+    own, settled = common_format(*encoded), list[Source]()
+    for source, split in zip(encoded, ("training", "test"), strict=False):
+        pixels = decode_all(source, own, split, skip_bad, progress) if own is not None else None
         if pixels is None:
             own = None
-            settled = {what: source.settled(progress) for what, source in encoded.items()}
             break
-        settled[what] = pixels
-    opened.train, opened.test = settled["training"], settled.get("test")
+        settled.append(pixels)
+    if own is None:
+        settled = [source.settled(progress) for source in encoded]
+    opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
     return own
 
 
-def _split(
-    opened: Opened, config: DataConfig, notes: list[str]
-) -> tuple[PixelSource, PixelSource] | tuple[EncodedSource, EncodedSource]:
+def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = opened.train
@@ -174,8 +184,6 @@ def _split(
         f"{opened.name} has no split of its own: {len(held)} of its {len(source)} samples are held out for the test "
         f"(validation_fraction {fraction:g}, split_seed {seed})"
     )
-    if isinstance(source, PixelSource):
-        return source.subset(kept), source.subset(held)
     return source.subset(kept), source.subset(held)
 
 
@@ -195,17 +203,29 @@ def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, i
     return image_size, resize
 
 
-def _statistics(
-    config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if config.mean is None or config.std is None:
-        return statistics(opened.classes, own, channels)
-    if len(config.mean) != channels:
-        raise ConvoyError(
-            f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
-            f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
-        )
-    return config.mean, config.std
+def _statistics(config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int) -> Statistics:
+    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's.
+
+    Grey from RGB weighs the three numbers as luma does.
+    """
+    if config.mean is not None and config.std is not None:
+        if len(config.mean) != channels:
+            raise ConvoyError(
+                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
+                f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
+            )
+        return config.mean, config.std
+    known, num_classes = IMAGENET, len(opened.classes)
+    if own == (28, 28, 1) and num_classes == 10:
+        known = MNIST
+    elif own == (32, 32, 3) and num_classes in (10, 100):
+        known = CIFAR10 if num_classes == 10 else CIFAR100
+    if len(known[0]) == channels:
+        return known
+    if channels == 3:
+        return known[0] * 3, known[1] * 3
+    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in known)
+    return (mean,), (std,)
 
 
 def _check_augmentation(

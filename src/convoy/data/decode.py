@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -104,14 +105,10 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) else 1
 
 
+@cache
 def _formats() -> list[str]:
-    if not _known:
-        Image.init()
-        _known.extend(name for name in _FORMATS if name in Image.OPEN)
-    return _known
-
-
-_known: list[str] = []
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
 
 
 @contextmanager

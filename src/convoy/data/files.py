@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.data.sources import EncodedSource, PixelSource, Source
+from convoy.data.sources import Source
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -19,18 +19,16 @@ _WORDS = {
     "val": ("val", "valid", "validation", "dev", "eval"),
     "test": ("test", "testing"),
 }
-HELD_OUT = ("val", "test")
-"""The splits that a run can be tested on, the first that exists; the labels of `test` are often withheld."""
 
 
 @dataclass
 class Opened:
-    """What a format found: sources of one kind; `test` is None where the data has no split of its own."""
+    """The sources in the files of a format; `test` is None where the data has no split of its own."""
 
     name: str
     classes: list[str]
-    train: PixelSource | EncodedSource
-    test: PixelSource | EncodedSource | None
+    train: Source
+    test: Source | None = None
 
 
 @contextmanager
@@ -60,7 +58,7 @@ def shown(path: Path) -> str:
     return printable(str(path))
 
 
-def split_of(path: Path, root: Path) -> str | None:
+def _split_of(path: Path, root: Path) -> str | None:
     """train, val or test, by the words in the file's name, else in the names of its folders below `root`."""
     for part in reversed(path.relative_to(root).parts):
         for word in re.split(r"[^a-z]+", part.lower()):
@@ -70,8 +68,10 @@ def split_of(path: Path, root: Path) -> str | None:
     return None
 
 
-def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
-    """The files with this suffix by split, in the order of their names; all under "all" where none names a split.
+def shards(path: Path, suffix: str) -> tuple[list[Path], list[Path]]:
+    """The files with this suffix to train on, and those to test on, in the order of their names.
+
+    Those of `val` come before those of `test`, whose labels are often withheld.
 
     Args:
         path: one file, or a folder with files in it or below it.
@@ -81,45 +81,28 @@ def shards(path: Path, suffix: str) -> dict[str, list[Path]]:
         ConvoyError: there are none, or only some of them name a split, or none is for training.
     """
     if path.is_file():
-        return {"all": [path]}
+        return [path], []
     found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not found:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
-    splits = {file: split_of(file, path) for file in found}
-    if not any(splits.values()):
-        return {"all": found}
-    for file, split in splits.items():
-        if split is None:
-            raise ConvoyError(
-                f"{shown(file)} belongs to no split while other files of {shown(path)} do: "
-                "put train, val or test into its name, or move it away"
-            )
-    if "train" not in splits.values():
+    splits: dict[str, list[Path]] = {}
+    for file in found:
+        splits.setdefault(_split_of(file, path) or "none", []).append(file)
+    if len(splits) == 1 and "none" in splits:
+        return found, []
+    if "none" in splits:
+        raise ConvoyError(
+            f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
+            "put train, val or test into its name, or move it away"
+        )
+    if "train" not in splits:
         raise ConvoyError(
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files"
         )
-    return {
-        split: [file for file in found if splits[file] == split] for split in dict.fromkeys(splits.values()) if split
-    }
-
-
-def held_out(splits: Iterable[str]) -> str | None:
-    """Which of the splits to test on, or None."""
-    present = set(splits)
-    return next((split for split in HELD_OUT if split in present), None)
+    return splits["train"], splits.get("val") or splits.get("test", [])
 
 
 _MAX_CLASSES = 1_000_000
-
-
-def check_classes(name: str, classes: list[str]) -> None:
-    """Refuse what is no classification problem."""
-    if len(classes) < 2:
-        only = f" ({classes[0]})" if classes else ""
-        raise ConvoyError(
-            f"{name} has only {len(classes)} class{only}: a net needs at least two to tell apart, so set data.path to "
-            "the folder or file that holds all of them"
-        )
 
 
 def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:

@@ -22,19 +22,17 @@ _HELD_OUT = ("val", "valid", "validation", "test")
 
 
 class FolderSource(EncodedSource):
-    """Picture files, named relative to one folder."""
+    """Picture files below one folder, named relative to it."""
 
     def __init__(self, root: Path, files: list[str], labels: NDArray[np.int64]) -> None:
         self._root = str(root)
-        self._files = Names(files)
+        self._files = Names([file[len(self._root) :].lstrip(os.sep) for file in files])
         self.labels = labels
 
     def name(self, sample: int) -> str:
-        """The file, relative to the data set's folder."""
         return printable(self._files[sample])
 
     def read(self, sample: int) -> bytes:
-        """The file's bytes."""
         return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
 
 
@@ -74,7 +72,7 @@ def open_folder(path: Path) -> Opened:
     shown_classes = [printable(name) for name in classes]
     source = _scan(path, train or path, classes)
     if test is None:
-        return Opened(path.resolve().name, shown_classes, source, None)
+        return Opened(path.resolve().name, shown_classes, source)
     held = [folder.name for folder in _folders(test)]
     for name in held:
         if name not in classes:
@@ -106,7 +104,7 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
                 f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
                 "add some or remove the folder"
             )
-        files.extend(file[len(str(root)) :].lstrip(os.sep) for file in found)
+        files.extend(found)
         counts.append(len(found))
     return FolderSource(root, files, np.repeat(np.arange(len(classes)), counts).astype(np.int64))
 
@@ -119,9 +117,8 @@ def open_class(path: Path) -> Opened | None:
     files = [] if next(iter(_folders(path)), None) else pictures(path)
     if not files:
         return None
-    name, root = path.resolve().name, str(path)
-    names = [file[len(root) :].lstrip(os.sep) for file in files]
-    return Opened(name, [printable(name)], FolderSource(path, names, np.zeros(len(files), np.int64)), None)
+    name = path.resolve().name
+    return Opened(name, [printable(name)], FolderSource(path, files, np.zeros(len(files), np.int64)))
 
 
 def pictures(folder: Path) -> list[str]:

@@ -3,10 +3,10 @@
 import multiprocessing
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -22,6 +22,7 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError, MachineError
+from convoy.launch.cores import PINNED, own_cores
 
 _MAX_AUTOMATIC = 16
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
@@ -36,7 +37,6 @@ def training_batches(
     num_updates: int,
     seed: int,
     positions: range | None = None,
-    workers: int | None = None,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
     """The batches of updates `first_update` to `first_update + num_updates - 1` of the run, across its epochs.
@@ -52,7 +52,6 @@ def training_batches(
         num_updates: how many batches to make.
         seed: of the augmentation.
         positions: which samples of every batch; None = all of them.
-        workers: processes; None = as the configuration says, or as `num_workers` finds.
         pin_memory: put the batches into pinned memory (for a GPU).
 
     Raises:
@@ -60,25 +59,23 @@ def training_batches(
         MachineError: a worker process died.
     """
     maker = _maker(data, config, data.train, seed)
-    workers = num_workers(data, config)[0] if workers is None else workers
+    part = slice(None) if positions is None else slice(positions.start, positions.stop)
     updates = range(first_update, first_update + num_updates)
-    return _run(_TrainingJob(maker, order, positions), updates, workers, pin_memory)
+    return _run(partial(_training, maker, order, part), updates, num_workers(data, config)[0], pin_memory)
+
+
+def _training(maker: BatchMaker, order: Order, part: slice, update: int) -> Batch:
+    epoch, samples = order.update(update)
+    return maker.training(samples[part], epoch)
 
 
 def evaluation_batches(
-    data: DataSet,
-    config: DataConfig,
-    *,
-    batch: int,
-    part: int = 0,
-    num_parts: int = 1,
-    workers: int | None = None,
-    split: str = "test",
-    pin_memory: bool = False,
+    data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1
 ) -> Generator[Batch, None, None]:
-    """Every sample of a split exactly once, in order, resized and cut in the center; the last batch may be smaller.
+    """Every sample of the test split exactly once, in order, resized and cut in the center.
 
-    Several parts take turns at the batches. All get equally many, so that the last ones may be empty.
+    The last batch may be smaller. Several parts take turns at the batches. All get equally many, so that the last ones
+    may be empty.
 
     Args:
         data: what `open_data` returned for this configuration.
@@ -86,24 +83,21 @@ def evaluation_batches(
         batch: samples in a batch.
         part: which part, from 0.
         num_parts: how many there are.
-        workers: processes; None = as the configuration says, or as many as fit.
-        split: test or train.
-        pin_memory: put the batches into pinned memory (for a GPU).
 
     Raises:
         ConvoyError: a picture cannot be read and bad ones are not skipped.
         MachineError: a worker process died.
     """
-    if split not in ("train", "test"):
-        raise ConvoyError(f"split {split!r} does not exist: choose train or test")
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
-    source = data.train if split == "train" else data.test
-    maker = _maker(data, config, source, seed=0)
-    workers = num_workers(data, config)[0] if workers is None else workers
-    num_batches = -(-len(source) // (batch * num_parts))
+    maker = _maker(data, config, data.test, seed=0)
+    num_batches = -(-len(data.test) // (batch * num_parts))
     numbers = range(part, num_batches * num_parts, num_parts)
-    return _run(_EvaluationJob(maker, batch), numbers, min(workers, num_batches), pin_memory)
+    return _run(partial(_evaluation, maker, batch), numbers, min(num_workers(data, config)[0], num_batches))
+
+
+def _evaluation(maker: BatchMaker, batch: int, number: int) -> Batch:
+    return maker.evaluation(np.arange(number * batch, min((number + 1) * batch, len(maker.source))))
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -115,9 +109,9 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
         return config.workers, "as the recipe says"
     if _maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pinned = "CONVOY_CORES" in os.environ  # the cores are this rank's own
-    ranks = 1 if pinned else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    cores = len(own_cores())
+    # Cores to which a rank is pinned are its own.
+    ranks = 1 if PINNED in os.environ else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(
         max(cores // ranks, 1), _MAX_AUTOMATIC
     ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"
@@ -135,11 +129,11 @@ class _Refusal:
     sentence: str
 
 
-class _Job(Dataset[Batch | _Refusal], ABC):
-    """Makes a batch from its number."""
+@dataclass
+class _Batches(Dataset[Batch | _Refusal]):
+    """Batches by their numbers."""
 
-    @abstractmethod
-    def make(self, number: int) -> Batch: ...
+    make: Callable[[int], Batch]
 
     def __getitem__(self, number: int) -> Batch | _Refusal:
         try:
@@ -148,55 +142,25 @@ class _Job(Dataset[Batch | _Refusal], ABC):
             return _Refusal(str(error))
 
 
-class _TrainingJob(_Job):
-    def __init__(self, maker: BatchMaker, order: Order, positions: range | None) -> None:
-        self.maker, self.order = maker, order
-        self.positions = slice(None) if positions is None else slice(positions.start, positions.stop)
-
-    def make(self, number: int) -> Batch:
-        epoch, samples = self.order.update(number)
-        return self.maker.training(samples[self.positions], epoch)
-
-
-class _EvaluationJob(_Job):
-    def __init__(self, maker: BatchMaker, batch: int) -> None:
-        self.maker, self.batch = maker, batch
-
-    def make(self, number: int) -> Batch:
-        samples = range(len(self.maker.source))[number * self.batch : (number + 1) * self.batch]
-        return self.maker.evaluation(np.arange(samples.start, samples.stop))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _run(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator[Batch, None, None]:
-    if workers == 0:
-        batches = (job.make(number) for number in numbers)
-        return (batch.pin_memory() for batch in batches) if pin_memory else batches
-    return _run_workers(job, numbers, workers, pin_memory)
-
-
-def _run_workers(job: _Job, numbers: range, workers: int, pin_memory: bool) -> Generator[Batch, None, None]:
+def _run(
+    make: Callable[[int], Batch], numbers: range, workers: int, pin_memory: bool = False
+) -> Generator[Batch, None, None]:
+    """The batches of some numbers, made by worker processes, or by this one if there are none."""
     loader = DataLoader(
-        job,
+        _Batches(make),
         sampler=numbers,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
-        multiprocessing_context=_context(),
-        worker_init_fn=_follow_parent if workers else None,
+        multiprocessing_context=_context() if workers else None,
+        worker_init_fn=_follow_parent,
         # Its own generator: otherwise each loader would draw a number from torch's global one.
         generator=torch.Generator(),
     )
     iterator = iter(loader)
     try:
-        while True:
-            item = _next(iterator)
-            if item is None:
-                return
+        while (item := _next(iterator)) is not None:
             if isinstance(item, _Refusal):
                 raise ConvoyError(item.sentence)
             yield item
@@ -205,6 +169,10 @@ def _run_workers(job: _Job, numbers: range, workers: int, pin_memory: bool) -> G
         shut_down: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
@@ -254,7 +222,7 @@ def _context() -> BaseContext:
 
 def _start_tracker() -> None:
     """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
-    to the workers. It does so without a word: it would print a warning among what is said of the killed process.
+    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING

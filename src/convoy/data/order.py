@@ -1,12 +1,8 @@
-"""A seeded split for data that has none of its own: the same share of every class is held out.
-
-Random numbers that are a function of (seed, purpose, epoch, sample) and of nothing else.
+"""Random numbers that are a function of (seed, purpose, epoch, sample), and the order and split of samples by them.
 
 The generator is SplitMix64 used as a counter-based one: a sample's numbers need no state, so any process can compute
 them for any array of samples at once, in any order, and numpy's own generators (whose streams may change between
 versions) are not involved.
-
-Which samples belong to which update: a function of the seed and the update's number alone.
 """
 
 from enum import IntEnum
@@ -20,7 +16,7 @@ from convoy.splitmix64 import GOLDEN, mix, word
 
 
 class Purpose(IntEnum):
-    """What numbers are drawn for. Each purpose has a stream of its own, so switching one on changes no other."""
+    """The purpose of random numbers. Each has a stream of its own, so switching one on changes no other."""
 
     ORDER = 1
     SPLIT = 2

@@ -2,11 +2,6 @@
 
 The format knows nothing smaller than a row group, so reading one picture means reading a hundred or more. Files that
 fit into a part of the memory are therefore read once; of larger ones, groups are read when they are needed.
-
-Encoded pictures in memory that worker processes see without a copy.
-
-The bytes lie in an anonymous file (memfd): it has no name, ends with its last process, and is not bound by the size
-of /dev/shm, which containers keep small.
 """
 
 import json
@@ -15,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import reduction
 from pathlib import Path
@@ -26,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, held_out, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -36,7 +32,11 @@ _MAX_BYTES = 4 * 2**30
 
 
 class SharedBytes:
-    """Pieces of bytes; handing them to a worker process hands over the memory itself."""
+    """Pieces of bytes; handing them to a worker process hands over the memory itself.
+
+    They lie in an anonymous file (memfd): it has no name, ends with its last process, and is not bound by the size of
+    /dev/shm, which containers keep small.
+    """
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         fd = os.memfd_create("convoy-pictures")
@@ -74,11 +74,9 @@ class MemorySource(EncodedSource):
         self.labels = source.labels
 
     def name(self, sample: int) -> str:
-        """As the other source names it."""
         return self._source.name(sample)
 
     def read(self, sample: int) -> bytes:
-        """The picture's bytes."""
         return self._pieces[sample]
 
 
@@ -120,7 +118,6 @@ class ParquetSource(EncodedSource):
         return f"{self._names[file]}, row {row}"
 
     def read(self, sample: int) -> bytes:
-        """The picture's bytes."""
         file, group, row, _ = self._place(sample)
         try:
             value = _row_group(self._files[file], group, self._column)[row].as_py()
@@ -131,7 +128,6 @@ class ParquetSource(EncodedSource):
         return bytes(value)
 
     def settled(self, progress: Progress | None) -> EncodedSource:
-        """The pictures in memory if they fit."""
         if not fits_in_memory(self._num_bytes):
             return self
         return MemorySource(self, self._everything(progress))
@@ -165,49 +161,47 @@ def open_parquet(path: Path) -> Opened:
     Raises:
         ConvoyError: a file is damaged, has no column of pictures or labels, or differs from the others.
     """
-    splits = shards(path, ".parquet")
-    test_split = held_out(splits)
-    train_files = splits.get("train") or splits["all"]
-    layout = _Layout.of(train_files[0])
-    train, train_names = layout.open(train_files)
-    test, test_names = layout.open(splits[test_split]) if test_split else (None, [])
-    sources = [train] if test is None else [train, test]
+    splits = [files for files in shards(path, ".parquet") if files]
+    layout = _Layout.of(splits[0][0])
+    sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
-        classes = sorted({*train_names, *test_names})
-        for source, names in zip(sources, (train_names, test_names), strict=False):
-            source.labels = np.searchsorted(np.array(classes), np.array(names)).astype(np.int64)
+        classes = sorted({name for each in names for name in each})
+        for source, each in zip(sources, names, strict=True):
+            source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
 
 
+@dataclass(frozen=True)
 class _Layout:
     """Which columns of the first file are pictures and labels, and the names of the classes if its metadata says."""
 
-    def __init__(self, image: str, label: str, text: bool, classes: list[str] | None, schema: pa.Schema) -> None:
-        self.image, self.label, self.text, self.classes, self.schema = image, label, text, classes, schema
+    image: str
+    label: str
+    text: bool
+    classes: list[str] | None
+    schema: pa.Schema
 
     @classmethod
     def of(cls, file: Path) -> "_Layout":
         schema = _open(file).schema_arrow
         features = _features(schema)
-        image = next((name for name in schema.names if _type_of(features.get(name)) == "Image"), None)
-        if image is None or _bytes_path(schema, image) is None:
-            image = next((name for name in schema.names if _bytes_path(schema, name)), None)
-        if image is None:
+        kinds = {name: feature.get("_type") for name, feature in features.items()}
+        columns = ", ".join(map(printable, schema.names))
+        images = [name for name in schema.names if _bytes_path(schema, name)]
+        if not images:
             raise ConvoyError(
-                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are "
-                f"{', '.join(map(printable, schema.names))}"
+                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are {columns}"
             )
-        label = next((name for name in schema.names if _type_of(features.get(name)) == "ClassLabel"), None)
-        if label is None:
-            label = next((name for name in _LABEL_NAMES if name in schema.names), None)
-        if label is None:
+        labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
+        labels += [name for name in _LABEL_NAMES if name in schema.names]
+        if not labels:
             raise ConvoyError(
-                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are "
-                f"{', '.join(map(printable, schema.names))}"
+                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are {columns}"
             )
+        image, label = min(images, key=lambda name: kinds.get(name) != "Image"), labels[0]
         kind = schema.field(label).type
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not (pa.types.is_integer(kind) or text):
@@ -265,7 +259,7 @@ def _arrow(path: Path) -> Iterator[None]:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """What the schema's metadata says about the columns; nothing where it is missing or unreadable."""
+    """The columns' features by the schema's metadata; empty where it is missing or unreadable."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: value for name, value in features.items() if isinstance(value, dict)}
@@ -273,16 +267,12 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
-def _type_of(feature: dict[str, Any] | None) -> str | None:
-    return feature.get("_type") if feature else None
-
-
 def _bytes_path(schema: pa.Schema, name: str) -> str | None:
     kind = schema.field(name).type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return name
     if pa.types.is_struct(kind):
-        for field in kind:
-            if field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type)):
-                return f"{name}.bytes"
-    return None
+        return f"{name}.bytes" if any(field.name == "bytes" and _is_binary(field.type) for field in kind) else None
+    return name if _is_binary(kind) else None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

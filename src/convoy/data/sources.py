@@ -1,9 +1,9 @@
-"""Where single pictures come from: the protocol, and its two kinds, pixels in memory and encoded files."""
+"""Sources of single pictures: the interface, and its two kinds, pixels in memory and encoded files."""
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,30 +13,35 @@ from convoy.data.decode import BadImage, finish_picture, open_picture
 from convoy.errors import ConvoyError
 
 Progress = Callable[[str, int, int], None]
-"""Is told of long work: what is being done, how many are done, of how many."""
+"""Is told of long work: its name, how many are done, of how many."""
 
 
-class Source(Protocol):
-    """Labelled pictures, numbered from 0."""
+class Source(ABC):
+    """Labelled pictures, numbered from 0: `labels` are int64 [N]."""
 
     labels: NDArray[np.int64]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
+    @abstractmethod
+    def name(self, sample: int) -> str:
+        """The sample's name in messages: a file name, or a file and a number in it."""
+
+    @abstractmethod
     def open(self, sample: int) -> Image.Image:
         """The picture, perhaps not decoded yet: `decode.finish_picture` makes it L or RGB. Raises BadImage."""
-        ...
+
+    @abstractmethod
+    def subset(self, samples: NDArray[np.int64]) -> "Source":
+        """Some of the samples, in this order."""
 
     def load(self, sample: int) -> Image.Image:
         """The picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
-        ...
-
-    def name(self, sample: int) -> str:
-        """What to call the sample in a message: a file name, or a file and a number in it."""
-        ...
+        return finish_picture(self.open(sample), self.name(sample))
 
 
-class PixelSource:
+class PixelSource(Source):
     """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3.
 
     `bad` names the samples whose pixels could not be read (they are black here), with the reason.
@@ -50,13 +55,8 @@ class PixelSource:
         bad: dict[int, str] | None = None,
     ) -> None:
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        self.pixels = pixels
-        self.labels = labels
-        self.bad = bad or {}
+        self.pixels, self.labels, self.bad = pixels, labels, bad or {}
         self._name = name
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def open(self, sample: int) -> Image.Image:
         if sample in self.bad:
@@ -64,12 +64,11 @@ class PixelSource:
         pixels = self.pixels[sample]
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
-    load = open
-
     def name(self, sample: int) -> str:
-        return f"{self._name}, picture {sample}" if isinstance(self._name, str) else self._name(sample)
+        return _name_of(self._name, sample)
 
     def with_channels(self, channels: int) -> "PixelSource":
+        """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
         num, height, width, own = self.pixels.shape
         if own == channels:
             return self
@@ -79,42 +78,30 @@ class PixelSource:
         return PixelSource(pixels, self.labels, self._name, self.bad)
 
     def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        name = self._name if not isinstance(self._name, str) else self.name
-        bad = {new: self.bad[int(old)] for new, old in enumerate(samples) if int(old) in self.bad}
-        return PixelSource(self.pixels[samples], self.labels[samples], _Renamed(name, samples), bad)
+        bad = {new: self.bad[old] for new, old in enumerate(samples.tolist()) if old in self.bad}
+        return PixelSource(self.pixels[samples], self.labels[samples], partial(_name_in, self._name, samples), bad)
 
 
-class _Renamed:
-    def __init__(self, name: Callable[[int], str], samples: NDArray[np.int64]) -> None:
-        self.original, self.samples = name, samples
-
-    def __call__(self, sample: int) -> str:
-        return self.original(int(self.samples[sample]))
+def _name_of(name: str | Callable[[int], str], sample: int) -> str:
+    return f"{name}, picture {sample}" if isinstance(name, str) else name(sample)
 
 
-class EncodedSource(ABC):
+def _name_in(name: str | Callable[[int], str], samples: NDArray[np.int64], sample: int) -> str:
+    return _name_of(name, int(samples[sample]))
+
+
+class EncodedSource(Source):
     """Pictures as the bytes of picture files; a subclass says where the bytes are."""
-
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @abstractmethod
     def read(self, sample: int) -> bytes:
-        pass
-
-    @abstractmethod
-    def name(self, sample: int) -> str:
-        pass
+        """The bytes of a picture file. Raises BadImage."""
 
     def open(self, sample: int) -> Image.Image:
         return open_picture(self.read(sample), self.name(sample))
 
-    def load(self, sample: int) -> Image.Image:
-        return finish_picture(self.open(sample), self.name(sample))
-
     def settled(self, progress: Progress | None) -> "EncodedSource":
+        """The source to load from: this one, or a faster one with the same pictures."""
         return self
 
     def subset(self, samples: NDArray[np.int64]) -> "EncodedSource":
@@ -215,5 +202,5 @@ def decode_all(
 
 
 def refusal(bad: BadImage) -> ConvoyError:
-    """What to say of a picture when bad ones are not to be skipped."""
+    """The refusal of a picture when bad ones are not to be skipped."""
     return ConvoyError(f"{bad}: mend or remove it, or set data.bad_images=skip (--bad-images skip)")

@@ -1,11 +1,4 @@
-"""From bytes to the numbers a net likes.
-
-Where a picture is cut and how it is resized: in training at random, in evaluation always the center.
-
-Random changes of color: jitter of brightness, contrast and saturation, PCA noise, RandAugment.
-
-Mixup and CutMix: blends of two samples of a microbatch and of their labels.
-"""
+"""Transforms of pictures: crop and resizing, random changes of color, normalization, mixup and CutMix."""
 
 import math
 from collections.abc import Sequence

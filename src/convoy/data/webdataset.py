@@ -6,13 +6,12 @@ samples needs. Nothing is unpacked and no member's name is ever used as a path.
 
 import json
 import tarfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, held_out, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
 from convoy.data.sources import EncodedSource, Names, Progress
 from convoy.errors import ConvoyError
@@ -22,31 +21,20 @@ _MAX_LABEL_BYTES = 2**20
 CLASS_NAMES = "classes.txt"
 
 
-@dataclass
-class _Index:
-    """Where the samples of a split are: lists that grow shard by shard."""
-
-    names: list[str] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    places: list[tuple[int, int, int]] = field(default_factory=list)
-
-
 class TarSource(EncodedSource):
     """Members of tar files by shard, offset and size."""
 
-    def __init__(self, files: list[Path], index: _Index) -> None:
+    def __init__(self, files: list[Path], samples: list[tuple[str, int, int, int, int]]) -> None:
         self._files = [str(file) for file in files]
         self._shards = [printable(file.name) for file in files]
-        self._names = Names(index.names)
-        self._places = np.array(index.places, np.int64)
-        self.labels = np.array(index.labels, np.int64)
+        self._names = Names([name for name, *_ in samples])
+        self._places = np.array([place for _, *place, _ in samples], np.int64)
+        self.labels = np.array([label for *_, label in samples], np.int64)
 
     def name(self, sample: int) -> str:
-        """The shard and the member in it."""
         return f"{self._shards[self._places[sample, 0]]}/{printable(self._names[sample])}"
 
     def read(self, sample: int) -> bytes:
-        """The member's bytes."""
         shard, offset, size = self._places[sample].tolist()
         try:
             with open(self._files[shard], "rb") as file:  # noqa: PTH123 (hot path)
@@ -62,11 +50,7 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
     Raises:
         ConvoyError: a tar is compressed, cut off or damaged, or a sample lacks its picture or its label.
     """
-    splits = shards(path, ".tar")
-    test_split = held_out(splits)
-    train = _open_split(splits.get("train") or splits["all"], progress)
-    test = _open_split(splits[test_split], progress) if test_split else None
-    sources = [train] if test is None else [train, test]
+    sources = [_open_split(files, progress) for files in shards(path, ".tar") if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
@@ -75,21 +59,22 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
     else:
         classes = numbered_classes(path, sources)
     check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, train, test)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
 
 
 def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
-    index = _Index()
+    samples = []
     for number, file in enumerate(files):
-        _index_shard(file, number, index)
+        samples += [(member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file)]
         if progress:
             progress("indexing tars", number + 1, len(files))
-    if not index.names:
+    if not samples:
         raise ConvoyError(f"{shown(files[0])} holds no samples: a sample is a picture and its .cls, with equal names")
-    return TarSource(files, index)
+    return TarSource(files, samples)
 
 
-def _index_shard(path: Path, number: int, index: _Index) -> None:
+def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:
+    """The pictures of a tar and their labels."""
     pictures: dict[str, tarfile.TarInfo] = {}
     documents: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
@@ -107,13 +92,13 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
                     if key in pictures:
                         raise ConvoyError(f"{shown(path)} has two pictures {printable(key)}: give them other names")
                     pictures[key] = member
-                elif suffix == ".cls":
-                    labels[key] = _number(_content(tar, member), member, path)
+                elif suffix == ".cls" and (label := _label(tar, member, path)) is not None:
+                    labels[key] = label
                 elif suffix == ".json":
                     documents[key] = member
             for key, member in documents.items():
-                if key not in labels and (value := _label_in_json(_content(tar, member), member, path)) is not None:
-                    labels[key] = _number(value, member, path)
+                if key not in labels and (label := _label(tar, member, path)) is not None:
+                    labels[key] = label
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
@@ -137,9 +122,7 @@ def _index_shard(path: Path, number: int, index: _Index) -> None:
                 f"{shown(path)} has no label for {printable(member.name)}: a sample needs {printable(key)}.cls with a "
                 'whole number, or .json with "label"'
             )
-        index.names.append(member.name)
-        index.labels.append(labels[key])
-        index.places.append((number, member.offset_data, member.size))
+    return [(member, labels[key]) for key, member in pictures.items()]
 
 
 def _check_size(member: tarfile.TarInfo, path: Path) -> None:
@@ -156,22 +139,19 @@ def _check_size(member: tarfile.TarInfo, path: Path) -> None:
         )
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
+    """The whole number in a .cls, or under "label" or "cls" in a .json; None where a .json has neither."""
     file = tar.extractfile(member)
-    return file.read(_MAX_LABEL_BYTES) if file else b""
-
-
-def _label_in_json(content: bytes, member: tarfile.TarInfo, path: Path) -> bytes | None:
-    """What the document says under "label" or "cls", or None."""
-    try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
-    value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
-    return None if value is None else str(value).encode()
-
-
-def _number(content: bytes, member: tarfile.TarInfo, path: Path) -> int:
+    content = file.read(_MAX_LABEL_BYTES) if file else b""
+    if member.name.lower().endswith(".json"):
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
+        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
+        if value is None:
+            return None
+        content = str(value).encode()
     text = content[:40].decode("utf-8", "replace").strip()
     try:
         label = int(text)

@@ -18,7 +18,7 @@ _HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")
 
 @dataclass(frozen=True)
 class Host:
-    """One of them, and how many ranks it has."""
+    """A host, and how many ranks it has."""
 
     name: str
     devices: int
@@ -54,7 +54,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Command:
-    """What is to be started on a host.
+    """A command to start on a host.
 
     Attributes:
         host: where.
@@ -113,8 +113,7 @@ class HostGroup:
         Args:
             arguments: of `convoy train`.
         """
-        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        environment = dict.fromkeys(variables, self.interface) if self.interface is not None else {}
+        environment = dict.fromkeys(interfaces.VARIABLES, self.interface) if self.interface is not None else {}
         return [
             Command(host, (*self._torchrun(number), "-m", "convoy", "train", *arguments), environment)
             for number, host in enumerate(self.hosts)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -21,8 +22,8 @@ from convoy.launch.place import FOLDER
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
 
-# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); what is asked of the run
-# as a whole comes to it as SIGUSR1.
+# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); a request to the run
+# as a whole comes as SIGUSR1.
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGUSR2,
@@ -66,7 +67,8 @@ def start(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
         folder = Path(name)
-        with _environment(folder), _forwarding(folder, num_devices), _ending(folder), _starting(folder, num_devices):
+        late, starting = partial(_kill_the_late, folder), partial(_tell_of_start, folder, num_devices)
+        with _environment(folder), _forwarding(folder, num_devices), _beside(late), _beside(starting):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -79,13 +81,15 @@ def start(
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
                 signals_to_handle="SIGQUIT",
             )
-            killed: list[Failure] = []
+            silent: list[Failure] = []
             try:
                 elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
             except ChildFailedError as error:
-                killed += _killed(error, advice)
+                for rank, failed in error.failures.items():
+                    sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice)))
+                    silent.append(Failure(rank, "killed", sentence, "", time.time()))
         attempt = _newest(folder)
-        failure = cause([*read_failures(attempt), *killed])
+        failure = cause([*read_failures(attempt), *silent])
         if failure is not None:
             print(failure.text(verbose), file=sys.stderr, flush=True)
             on_failure(failure)
@@ -99,17 +103,9 @@ def _newest(folder: Path) -> Path:
     return folder / f"attempt-{max(numbers, default=0)}"
 
 
-def _killed(error: object, advice: str) -> Iterator[Failure]:
-    """Ranks that ended without a word."""
-    failures = getattr(error, "failures", {})
-    for rank, failed in failures.items():
-        sentence = f"it {end_of(failed.exitcode)}"
-        yield Failure(rank, "killed", f"{sentence}; {advice}" if advice else sentence, "", time.time())
-
-
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """What the ranks are to find in their environment."""
+    """The environment that the ranks inherit."""
     before = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
@@ -125,48 +121,37 @@ def _environment(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(folder: Path) -> Iterator[None]:
+def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a function in a thread of its own until this context ends, which the event tells it."""
+    done = threading.Event()
+    thread = threading.Thread(target=watch, args=(done,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _kill_the_late(folder: Path, done: threading.Event) -> None:
     """Kill what still runs some time after a rank has failed, as one that is stopped does; torch would wait longer."""
-    done = threading.Event()
-
-    def watch() -> None:
-        since: dict[Path, float] = {}
-        while not done.wait(0.25):
-            attempt = _newest(folder)
-            if not any(attempt.glob("failure-*.json")):
-                continue
-            if time.monotonic() - since.setdefault(attempt, time.monotonic()) > SHUTDOWN_S:
-                since[attempt] = float("inf")
-                for place in attempt.glob("pid-*"):
-                    with contextlib.suppress(OSError, ValueError):
-                        os.kill(int(place.read_text()), signal.SIGKILL)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    since: dict[Path, float] = {}
+    while not done.wait(0.25):
+        attempt = _newest(folder)
+        if not any(attempt.glob("failure-*.json")):
+            continue
+        if time.monotonic() - since.setdefault(attempt, time.monotonic()) > SHUTDOWN_S:
+            since[attempt] = float("inf")
+            for place in attempt.glob("pid-*"):
+                with contextlib.suppress(OSError, ValueError):
+                    os.kill(int(place.read_text()), signal.SIGKILL)
 
 
-@contextmanager
-def _starting(folder: Path, num_devices: int) -> Iterator[None]:
+def _tell_of_start(folder: Path, num_devices: int, done: threading.Event) -> None:
     """Tell a terminal that ranks are started, which takes seconds, until they are there and speak for themselves."""
-    done = threading.Event()
-
-    def watch() -> None:
-        with waiting_for(f"starting {num_devices} processes"):
-            while not done.wait(0.05) and len(list(folder.glob("attempt-0/pid-*"))) < num_devices:
-                pass
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with waiting_for(f"starting {num_devices} processes"):
+        while not done.wait(0.05) and len(list(folder.glob("attempt-0/pid-*"))) < num_devices:
+            pass
 
 
 @contextmanager

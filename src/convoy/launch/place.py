@@ -1,110 +1,13 @@
-"""This process's place among the ranks, as torchrun or Slurm says it, and the processor cores that belong to it."""
+"""This process's place among the ranks, by the variables of torchrun or Slurm."""
 
-import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from convoy.errors import ConvoyError
-
-PINNED = "CONVOY_CORES"
-_CPU = Path("/sys/devices/system/cpu")
-
-
-def own_cores() -> list[int]:
-    """The cores that this process may use, those of one physical core side by side."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(os.cpu_count() or 1))
-    return sorted(os.sched_getaffinity(0), key=lambda core: (*_physical(core), core))
-
-
-def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | None) -> list[int]:
-    """The cores of one of several ranks on a machine: disjoint runs, or one core in turn where there are too few.
-
-    Args:
-        cores: of all ranks together.
-        num_ranks: that share them.
-        place: the rank's number among them.
-        per_device: cores for each; None divides them evenly.
-
-    Raises:
-        ConvoyError: there are fewer cores than that.
-    """
-    if per_device is None:
-        per_device = len(cores) // num_ranks
-        if per_device == 0:
-            return [cores[place % len(cores)]]
-    elif per_device * num_ranks > len(cores):
-        raise ConvoyError(
-            f"--cores-per-device {per_device} on {num_ranks} devices needs {per_device * num_ranks} cores, but here "
-            f"are {len(cores)}: use at most {len(cores) // num_ranks}, or fewer devices"
-        )
-    return list(cores[place * per_device : (place + 1) * per_device])
-
-
-def in_turns(num_ranks: int, num_cores: int) -> str | None:
-    """A sentence where ranks outnumber the cores that they share; None where they do not."""
-    if num_ranks <= num_cores:
-        return None
-    if num_cores == 1:
-        return f"{num_ranks} devices share one core and compute in turns: that is no faster than one"
-    return f"{num_ranks} devices share {num_cores} cores and compute in turns: that is no faster than {num_cores}"
-
-
-def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
-    """Pin this rank to its share of the cores of its machine; ranks that have cores of their own already keep them.
-
-    Args:
-        gather: gives every rank what each of them says.
-        rank: this one's number.
-        per_device: cores for each rank; None divides them evenly.
-
-    Returns:
-        The cores.
-
-    Raises:
-        ConvoyError: there are too few.
-    """
-    own = own_cores()
-    said = gather((_machine(), own))
-    here = [other for other, (machine, _) in enumerate(said) if machine == said[rank][0]]
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(here))
-    shared = all(said[other][1] == own for other in here)
-    own = share(own, len(here), here.index(rank), per_device) if shared else share(own, 1, 0, per_device or len(own))
-    pin(own)
-    return own
-
-
-def pin(cores: Sequence[int]) -> None:
-    """Let all threads of this process, and the processes that it starts, run on these cores alone."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    tasks = Path("/proc/self/task")
-    threads = [int(entry.name) for entry in tasks.iterdir()] if tasks.is_dir() else [0]
-    for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
-            os.sched_setaffinity(thread, cores)
-    os.environ[PINNED] = ",".join(map(str, cores))
-
-
-def _physical(core: int) -> tuple[int, int]:
-    """Package and physical core; threads of one core have the same."""
-    topology = _CPU / f"cpu{core}" / "topology"
-    try:
-        package, number = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
-    except (OSError, ValueError):
-        return 0, core
-    return package, number
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
 
 FOLDER = "CONVOY_LAUNCH"
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
@@ -115,7 +18,7 @@ class RankPlace:
     """One rank among all.
 
     Attributes:
-        source: who started it, for sentences: `--devices`, `torchrun` or `Slurm`.
+        source: its launcher, for sentences: `--devices`, `torchrun` or `Slurm`.
         folder: where the ranks that `convoy.launch.start` started leave word for it, one for each attempt; None for
             those of others.
         job: name of what started the ranks, which they keep when they are started again; empty where there is none.
@@ -173,7 +76,7 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
-    """What started this process as one of several, in a word that stays the same when it starts them again.
+    """The name of the launcher of this process, which stays the same when ranks are started again.
 
     For torch's elastic launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user
     gave none; for Slurm the number of the job, which a requeued one keeps. Empty where nobody restarts anything.

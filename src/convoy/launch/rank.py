@@ -1,4 +1,4 @@
-"""What a process does because it is one of several: it ends with the others, and says why it failed."""
+"""A process that is one of several ranks: it ends with the others, and reports why it failed."""
 
 import contextlib
 import ctypes
@@ -93,7 +93,7 @@ def as_rank(place: RankPlace) -> Iterator[Hang]:
     print it themselves. Warnings of ranks other than 0 bear their number.
 
     Returns:
-        What ends the rank where its main thread cannot.
+        A function that ends the rank where its main thread cannot.
     """
     if place.num_ranks > 1 and place.rank > 0:
         _prefix_warnings(place.rank)
@@ -189,7 +189,7 @@ def _fail(failure: Failure, folder: Path | None) -> None:
             _print(failure.text(verbose))
     except OSError:  # no room for it
         _print(failure.text(verbose))
-    if failure.kind == "lost":  # who was lost has the word, and is to be noticed first
+    if failure.kind == "lost":  # the rank that was lost is the cause, and is to be noticed first
         time.sleep(GRACE_S)
     _end(failure.status if folder is None else status_of(folder, failure.status))
 

@@ -15,11 +15,11 @@ _UNITS = {"d": 1440, "h": 60, "m": 1}
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}))?(?::(?P<seconds>\d{2}))?")
 
 
-def time_limit(text: str) -> str:
-    """A time limit in Slurm's form `days-hours:minutes:seconds`.
+def minutes_of(text: str) -> int:
+    """A time in minutes.
 
     Args:
-        text: such as `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`.
+        text: such as `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`; a part of a minute counts as one.
 
     Raises:
         ConvoyError: it is no time.
@@ -28,23 +28,15 @@ def time_limit(text: str) -> str:
     parts = re.findall(r"(\d+)([dhm])", said)
     match = _SLURM.fullmatch(said)
     if parts and "".join(number + unit for number, unit in parts) == said:
-        minutes = sum(int(number) * _UNITS[unit] for number, unit in parts)
+        total = sum(int(number) * _UNITS[unit] for number, unit in parts)
     elif match is not None and (match["days"] or match["seconds"]):
         days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
-        minutes += days * 1440 + hours * 60 + (seconds > 0)
+        total = days * 1440 + hours * 60 + minutes + (seconds > 0)
     else:
         raise ConvoyError(f"--time {text!r} is no time: write e.g. 8h, 90m, 1d12h or 1-12:00:00")
-    if minutes == 0:
+    if total == 0:
         raise ConvoyError(f"--time {text!r} is no time at all: write e.g. 8h")
-    days, minutes = divmod(minutes, 1440)
-    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
-
-
-def seconds_of(limit: str) -> int:
-    """Seconds of what `time_limit` gives."""
-    days, _, rest = limit.partition("-")
-    hours, minutes, seconds = map(int, rest.split(":"))
-    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return total
 
 
 OWN = frozenset(
@@ -104,7 +96,7 @@ done
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to train, and on what.
+    """A training, and the nodes that it runs on.
 
     Attributes:
         arguments: of `convoy train`, without `--out` and `--resume`.
@@ -144,7 +136,7 @@ class SlurmJob:
             raise ConvoyError(f"--name {self.name!r} must be one line without control characters")
         if self.max_restarts < 0:
             raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
-        seconds = seconds_of(time_limit(self.time))
+        seconds = 60 * minutes_of(self.time)
         if not 1 <= self.save_before < min(seconds - _EARLY_S, 1 << 16):
             raise ConvoyError(
                 f"--save-before {self.save_before} leaves nothing of the {seconds:,} s of --time: Slurm may send its "
@@ -160,42 +152,39 @@ class SlurmJob:
 
     def script(self) -> str:
         """The text of the script."""
-        lines = [self._option(name, value) for name, value in self._options().items()]
-        srun = [f"--cpus-per-task={self.cores_per_device}"] if self.cores_per_device else []
-        words = [self.python, "-m", "convoy", "train", *self.arguments]
-        command = f'{shlex.join(words)} --out "$out" --resume'
-        if self.interface is not None:
-            command += f" --interface {shlex.quote(self.interface)}"
-        return _SCRIPT.format(
-            options="\n".join(lines),
-            out=shlex.quote(self.out) if self.out is not None else f"runs/{_word(self.name)}-$SLURM_JOB_ID",
-            srun=" ".join(["--kill-on-bad-exit=1", *srun]),
-            command=command,
-            max_restarts=self.max_restarts,
-        )
-
-    def _options(self) -> dict[str, str | None]:
-        own: dict[str, str | None] = {
+        hours, minutes = divmod(minutes_of(self.time), 60)
+        options: dict[str, str | None] = {
             "job-name": self.name,
             "nodes": str(self.nodes),
             "ntasks-per-node": str(self.devices_per_node),
         }
+        srun = ["--kill-on-bad-exit=1"]
         if self.cores_per_device is not None:
-            own["cpus-per-task"] = str(self.cores_per_device)
+            options["cpus-per-task"] = str(self.cores_per_device)
+            srun.append(f"--cpus-per-task={self.cores_per_device}")
         if self.gpus:
-            own["gpus-per-node"] = str(self.devices_per_node)
-        own |= {
-            "time": time_limit(self.time),
+            options["gpus-per-node"] = str(self.devices_per_node)
+        options |= {
+            "time": f"{hours // 24}-{hours % 24:02}:{minutes:02}:00",
             "signal": f"B:USR2@{self.save_before}",
             "requeue": None,
             "open-mode": "append",
             "output": f"{_word(self.name)}-%j.log",
+            **self.options,
         }
-        return own | dict(self.options)
-
-    @staticmethod
-    def _option(name: str, value: str | None) -> str:
-        return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
+        command = f'{shlex.join([self.python, "-m", "convoy", "train", *self.arguments])} --out "$out" --resume'
+        if self.interface is not None:
+            command += f" --interface {shlex.quote(self.interface)}"
+        return _SCRIPT.format(
+            options="\n".join(
+                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
+                for name, value in options.items()
+            ),
+            out=shlex.quote(self.out) if self.out is not None else f"runs/{_word(self.name)}-$SLURM_JOB_ID",
+            srun=" ".join(srun),
+            command=command,
+            max_restarts=self.max_restarts,
+        )
 
 
 def _word(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What Convoy does in torchrun's agent, which loads this with all packages' entry points.
+"""Convoy's part in torchrun's agent, which loads this with all packages' entry points.
 
 It makes Convoy's rendezvous known, and says why ranks failed that left word (`convoy.failure.leave_word`): the cause,
 in a sentence, in the place of torchrun's pages. Other jobs end as they would without Convoy.
@@ -21,11 +21,11 @@ _PAGES = {
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
     "torch.distributed.elastic.multiprocessing.errors.error_handler": ("no error file defined",),
 }
-"""What torch logs about ranks that failed, by logger."""
+"""Beginnings of torch's messages about ranks that failed, by logger."""
 
 
 def entry_point() -> Callable[[Any], Any]:
-    """What makes a host's part in a rendezvous, as torchrun asks for it."""
+    """The function that makes a host's part in a rendezvous, as torchrun asks for it."""
     say_failures()
     return _make
 
@@ -68,7 +68,7 @@ def say_failures() -> None:
 
 
 def _text(error: BaseException) -> str | None:
-    """What ranks left that ended with torch's ChildFailedError; None where they are not Convoy's."""
+    """The cause of torch's ChildFailedError; None where the ranks are not Convoy's."""
     failures: dict[int, Any] = error.failures  # type: ignore[attr-defined]
     words = {rank: word_in(failed.error_file) for rank, failed in failures.items()}
     silent = [

@@ -29,16 +29,11 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "Counts": "counting",
-        "GoogLeNetOutputs": "googlenet",
-        "ModelInfo": "registry",
-        "accepts": "factory",
-        "classifier_names": "heads",
-        "count": "counting",
-        "create": "factory",
-        "describe": "factory",
-        "image_channels": "heads",
-        "list_models": "registry",
-        "load_weights": "weights",
+        "counting": "Counts count",
+        "factory": "accepts create describe",
+        "googlenet": "GoogLeNetOutputs",
+        "heads": "classifier_names image_channels",
+        "registry": "ModelInfo list_models",
+        "weights": "load_weights",
     },
 )

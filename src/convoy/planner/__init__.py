@@ -15,11 +15,8 @@ __all__ = ["Planned", "Scored", "Workload", "make_plan", "score", "workload_of"]
 __getattr__ = lazily(
     __name__,
     {
-        "Planned": "planner",
-        "Scored": "cost.step",
-        "Workload": "workload",
-        "make_plan": "planner",
-        "score": "planner",
-        "workload_of": "workload",
+        "cost.step": "Scored",
+        "planner": "Planned make_plan score",
+        "workload": "Workload workload_of",
     },
 )

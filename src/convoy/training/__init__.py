@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "ConsoleReporter": "progress",
-        "Outcome": "run",
-        "Recipe": "recipe",
-        "Reporter": "progress",
-        "RunDirectory": "run_directory",
-        "Session": "session",
-        "choose_device": "environment",
-        "load_recipe": "recipe",
-        "recipe_names": "recipe",
-        "train": "run",
+        "environment": "choose_device",
+        "progress": "ConsoleReporter Reporter",
+        "recipe": "Recipe load_recipe recipe_names",
+        "run": "Outcome train",
+        "run_directory": "RunDirectory",
+        "session": "Session",
     },
 )

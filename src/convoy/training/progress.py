@@ -31,18 +31,26 @@ LINE_EVERY_S = 5.0
 
 
 class ConsoleReporter(Reporter):
-    """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not."""
+    """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        console: standard output, unless another is given.
+        log_preparation: print lines of the work before the training too.
+    """
+
+    def __init__(self, console: Console | None = None, log_preparation: bool = False) -> None:
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
-        self._line_at = -LINE_EVERY_S
+        self._log_preparation = log_preparation
+        self._line_at = time.monotonic() if log_preparation else -LINE_EVERY_S
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def prepare(self, what: str, done: int, total: int) -> None:
         if not self.console.is_terminal:
+            if self._log_preparation:
+                self.advance(done, f"{what} ({done} of {total})")
             return
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from convoy.data.config import DataConfig
 from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
-from convoy.files import MNIST_MINI, existing, expanded
+from convoy.files import existing, expanded
 from convoy.models.registry import check_name
 from convoy.terminal import brief
 from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan
@@ -336,8 +336,7 @@ def check_names(recipe: Recipe) -> None:
     check_name(recipe.model.name)
     if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
-    if recipe.data.path != MNIST_MINI:
-        existing(recipe.data.path)
+    existing(recipe.data.path)
 
 
 def validate(document: dict[str, Any]) -> Recipe:

@@ -10,7 +10,7 @@ import yaml
 import manifests
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, SecretVariable, manifest, to_yaml
+from convoy.launch.kubernetes import KINDS, SecretVariable, to_yaml
 from convoy.launch.kubernetes.training import complete, name_for
 
 HOSTILE = [
@@ -82,7 +82,7 @@ def test_arguments_and_variables_arrive_as_they_are(kind: str) -> None:
     arguments = ("resnet50", *HOSTILE)
     variables = {f"VALUE_{number}": value for number, value in enumerate(HOSTILE)}
     asked = manifests.training(arguments=complete(arguments, {}, "resnet50", 8), environment=variables)
-    written = manifest(asked, kind)
+    written = KINDS[kind](asked)
     for documents in cluster_readings(to_yaml(written)):
         assert documents == written  # and no document more
         (container,) = manifests.pod_of({one["kind"]: one for one in documents})["containers"]
@@ -105,7 +105,7 @@ def test_texts_that_readers_differ_about_are_quoted() -> None:
 
 def test_every_manifest_is_json_too() -> None:
     for kind in KINDS:
-        for document in manifest(manifests.training(), kind):
+        for document in KINDS[kind](manifests.training()):
             assert json.loads(json.dumps(document)) == document
 
 

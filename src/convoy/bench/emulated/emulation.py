@@ -14,8 +14,8 @@ from convoy.bench.emulated.cluster import Cluster
 from convoy.bench.emulated.network import INTERFACE, EmulatedHost, prefix
 from convoy.bench.emulated.pulse import pulses
 from convoy.errors import ConvoyError
-from convoy.launch import place as cores
-from convoy.launch.place import own_cores
+from convoy.launch import cores
+from convoy.launch.cores import own_cores
 
 PORT = 29_500
 

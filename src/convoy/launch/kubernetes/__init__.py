@@ -3,7 +3,7 @@
 Each starts torch's elastic launcher in every pod; nothing here talks to a cluster.
 """
 
-from convoy.launch.kubernetes.manifests import KINDS, manifest, to_yaml
+from convoy.launch.kubernetes.manifests import KINDS, to_yaml
 from convoy.launch.kubernetes.training import SecretVariable, Training
 
-__all__ = ["KINDS", "SecretVariable", "Training", "manifest", "to_yaml"]
+__all__ = ["KINDS", "SecretVariable", "Training", "to_yaml"]

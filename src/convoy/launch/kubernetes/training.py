@@ -1,4 +1,4 @@
-"""What a training on Kubernetes needs to be told, checked: names, amounts, arguments, and that nothing is secret."""
+"""A training on Kubernetes, and the checks of its names, amounts and arguments, which must hold no secret."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ _FORMS = {
         "is no resource: write it like nvidia.com/gpu, or none for CPUs",
     ),
 }
-"""What Kubernetes takes for a name of some kind: a pattern, the longest, and the sentence for all others."""
+"""Kinds of names in Kubernetes: a pattern, the longest, and the sentence for all others."""
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 _UNITS = {
     "": Decimal(1),
@@ -55,30 +55,21 @@ _UNITS = {
 }
 
 
-def check(option: str, text: str, form: str) -> None:
-    """Refuse what Kubernetes would not take.
+def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> None:
+    """Refuse a name that Kubernetes would not take; a label may be as long as `longest`.
 
     Raises:
         ConvoyError: the text has not the form.
     """
-    pattern, longest, problem = _FORMS[form]
-    if not pattern.fullmatch(text) or len(text) > longest:
+    pattern, most, problem = _FORMS[form]
+    if not pattern.fullmatch(text) or len(text) > most:
         raise ConvoyError(f"{option} {text!r} {problem}")
-
-
-def check_label(option: str, name: str, longest: int = LONGEST_NAME) -> None:
-    """Refuse a name of a job that is no DNS label, or too long.
-
-    Raises:
-        ConvoyError: it is such.
-    """
-    check(option, name, "label")
-    if len(name) > longest:
-        raise ConvoyError(f"{option} {name!r} has {len(name)} characters: use at most {longest}")
+    if form == "label" and len(text) > longest:
+        raise ConvoyError(f"{option} {text!r} has {len(text)} characters: use at most {longest}")
 
 
 def amount(option: str, text: str) -> Decimal:
-    """What an amount of CPUs or bytes says: `500m` is a half, `2Gi` is 2 · 1024³.
+    """The value of an amount of CPUs or bytes: `500m` is a half, `2Gi` is 2 · 1024³.
 
     Raises:
         ConvoyError: it is no amount, or zero.
@@ -97,6 +88,8 @@ _VALUE = re.compile(
 )
 
 
+RUNTIME = "torch-distributed"
+"""The runtime for torch that Kubeflow Trainer comes with."""
 DATA_PATH, RUN_PATH = "/data", "/runs"
 """Where the claims are mounted."""
 _RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "KUBERNETES_")
@@ -135,6 +128,7 @@ class Training:
         run_claim: the PersistentVolumeClaim for runs, mounted at `/runs`.
         data_claim: the PersistentVolumeClaim with the data, mounted at `/data` for reading.
         namespace: None leaves it to `kubectl`.
+        runtime: the ClusterTrainingRuntime of a TrainJob.
         environment: variables with their values.
         secrets: variables whose values are in Secrets.
         max_restarts: how often the ranks of a pod are started again before the pod fails, and how often a pod is.
@@ -157,19 +151,20 @@ class Training:
     least_nodes: int | None = None
     accelerator: str | None = "nvidia.com/gpu"
     namespace: str | None = None
+    runtime: str = RUNTIME
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[SecretVariable, ...] = ()
     max_restarts: int = 3
     user: int = 1000
 
     def __post_init__(self) -> None:
-        check_label("--name", self.name, LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
+        check("--name", self.name, "label", LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
         check("--image", self.image, "image")
         check("--run-claim", self.run_claim, "subdomain")
         if self.data_claim is not None:
             check("--data-claim", self.data_claim, "subdomain")
         if self.namespace is not None:
-            check_label("--namespace", self.namespace)
+            check("--namespace", self.namespace, "label")
         if self.accelerator is not None:
             check("--accelerator", self.accelerator, "resource")
         for option, value, least in (
@@ -191,11 +186,6 @@ class Training:
             )
         self._check_environment()
         self._check_arguments()
-
-    @property
-    def num_devices(self) -> int:
-        """Ranks of the whole job."""
-        return self.num_nodes * self.devices_per_node
 
     def _check_environment(self) -> None:
         secret = [variable.name for variable in self.secrets]
@@ -226,7 +216,7 @@ class Training:
 
 
 def _check_text(what: str, text: str) -> None:
-    """Refuse what YAML or a process cannot be given.
+    """Refuse text that YAML or a process cannot hold.
 
     Raises:
         ConvoyError: the text is not UTF-8, or has a zero byte.
@@ -250,7 +240,7 @@ def complete(
     """Arguments with `--out /runs/NAME` and `--resume`, where they lack them.
 
     Args:
-        arguments: what the user wrote after `--`.
+        arguments: of the user, after `--`.
         said: the options that it says, by name, as far as they are `out`, `data`, `devices` and `resume`.
         name: of the job.
         num_devices: of the whole job, which `--devices` must not contradict.

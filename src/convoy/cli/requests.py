@@ -1,0 +1,352 @@
+"""The requests of `convoy train` and `convoy plan`: their options, and what can be refused without torch."""
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from convoy.cli.options import check_writable, command_of
+from convoy.errors import ConvoyError
+from convoy.planner.cost.link import links_named
+from convoy.plans.fixes import parse_fix
+from convoy.plans.plan import Plan
+from convoy.training.config import FORMS, Duration
+from convoy.training.parallel_config import LostGroupError, check_shares, fitted, num_devices, plan_of
+from convoy.training.recipe import Recipe, check_names, load_recipe
+from convoy.training.run_directory import RunDirectory
+from convoy.units import bytes_of
+
+if TYPE_CHECKING:
+    from convoy.comm.ranks import Ranks
+
+KEYS = {
+    "data": "data.path",
+    "epochs": "epochs",
+    "batch": "batch",
+    "lr": "optimizer.lr",
+    "seed": "seed",
+    "microbatches": "microbatches",
+    "batch_norm": "batch_norm",
+    "reproducible": "reproducible",
+    "precision": "precision",
+    "channels_last": "channels_last",
+    "compile": "compile",
+    "workers": "data.workers",
+    "bad_images": "data.bad_images",
+    "weights": "model.weights",
+    "devices": "parallel.devices",
+    "plan": "parallel.plan",
+    "shares": "parallel.shares",
+    "cores_per_device": "parallel.cores_per_device",
+    "gradient_compression": "parallel.gradient_compression",
+    "local_sgd": "parallel.local_sgd",
+    "lost_group": "parallel.lost_group",
+}
+"""The key of the recipe that an option sets, by the option's name."""
+
+
+def _overrides(values: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    return [f"{key}={values[name]}" for name, key in KEYS.items() if name in names and values[name] is not None]
+
+
+@dataclass
+class TrainRequest:
+    """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names.
+
+    Attributes:
+        notes: sentences on options that were put out of force.
+        begins_with: the run that is made longer, if any.
+        again: the ranks were started again, and go on with a run that they have told of already.
+    """
+
+    arguments: Sequence[str]
+    overrides: list[str]
+    model: str | None = None
+    recipe: str | None = None
+    out: Path | None = None
+    resume: bool = False
+    extend: str | None = None
+    device: str | None = None
+    devices: int | None = None
+    max_restarts: int | None = None
+    timeout: str | None = None
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
+        self.again = False
+        self.begins_with: Path | None = None
+        if self.extend is not None:
+            self._extend(self.extend)
+        elif self.out is None and self.model is not None and RunDirectory(Path(self.model)).is_run():
+            if not self.resume:
+                raise ConvoyError(
+                    f"{self.model} is a run: go on with it by convoy train {self.model} --resume, or make it longer by "
+                    f"convoy train {self.model} --extend 8ep"
+                )
+            self.out, self.model = Path(self.model), None
+        if self.resume and self.out is None:
+            raise ConvoyError(f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume")
+
+    @classmethod
+    def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
+        """The request of a command line whose options have these values, by their names."""
+        own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **own)
+
+    def check(self) -> None:
+        """Refuse what needs neither torch nor data to be found wrong.
+
+        Raises:
+            ConvoyError: there is no such recipe, key, network, file or plan, or the folder is taken.
+        """
+        recipe = self.recipe_of()
+        check_names(recipe)
+        number, explicit = self._number(recipe), self.explicit_keys
+        section = fitted(recipe.parallel, number, "parallel.plan" in explicit, "parallel.shares" in explicit)
+        plan, _ = plan_of(section, number)
+        check_shares(section.shares if isinstance(section.shares, tuple) else None, number, plan)
+        if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
+            RunDirectory(self.out).check_free()
+            RunDirectory(self.out).check_writable()
+
+    def _no_run(self) -> str:
+        return f"{self.model} is no run directory: " if self.model is not None else ""
+
+    def _number(self, recipe: Recipe) -> int:
+        """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
+        section, explicit = recipe.parallel, self.explicit_keys
+        if "parallel.plan" in explicit and "parallel.devices" not in explicit:
+            section = section.model_copy(update={"devices": None})
+        return num_devices(section)
+
+    def _extend(self, more: str) -> None:
+        """Take over the recipe of the run that is to be made longer.
+
+        Raises:
+            ConvoyError: there is none, or other options say otherwise.
+        """
+        old = RunDirectory(Path(self.model or ""))
+        if self.model is None or not old.is_run():
+            raise ConvoyError(f"{self._no_run()}--extend needs the run to make longer: convoy train RUN --extend 8ep")
+        if self.recipe is not None:
+            raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {old.path}; change it by --set")
+        if "epochs" in self.explicit_keys:
+            raise ConvoyError(
+                "--epochs contradicts --extend, which says for how long to train on: leave one of them out"
+            )
+        if self.resume and self.out is None:
+            raise ConvoyError("--extend begins a new run: go on with that one by convoy train NEW --resume")
+        self.begins_with, self.model, self.recipe = old.path, None, str(old.config)
+        self.overrides += [f"epochs={new_length(old, more)}", f"extends={old.path}"]
+
+    @property
+    def explicit_keys(self) -> set[str]:
+        """Keys of the recipe that the command line sets."""
+        return {override.partition("=")[0].strip() for override in self.overrides}
+
+    def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
+        """The recipe of this command line, and the folder of its run; the same on every rank.
+
+        A run that the same ranks began, before they were started again, is gone on with.
+
+        Args:
+            ranks: the ranks.
+            jobs: names of what started them (`convoy.launch.place.job`).
+            elastic: their number may be another one than the plan is for, which is fitted to it.
+        """
+        if jobs:
+            self.out, self.again = ranks.first(lambda: self._folder(self.recipe_of(), jobs))
+        self.resume = self.resume or self.again
+        recipe, explicit = self.recipe_of(), self.explicit_keys
+        elastic = elastic or self.again
+        number = ranks.num if elastic or ranks.num > 1 else self._number(recipe)
+        keep_plan, keep_shares = (not elastic and f"parallel.{name}" in explicit for name in ("plan", "shares"))
+        try:
+            parallel = fitted(recipe.parallel, number, keep_plan, keep_shares, self.notes)
+        except LostGroupError as error:
+            if not elastic:
+                raise
+            if ranks.rank == 0:
+                click.echo(f"{error}; waiting for others")
+            while True:  # torch's launcher starts all ranks anew when others come
+                time.sleep(60)
+        recipe = recipe.model_copy(update={"parallel": parallel})
+        return recipe, self.out or ranks.first(lambda: self._folder(recipe)[0])
+
+    def _folder(self, recipe: Recipe, jobs: Sequence[str] = ()) -> tuple[Path, bool]:
+        """The folder of the run, the first free one where none is named, and whether these jobs began a run there."""
+        if self.begins_with is None:
+            name = f"{recipe.model.name}-{Path(recipe.data.path).resolve().name}".replace(":", "-").replace("/", "-")
+            first = Path("runs") / name
+        else:
+            old = self.begins_with if self.begins_with.name else self.begins_with.resolve()
+            first = old.with_name(f"{old.name}-extended")
+        others = (first.with_name(f"{first.name}-{n}") for n in count(2))
+        for path in chain([first], others) if self.out is None else [self.out]:
+            by = RunDirectory(path).begun_by()
+            if set(jobs) & set(by.get("jobs") or ()) and by.get("command") == command_of(self.arguments):
+                return path, True
+            if self.out is not None or not path.exists():
+                return path, False
+        raise AssertionError("candidates without end")
+
+    def recipe_of(self) -> Recipe:
+        """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run.
+
+        Raises:
+            ConvoyError: there is no such recipe or run, or something in it is wrong.
+        """
+        recipe, out = self.recipe, self.out
+        overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else self.overrides
+        if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
+            recipe = str(RunDirectory(out).config)
+        elif self.resume and out is not None and self.model is None and recipe is None:
+            raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
+        elif self.model is None and recipe is None:
+            raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
+        self.notes = []
+        return load_recipe(recipe or "default", overrides, self.notes)
+
+
+def new_length(old: RunDirectory, more: str) -> Duration:
+    """The length of a run that goes on for some epochs (`8ep`, `8`) or updates (`500ba`) after the end of another.
+
+    Raises:
+        ConvoyError: that is no length, or the run does not say how many updates its epochs have.
+    """
+    try:
+        by = Duration.parse(f"{more}ep" if more.strip().replace(".", "", 1).isdecimal() else more)
+    except ValueError as error:
+        raise ConvoyError(f"--extend: {error}") from error
+    if by.unit == "%" or not by:
+        raise ConvoyError(f"--extend {more} is no length to train on for: write {FORMS}")
+    recipe = load_recipe(str(old.config))
+    if by.unit == recipe.epochs.unit:
+        return Duration(round(recipe.epochs.value + by.value, 9), by.unit)
+    num_train = old.summary().get("num_train")
+    if not isinstance(num_train, int):
+        raise ConvoyError(f"{old.summary_file} does not say how many samples there are: give --extend in epochs")
+    per_epoch = num_train // recipe.batch
+    return Duration(recipe.epochs.updates(per_epoch) + by.updates(per_epoch), "ba")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A command line of `convoy plan`: keys of the recipe are in `overrides`, other options under their names."""
+
+    arguments: Sequence[str]
+    overrides: Sequence[str]
+    model: str | None
+    recipe: str | None
+    devices: int | None
+    image_size: int | None
+    classes: int | None
+    fix: tuple[str, ...]
+    score: tuple[str, ...]
+    memory_limit: str | None
+    link: str | None
+    images_per_second: float | None
+    cores_per_device: int | None
+    device: str | None
+    out: Path | None
+    html: Path | None
+    trace: Path | None
+    no_store: bool
+    as_json: bool
+
+    @classmethod
+    def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "PlanRequest":
+        """The request of a command line whose options have these values, by their names."""
+        own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(arguments, _overrides(values, values.keys() - own.keys()), **own)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The plans to predict instead of a search.
+
+        Raises:
+            ConvoyError: one of the texts is no plan.
+        """
+        if any(text.strip() == "auto" for text in self.score):
+            raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
+        return [Plan.parse(text, num_devices=self.devices) for text in self.score]
+
+    @property
+    def num_devices(self) -> int:
+        """The number that is asked for, or that the plans are for."""
+        if self.devices is not None:
+            return self.devices
+        return self.plans[0].mesh.num_devices if self.plans else 1
+
+    @property
+    def memory(self) -> float | None:
+        """The memory limit in bytes.
+
+        Raises:
+            ConvoyError: it is no size.
+        """
+        return bytes_of(self.memory_limit, "--memory-limit") if self.memory_limit is not None else None
+
+    def check(self) -> None:
+        """Refuse what needs neither the network nor the machine to be found wrong.
+
+        Raises:
+            ConvoyError: an option is wrong, or contradicts another.
+        """
+        if self.model is None and self.recipe is None:
+            raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
+        for name, number in (
+            ("--devices", self.devices),
+            ("--image-size", self.image_size),
+            ("--classes", self.classes),
+            ("--cores-per-device", self.cores_per_device),
+        ):
+            if number is not None and number < 1:
+                raise ConvoyError(f"{name} is {number}: give a whole number of at least 1")
+        _ = self.memory  # refuses a text that is no size
+        if self.score and self.fix:
+            raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
+        for fix in self.fix:
+            parse_fix(fix)
+        number = self.num_devices
+        for plan in self.plans:
+            if (size := plan.mesh.num_devices) != number:
+                first = f"--score {self.plans[0]} for {number}"
+                raise ConvoyError(
+                    f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but "
+                    f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"
+                )
+        if self.link is not None:
+            links_named(self.link, on_cpu=True)
+        if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
+            raise ConvoyError(
+                f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
+            )
+        for option, path in (("--out", self.out), ("--html", self.html), ("--trace", self.trace)):
+            if path is not None:
+                check_writable(option, path)
+
+    def recipe_of(self) -> Recipe:
+        """The recipe with the keys that the command line sets.
+
+        Raises:
+            ConvoyError: there is none, a value is wrong, or its batch cannot be divided over the devices.
+        """
+        named = [f"model.name={self.model}"] if self.model is not None else []
+        recipe = load_recipe(self.recipe or "default", [*named, "data.path=mnist-mini", *self.overrides])
+        if recipe.batch < self.num_devices:
+            raise ConvoyError(
+                f"a batch of {recipe.batch} is too small for {self.num_devices} devices: raise --batch, or plan for "
+                "fewer"
+            )
+        shares = recipe.parallel.shares
+        check_shares(shares if isinstance(shares, tuple) else None, self.num_devices)
+        check_names(recipe)
+        return recipe
