@@ -88,7 +88,7 @@ def _place() -> tuple[object, ...]:
 
 
 STRATEGIES = ("sample", "filter", "channel")
-"""What all layers that can have, in the profilings of a search."""
+"""Of all layers that can have them, one after the other, in the profilings that a search begins with."""
 
 
 def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
@@ -100,7 +100,7 @@ def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]
             layers.setdefault(call.layer, []).append(call)
     seen: set[tuple[Strategy, ...]] = set()
     for strategy in STRATEGIES:
-        given = {layer: _possible(workload, mesh, calls, (strategy,)) for layer, calls in layers.items()}
+        given = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
         if (strategy,) not in given.values() or tuple(given.values()) in seen:
             continue
         seen.add(tuple(given.values()))
@@ -110,18 +110,17 @@ def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]
             continue
 
 
-def _possible(workload: Workload, mesh: Mesh, calls: list[Call], strategy: Strategy) -> Strategy:
-    by_samples = tuple("sample" for _ in mesh.sizes)
-    for candidate in (strategy, by_samples):
-        axes = tuple(axis for axis, each in enumerate(candidate) if each == "sample")
+def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) -> Strategy:
+    for strategy in (wanted, "sample"):
+        axes = (0,) if strategy == "sample" else ()
         try:
             batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
             for call in calls:
-                OPERATIONS[call.op].place(Situation(workload.graph, mesh, batch, call, candidate, {}))
+                OPERATIONS[call.op].place(Situation(workload.graph, mesh, batch, call, (strategy,), {}))
         except ConvoyError:
             continue
-        return candidate
-    return tuple("replicate" for _ in mesh.sizes)
+        return (strategy,)
+    return ("replicate",)
 
 
 _POINTS = ((1, 2**24), (16, 2**20), (256, 2**16), (128, 64))

@@ -168,7 +168,8 @@ def make_plan(
     for job in jobs[needed:]:
         if is_in_time():
             measured.profile([job])
-    slowdowns = measured.slowdowns() if ranks.num == devices else ()
+    slowdowns = measured.slowdowns()
+    slowdowns = slowdowns if len(slowdowns) == devices else ()
     workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
     proposed: list[Plan] = []
