@@ -1,5 +1,6 @@
 """What is profiled for which question, and what becomes of a profiling that fails on one rank."""
 
+import math
 import resource
 from pathlib import Path
 from unittest.mock import patch
@@ -67,7 +68,7 @@ def test_profiling_without_memory_on_one_rank_is_left_out(rank: int, passes: int
     for _, notes, said, _ in (first, second):
         (note,) = [note for note in notes if "memory" in note]
         assert note.startswith(f"rank {rank} ran out of memory while profiling channel: ")
-        assert said.index("profiling channel") < said.index("profiling height")
+        assert said.index("profiling channel") < said.index("searching")
 
 
 def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
@@ -112,7 +113,7 @@ def links_that_fail(error: Exception) -> str:
 
 def test_only_what_given_plans_need_is_profiled() -> None:
     workload = lenet()
-    assert [job.name for job in jobs_for(workload, [MESH])][:3] == ["serial, one device", "sample", "filter"]
+    assert [job.name for job in jobs_for(workload, [MESH])] == ["serial, one device", "sample", "filter", "channel"]
     plans = [Plan.parse("sample=2"), Plan.parse("filter=2")]
     given = jobs_for(workload, [MESH], plans)
     assert [(job.name, job.alone) for job in given] == [
@@ -121,6 +122,26 @@ def test_only_what_given_plans_need_is_profiled() -> None:
         ("filter=2", False),
     ]
     assert [job.placement.calls for job in given[1:]] == [workload.place(plan).calls for plan in plans]
+
+
+def profilings(patience_s: float, unmeasured: float) -> list[str]:
+    """What a search profiles that may take so long, if `unmeasured` of a plan's computing time need not be measured."""
+    said: list[str] = []
+    with (
+        patch("convoy.planner.planner._PATIENCE_S", patience_s),
+        patch("convoy.planner.planner._PATIENCE_UPDATES", 0),
+        patch("convoy.planner.planner._SETTLED", unmeasured),
+    ):
+        make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda what, *_: said.append(what))
+    names = [one.removeprefix("profiling ") for one in said if one.startswith("profiling ") and ", pass" not in one]
+    return [name.removesuffix(", one device") for name in names]
+
+
+def test_the_plan_that_a_search_proposes_is_profiled_while_there_is_time() -> None:
+    begin = ["serial", "sample", "filter", "channel"]
+    assert profilings(math.inf, 0.0) == [*begin, "height=2"]
+    assert profilings(math.inf, 1.0) == begin
+    assert profilings(0.0, 0.0) == begin[:2]
 
 
 def test_every_pass_of_profiling_is_told() -> None:

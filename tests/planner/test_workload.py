@@ -64,16 +64,8 @@ def test_a_network_that_is_no_graph_is_refused_with_a_way_out() -> None:
         workload_of(Branching(), IMAGES, 8)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "names"),
-    [
-        (Mesh((), ()), ["serial"]),
-        (Mesh(("gpu",), (2,)), ["sample", "filter", "channel", "height", "width"]),
-        (Mesh(("node", "gpu"), (2, 2)), ["sample · filter", "sample · channel", "sample · height", "filter · filter"]),
-    ],
-)
-def test_profiled_placements_cover_the_strategies(mesh: Mesh, names: list[str]) -> None:
+def test_profiled_placements_show_the_strategies_that_the_others_are_predicted_from() -> None:
+    mesh = Mesh(("gpu",), (2,))
     found = dict(placements(workload_of(net(), IMAGES, 8), mesh))
-    assert set(found) <= set(names)
-    assert next(iter(found)) == names[0]
+    assert list(found) == ["sample", "filter", "channel"]
     assert all(placement.mesh.sizes == mesh.sizes for placement in found.values())

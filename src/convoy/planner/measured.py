@@ -1,18 +1,20 @@
 """What the planner knows of the devices at hand: measured here, or looked up in the profile store.
 
-The network is profiled under a few placements, which together show every layer with every strategy at its own sizes;
-the optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found out here, too.
+The network is profiled as a whole: by samples, filters and channels, and under the plans that are given or that the
+search proposes. The optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found
+out here, too.
 """
 
 import contextlib
 import hashlib
 import inspect
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from statistics import median
 
 import torch
@@ -86,54 +88,40 @@ def _place() -> tuple[object, ...]:
     return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 
 
-ALONE = ("sample", "filter", "channel", "height", "width")
-"""What all layers that can have on a mesh of one axis."""
-TOGETHER = (("sample", "filter"), ("sample", "channel"), ("sample", "height"), ("filter", "filter"))
-"""Likewise on a mesh of two."""
+STRATEGIES = ("sample", "filter", "channel")
+"""Of all layers that can have them, one after the other, in the profilings that a search begins with."""
 
 
 def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """Placements to profile on a mesh, each with a name; a layer that cannot have the strategy is by samples, or
-    whole where that cannot be either."""
-    wanted: list[Strategy]
-    match len(mesh.sizes):
-        case 0:
-            yield "serial", workload.place(Plan(mesh))
-            return
-        case 1:
-            wanted = [(strategy,) for strategy in ALONE]
-        case 2:
-            wanted = list(TOGETHER)
-        case _:
-            wanted = []
+    """Placements to profile on a mesh of one axis, each with a name; a layer that cannot have the strategy is by
+    samples, or whole where that cannot be either."""
     layers: dict[str, list[Call]] = {}
     for call in workload.graph.calls:
         if is_choosing(call):
             layers.setdefault(call.layer, []).append(call)
     seen: set[tuple[Strategy, ...]] = set()
-    for strategy in wanted:
+    for strategy in STRATEGIES:
         given = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
-        if strategy not in given.values() or tuple(given.values()) in seen:
+        if (strategy,) not in given.values() or tuple(given.values()) in seen:
             continue
         seen.add(tuple(given.values()))
         try:
-            yield " · ".join(strategy), workload.place(compact(mesh, given))
+            yield strategy, workload.place(compact(mesh, given))
         except ConvoyError:
             continue
 
 
-def _possible(workload: Workload, mesh: Mesh, calls: list[Call], strategy: Strategy) -> Strategy:
-    by_samples = tuple("sample" for _ in mesh.sizes)
-    for candidate in (strategy, by_samples):
-        axes = tuple(axis for axis, each in enumerate(candidate) if each == "sample")
+def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) -> Strategy:
+    for strategy in (wanted, "sample"):
+        axes = (0,) if strategy == "sample" else ()
         try:
             batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
             for call in calls:
-                OPERATIONS[call.op].place(Situation(workload.graph, mesh, batch, call, candidate, {}))
+                OPERATIONS[call.op].place(Situation(workload.graph, mesh, batch, call, (strategy,), {}))
         except ConvoyError:
             continue
-        return candidate
-    return tuple("replicate" for _ in mesh.sizes)
+        return (strategy,)
+    return ("replicate",)
 
 
 _POINTS = ((1, 2**24), (16, 2**20), (256, 2**16), (128, 64))
@@ -198,23 +186,6 @@ Progress = Callable[[str, int, int], None]
 """Is told what is done, how much of it, and of how much."""
 
 
-@dataclass
-class Knowledge:
-    """Times on the devices at hand.
-
-    Attributes:
-        alone: costs where one device computes and the others of the host rest.
-        together: where all devices of the host compute at the same time.
-        notes: sentences on what could not be measured.
-        slowdowns: how many times as long as in the mean each rank computes; empty where they are about equally fast.
-    """
-
-    alone: Costs
-    together: Costs
-    notes: tuple[str, ...] = ()
-    slowdowns: tuple[float, ...] = ()
-
-
 @dataclass(frozen=True)
 class Job:
     """A profiling.
@@ -232,35 +203,27 @@ class Job:
 
 
 def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:
-    """What is profiled: one device by itself, and the plans that are given, or what a search of the meshes needs."""
+    """What is profiled to begin with: one device by itself, and the plans that are given, or every layer by samples, by
+    filters and by channels over all devices, from which the search's costs of all else follow."""
     alone = workload.alone or workload
-    jobs = [Job(f"{name}, one device", alone, placement, True) for name, placement in placements(alone, Mesh((), ()))]
-    for plan in plans:
-        if plan.mesh.num_devices > 1:
-            jobs.append(Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False))
-    for mesh in () if plans else meshes:
+    jobs = [Job("serial, one device", alone, alone.place(Plan(Mesh((), ()))), True)]
+    jobs += [plan_job(workload, plan) for plan in plans if plan.mesh.num_devices > 1]
+    for mesh in () if plans else meshes[:1]:
         if mesh.num_devices > 1:
             jobs += [Job(name, workload, placement, False) for name, placement in placements(workload, mesh)]
     return jobs
 
 
-def measure(
-    workload: Workload,
-    jobs: Sequence[Job],
-    ranks: Ranks,
-    links: Links,
-    store: ProfileStore | None = None,
-    progress: Progress = lambda what, done, total: None,
-    per_transfer: float = 0.0,
-    room: float | None = None,
-) -> Knowledge:
-    """Profile the network on the devices at hand; all ranks call it.
+def plan_job(workload: Workload, plan: Plan) -> Job:
+    """The profiling of a plan on all devices."""
+    return Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False)
 
-    What the store has is not measured again, and what takes more memory than there is is left out.
+
+class Measurements:
+    """Times on the devices at hand, looked up or measured; every profiling adds to them. All ranks call it alike.
 
     Args:
         workload: what is to be trained.
-        jobs: the profiling runs that times are needed from.
         ranks: the devices at hand.
         links: between the devices of the meshes.
         store: measurements from before; None keeps nothing.
@@ -269,83 +232,142 @@ def measure(
         room: bytes that a rank has; what needs more than `_ROOM` of them is not profiled, as what kernels hold while
             they run comes on top.
 
-    Raises:
-        RankFailedError: a rank has failed otherwise than for want of memory.
+    Attributes:
+        notes: sentences on what could not be measured.
+        longest_s: seconds that the longest profiling has taken.
     """
-    if room is not None:
-        jobs = [job for job in jobs if max(each.total for each in predict_memory(job.placement)) <= _ROOM * room]
-    devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
-    known = {alone: ranks.first(partial(_stored, store, devices[alone])) for alone in (True, False)}
-    outside: dict[bool, list[Times]] = {True: [], False: []}
-    notes: list[str] = []
-    seconds: list[tuple[float, ...]] = []
-    _give_back(workload.device)  # what was planned or trained before, whose blocks are of other sizes
-    for number, job in enumerate(jobs):
-        progress(f"profiling {job.name}", number, len(jobs))
-        if all(one in known[job.alone] for one in _pieces(job, ranks)):
-            continue
-        profiled = partial(_profiled, job, links, partial(_passed, progress, job, number, len(jobs)))
+
+    def __init__(
+        self,
+        workload: Workload,
+        ranks: Ranks,
+        links: Links,
+        store: ProfileStore | None = None,
+        progress: Progress = lambda what, done, total: None,
+        per_transfer: float = 0.0,
+        room: float = math.inf,
+    ) -> None:
+        self._workload, self._ranks, self._links, self._store = workload, ranks, links, store
+        self._progress, self._per_transfer, self._room = progress, per_transfer, room
+        self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
+        self._times = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
+        self._around: dict[bool, list[Times]] = {True: [], False: []}
+        self._by_rank: list[tuple[float, ...]] = []
+        self._count = 0
+        self.notes: list[str] = []
+        self.longest_s = 0.0
+        self.give_back_memory()  # of what was planned or trained before, whose blocks are of other sizes
+
+    def profile(self, jobs: Sequence[Job]) -> None:
+        """Profile the network, but for what is known or takes more memory than there is.
+
+        Raises:
+            RankFailedError: a rank has failed otherwise than for want of memory.
+        """
+        jobs = [job for job in jobs if self._fits(job)]
+        total = self._count + len(jobs)
+        for job in jobs:
+            self._progress(f"profiling {job.name}", self._count, total)
+            if not all(one in self._times[job.alone] for one in self._local_ops(job)):
+                self._run(job, total)
+            self._count += 1
+        self._progress("profiling", total, total)
+
+    def give_back_memory(self) -> None:
+        """Give the kernel what earlier work has freed."""
+        if self._workload.device.type == "cpu":
+            release_freed_memory()
+
+    def _fits(self, job: Job) -> bool:
+        return max(each.total for each in predict_memory(job.placement)) <= _ROOM * self._room
+
+    def _run(self, job: Job, total: int) -> None:
+        together = not job.alone and job.placement.mesh.num_devices == self._ranks.num
+        done = self._count
+
+        def passed(number: int) -> None:
+            self._progress(f"profiling {job.name}, pass {number}", done, total)
+
+        def work(ranks: Ranks) -> Profiled:
+            return profile(job.workload, job.placement, ranks, job.alone, self._links, together, passed=passed)
+
+        start = time.monotonic()
         try:
-            found = ranks.trying(f"profiling {job.name}", profiled)
+            found = self._ranks.trying(f"profiling {job.name}", work)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
-            notes.append(f"{error}: its layers are predicted from what else was profiled")
-            continue
-        known[job.alone] = found.times | known[job.alone]  # of several the first counts: `sample`
-        outside[job.alone].append(found.around)
-        seconds.append(found.by_rank)
-        if store is not None and ranks.rank == 0:
+            self.notes.append(f"{error}: its layers are predicted from what else was profiled")
+            return
+        self.longest_s = max(self.longest_s, time.monotonic() - start)
+        self._times[job.alone] = found.times | self._times[job.alone]  # of several the first counts: `sample`
+        self._around[job.alone].append(found.around)
+        self._by_rank.append(found.by_rank)
+        if self._store is not None and self._ranks.rank == 0:
+            device = self._devices[job.alone]
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                store.put(devices[job.alone], found.times)
+                self._store.put(device, found.times)
                 around = [found.around.forward, found.around.backward]
-                store.note(devices[job.alone], _around_of(job.workload, job.alone), around)
-    _give_back(workload.device)
-    progress("profiling", len(jobs), len(jobs))
-    if not any(known.values()):
-        notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
-    timed = partial(measure_update, workload.optimizer, workload.device)
-    updates = {True: ranks.first(timed)}
-    everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
-    updates[False] = max(everyone, key=lambda update: update.per_byte, default=updates[True])
-    found_costs = {}
-    for alone in (True, False):
-        moved = any(one.op == "redistribute" for one in known[alone])  # with what the engine takes for it
-        name = _around_of((workload.alone if alone else None) or workload, alone)
-        found_costs[alone] = Costs(
-            times=Calibrated(known[alone] or known[not alone]),
-            links=links,
-            update=updates[alone],
-            loss=ranks.first(partial(_around, outside[alone], store, devices[alone], name)),
+                self._store.note(device, _around_of(job.workload, job.alone), around)
+
+    def _local_ops(self, job: Job) -> set[LocalOp]:
+        """What the ranks compute in a profiling, but for what takes no time."""
+        placement = job.placement
+        places = {0} if job.alone else set(self._ranks.places(placement.mesh))
+        found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
+        return {one for one in found if not one.is_empty and one.op not in VIEWS}
+
+    def lacking(self, job: Job) -> float:
+        """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
+        known = self._times[job.alone]
+        times = Calibrated(known)
+        seconds = {one: times(one).total for one in self._local_ops(job)} if self._fits(job) else {}
+        return sum(own for one, own in seconds.items() if one not in known) / (sum(seconds.values()) or 1.0)
+
+    def slowdowns(self) -> tuple[float, ...]:
+        """How many times as long as in the mean each rank computes; empty where they are about equally fast."""
+        return slowdowns_of(self._by_rank, self._ranks, self._store, self._devices[False])
+
+    def costs(self, alone: bool) -> Costs:
+        """What is known by now of one device while the others of the host rest, or while all of them compute."""
+        times = Calibrated(self._times[alone] or self._times[not alone])
+        if not times.measured and _NOTHING not in self.notes:
+            self.notes.append(_NOTHING)
+        return replace(
+            self._without_times[alone], times=times, loss=self._loss(alone), per_transfer=self._engine(alone)
+        )
+
+    def _engine(self, alone: bool) -> Times:
+        """What the engine takes for a redistribution, where that is not in the times of those that were measured."""
+        moved = any(one.op == "redistribute" for one in self._times[alone])
+        return Times() if moved else Times(self._per_transfer, self._per_transfer)
+
+    def _loss(self, alone: bool) -> HostCost:
+        workload = (self._workload.alone if alone else None) or self._workload
+        name = _around_of(workload, alone)
+        return self._ranks.first(partial(_around, self._around[alone], self._store, self._devices[alone], name))
+
+    @cached_property
+    def _without_times(self) -> dict[bool, Costs]:
+        """Costs of the optimizer and the engine; these are measured once."""
+        workload, ranks = self._workload, self._ranks
+        timed = partial(measure_update, workload.optimizer, workload.device)
+        first = ranks.first(timed)
+        everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
+        slowest = max(everyone, key=lambda update: update.per_byte, default=first)
+        alone = Costs(
+            times=Calibrated({}),
+            links=self._links,
+            update=first,
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
-            per_transfer=Times() if moved else Times(per_transfer, per_transfer),
+            per_transfer=self._engine(False),
         )
-    together = with_overhead(found_costs[False], workload, ranks)
-    return Knowledge(found_costs[True], together, tuple(notes), slowdowns_of(seconds, ranks, store, devices[False]))
+        return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}
 
 
-def _give_back(device: torch.device) -> None:
-    if device.type == "cpu":
-        release_freed_memory()
-
-
-def _profiled(job: Job, links: Links, passed: Callable[[int], None], ranks: Ranks) -> Profiled:
-    together = not job.alone and job.placement.mesh.num_devices == ranks.num
-    return profile(job.workload, job.placement, ranks, job.alone, links, together, passed=passed)
-
-
-def _passed(progress: Progress, job: Job, done: int, total: int, number: int) -> None:
-    progress(f"profiling {job.name}, pass {number}", done, total)
-
-
-def _pieces(job: Job, ranks: Ranks) -> set[LocalOp]:
-    """What the ranks compute in a profiling, but for what takes no time."""
-    placement = job.placement
-    places = {0} if job.alone else set(ranks.places(placement.mesh))
-    found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
-    return {one for one in found if not one.is_empty and one.op not in VIEWS}
+_NOTHING = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 
 
 def device_of(workload: Workload, neighbours: int) -> Device:

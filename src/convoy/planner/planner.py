@@ -1,6 +1,7 @@
 """The planner's one entry: from a workload and a number of devices to the plans that are predicted to be fastest."""
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
-from convoy.planner.measured import Progress, check_optimizer, device_of, jobs_for, measure
+from convoy.planner.measured import Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
@@ -27,6 +28,11 @@ from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import sample_axes
 from convoy.plans.plan import Plan
+
+_PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
+"""Seconds, and updates of one device, that a search may take; the larger counts."""
+_SETTLED = 0.02
+"""The part of a plan's computing time that need not be measured."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ def make_plan(
 
     `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
     links and the layers, or look them up (`measured.py`); search (`search/`), or take the plans that are given;
-    predict each of them by its timeline (`cost/step.py`). `verdict.py` explains the answer.
+    predict each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those
+    that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until it is made of measured
+    operations or a minute, or the time of 40 updates of one device, is over. `verdict.py` explains the answer.
 
     Args:
         workload: what is to be trained.
@@ -124,6 +132,7 @@ def make_plan(
     for plan in plans:
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
+    start = time.monotonic()
     check_optimizer(workload.optimizer)
     Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
     found_notes = list(notes)
@@ -145,30 +154,47 @@ def make_plan(
         )
     room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
     room = room if memory_limit is None else min(room, memory_limit)
+    measured = Measurements(workload, ranks, links, store, progress, per_transfer, room)
     jobs = jobs_for(workload, meshes, plans)
-    known = measure(workload, jobs, ranks, links, store, progress, per_transfer, room)
-    found_notes += known.notes
-    alone, together = (replace(one, input=input or one.input) for one in (known.alone, known.together))
-    slowdowns = known.slowdowns if len(known.slowdowns) == devices else ()
+    needed = len(jobs) if plans else 2  # one device and plain `sample`
+    measured.profile(jobs[:needed])
+    alone = measured.costs(alone=True)
+    serial = score(workload.alone or workload, Plan(Mesh((), ())), replace(alone, input=input or alone.input))
+    until = start + max(_PATIENCE_S, _PATIENCE_UPDATES * serial.seconds)
+
+    def is_in_time() -> bool:
+        return ranks.first(lambda: time.monotonic() + measured.longest_s <= until)
+
+    for job in jobs[needed:]:
+        if is_in_time():
+            measured.profile([job])
+    slowdowns = measured.slowdowns()
+    slowdowns = slowdowns if len(slowdowns) == devices else ()
     workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
-    if slowdowns:
-        together = replace(together, slowdowns=slowdowns)
-        found_notes.append(_on_speeds(slowdowns, workload.shares))
-    costs = together if devices > 1 else alone
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
-    if not plans:
-        progress("searching", 0, 1)
-        plans = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
-    found = [score(workload, plan, costs) for plan in plans]
-    if memory_limit is not None:
-        found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found_notes += left_out
-    serial = score(workload.alone or workload, Plan(Mesh((), ())), alone)
+    proposed: list[Plan] = []
+    while True:
+        costs = measured.costs(alone=devices == 1)
+        costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
+        if not plans:
+            progress("searching", 0, 1)
+        candidates = plans or ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
+        found = [score(workload, plan, costs) for plan in candidates]
+        left_out: list[str] = []
+        if memory_limit is not None:
+            found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
+        found = _ordered(found)
+        best = found[0].plan
+        job = plan_job(workload, best)
+        if plans or devices == 1 or best in proposed or measured.lacking(job) <= _SETTLED or not is_in_time():
+            break
+        proposed.append(best)
+        measured.profile([job])
+    measured.give_back_memory()
+    found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    return Planned(
-        workload, devices, tuple(_ordered(found)), serial, next(iter(results), None), costs, tuple(found_notes)
-    )
+    return Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
 
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:
@@ -229,7 +255,7 @@ def _search(
         fixes=fixes,
         memory_limit=memory_limit,
     )
-    results.append(found)
+    results[:] = [found]
     plans = [candidate.plan for candidate in found.candidates]
     plain = Plan.by_samples(devices)
     if plain not in plans and not fixes:

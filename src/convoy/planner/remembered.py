@@ -24,6 +24,7 @@ from convoy.planner.cost.program import internal_messages
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
+from convoy.planner.profiling import mean
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 
@@ -135,11 +136,6 @@ def measured_ops(
         own: Times(median(one.forward for one in times), median(one.backward for one in times))
         for own, times in found.items()
     }
-
-
-def mean(times: Sequence[Times]) -> Times:
-    """The mean of some times."""
-    return sum(times, Times()) * (1 / len(times))
 
 
 def _of_update(

@@ -126,7 +126,7 @@ def allowed(
     found: dict[tuple[object, ...], Strategy] = {}
     calls, given = list(calls), list(given)
     candidates = set(given)
-    vectors = len(calls) == 1 and _is_on_vectors(calls[0], prices, batch)
+    vectors = len(calls) == 1 and is_on_vectors(calls[0], prices.graph, batch)
     drawing = all(call.op == "random" for call in calls)
     alike = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
     refused: tuple[Call, Strategy] | None = None
@@ -162,11 +162,9 @@ def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
     return set(itertools.product(*choices))
 
 
-def _is_on_vectors(call: Call, prices: Prices, batch: Batch) -> bool:
-    if call.op != "linear":
-        return False
-    shape = prices.graph.shape(call.attributes["input"])
-    return len(shape) == 2 and shape[0] == batch.num_samples
+def is_on_vectors(call: Call, graph: Graph, batch: Batch) -> bool:
+    """Whether a call is a linear layer on one vector for each sample."""
+    return call.op == "linear" and graph.shape(call.attributes["input"])[:-1] == (batch.num_samples,)
 
 
 Role = tuple[object, ...]

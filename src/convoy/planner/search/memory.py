@@ -7,6 +7,7 @@ that fit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from convoy.errors import TooLargeError
 from convoy.ops.memory import kept_by
@@ -101,10 +102,7 @@ def nothing_fits(
                 held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
         for kept in kept_by(placed, placement):
             if graph.values[kept.value].origin in ("call", "input"):
-                number = kept.itemsize
-                for length in kept.layout.local_shape(graph.shape(kept.value), mesh, origin):
-                    number *= length
-                held += number
+                held += kept.itemsize * prod(kept.layout.local_shape(graph.shape(kept.value), mesh, origin))
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"

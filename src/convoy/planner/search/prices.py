@@ -6,6 +6,7 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 from convoy.errors import ConvoyError
@@ -338,10 +339,7 @@ class Prices:
 
     def _numel(self, layout: Layout, shape: tuple[int, ...]) -> int:
         """Elements on rank 0."""
-        number = 1
-        for size in layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)):
-            number *= size
-        return number
+        return prod(layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)))
 
     def transfer(self, source: int, target: int, value: Value) -> float:
         """Seconds from one layout of a value to another."""

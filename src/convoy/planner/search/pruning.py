@@ -17,7 +17,7 @@ from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.planner.search.elimination import Elimination, Table, TooWideError
 from convoy.planner.search.fewest import restricted
-from convoy.planner.search.layers import Groups, in_common
+from convoy.planner.search.layers import Groups, in_common, is_on_vectors
 from convoy.planner.search.placing import Choice, Shared
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, used_axes
 from convoy.planner.search.problem import Sent, assigned, build
@@ -46,9 +46,7 @@ def least_of_layers(
 
 def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
     """Of one call: what it costs where its input is divided evenly; nothing where its rule would follow the input."""
-    shape = prices.graph.shape(call.inputs[0]) if call.inputs else ()
-    vectors = call.op == "linear" and len(shape) == 2 and shape[0] == batch.num_samples
-    if call.op != "conv" and not vectors:
+    if call.op != "conv" and not is_on_vectors(call, prices.graph, batch):
         return 0.0
     answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
     if isinstance(answer, ConvoyError):
