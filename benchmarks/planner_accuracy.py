@@ -45,6 +45,13 @@ SUBJECTS = (
     Subject("resnet50", "resnet50", 64, 16),
     Subject("resnet50", "resnet50", 64, 64),
 )
+UNSEEN = (
+    Subject("vgg16", "vgg16", 64, 32),
+    Subject("wide", "measuring.networks:wide", 32, 64),
+    Subject("mobilenet", "measuring.networks:mobilenet_v2", 96, 32),
+    Subject("resnext", "measuring.networks:resnext50", 64, 32),
+)
+"""Networks on which nothing was tuned."""
 PLANS = {
     2: ("sample=2", "filter=2", "channel=2", "height=2", "width=2", "owt=2"),
     4: ("sample=4", "filter=4", "channel=4", "height=4", "owt=4", "sample=2,filter=2", "sample=2,height=2"),
@@ -95,7 +102,9 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
 
 def _subjects(arguments: argparse.Namespace) -> list[Subject]:
     """What was asked for; batches that are asked for are those of each network, known here or not."""
-    found = [subject for subject in SUBJECTS if not arguments.networks or subject.name in arguments.networks]
+    found = [
+        subject for subject in (*SUBJECTS, *UNSEEN) if not arguments.networks or subject.name in arguments.networks
+    ]
     if arguments.batches:
         first = {subject.name: subject for subject in reversed(found)}
         names = dict.fromkeys(subject.name for subject in found)

@@ -1,23 +1,23 @@
-"""Measurements end when enough of them are near the fastest."""
+"""Measurements end when enough of them are near the fastest, and count from the first of these on."""
 
 import pytest
 
-from convoy.engine.profiling import steady
+from convoy.engine.profiling import steady, typical
 
 
 @pytest.mark.parametrize(
-    ("seconds", "near", "used"),
+    ("seconds", "counting", "used"),
     [
         ((5.0, 1.0, 1.01, 1.02, 9.0), [1.0, 1.01, 1.02], 4),  # the first found cold memory
-        ((5.0, 2.0, 1.0, 1.5, 1.02, 1.01, 9.0), [1.0, 1.02, 1.01], 6),  # three near 2 would not have been
+        ((5.0, 2.0, 1.0, 1.5, 1.02, 1.01, 9.0), [1.0, 1.5, 1.02, 1.01], 6),  # three near 2 would not have been enough
         ((1.0, 1.0, 1.0, 9.0), [1.0, 1.0, 1.0], 3),
         ((8.0, 4.0, 2.0, 1.0), [1.0], 4),  # never steady: what was best
     ],
 )
-def test_what_counts(seconds: tuple[float, ...], near: list[float], used: int) -> None:
+def test_what_counts(seconds: tuple[float, ...], counting: list[float], used: int) -> None:
     values = iter(seconds)
     found = steady(lambda: next(values), lambda value: value, most=min(10, used))
-    assert found == near
+    assert found == counting
     assert len(seconds) - len(list(values)) == used
 
 
@@ -36,3 +36,9 @@ def test_two_are_enough_where_each_takes_long() -> None:
 def test_two_are_not_enough_while_memory_grows() -> None:
     values, grows = iter((8.0, 4.0, 2.0, 1.0)), iter((True, False))
     assert steady(lambda: next(values), lambda value: value, patience_s=0.0, settled=lambda: not next(grows)) == [2.0]
+
+
+def test_what_is_typical() -> None:
+    assert typical([3.0, 1.0, 2.0], float) == [1.0, 2.0, 3.0]  # of three nothing is left out
+    assert typical([9.0, 1.0, 3.0, 2.0], float) == [2.0, 3.0]
+    assert typical([5.0, 9.0, 1.0, 8.0, 4.0, 2.0, 7.0, 3.0], float) == [3.0, 4.0, 5.0, 7.0]

@@ -10,10 +10,10 @@ rounds to warm up is either too small or a waste.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,9 @@ def steady(
     patience_s: float = math.inf,
     settled: Callable[[], bool] = lambda: True,
 ) -> list[T]:
-    """Measure until several measurements are near the fastest.
+    """Measure until several measurements are near the fastest; those before the first of them were to warm up.
+
+    What comes later counts whether it is near or not: training has slow updates, too.
 
     Args:
         measure: takes one measurement.
@@ -57,19 +59,19 @@ def steady(
         settled: whether the last measurement was of a process that has what it needs; without that, two are not enough.
 
     Returns:
-        The measurements near the fastest.
+        The measurements from the first on that is near the fastest.
     """
     found: list[T] = []
-    near: list[T] = []
+    near: list[int] = []
     began = time.monotonic()
     for _ in range(most):
         found.append(measure())
         limit = (1 + within) * min(map(seconds, found))
-        near = [one for one in found if seconds(one) <= limit]
+        near = [number for number, one in enumerate(found) if seconds(one) <= limit]
         late = len(found) > 1 and settled() and time.monotonic() - began > patience_s
         if agree(late or len(near) >= enough):
             break
-    return near
+    return found[near[0] :]
 
 
 class TimedTransfer(Transfer):
@@ -77,31 +79,34 @@ class TimedTransfer(Transfer):
 
     Attributes:
         dtype: of what was sent last.
-        seconds: of each time, forward and backward.
+        taken: seconds of the last time, forward and backward.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.dtype = torch.float32
-        self.seconds: tuple[list[float], list[float]] = [], []
+        self.taken = (0.0, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The step without autograd."""
         self.dtype = x.dtype
-        return _timed(super().forward, x, self.seconds[0])
+        found, seconds = _timed(super().forward, x)
+        self.taken = (seconds, 0.0)
+        return found
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The conjugate of the step."""
-        return _timed(super().backward, gradient, self.seconds[1])
+        found, seconds = _timed(super().backward, gradient)
+        self.taken = (self.taken[0], seconds)
+        return found
 
 
-def _timed(run: Callable[[Tensor], Tensor], x: Tensor, record: list[float]) -> Tensor:
+def _timed(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float]:
     _wait(x)
     start = time.perf_counter()
     found = run(x)
     _wait(found)
-    record.append(time.perf_counter() - start)
-    return found
+    return found, time.perf_counter() - start
 
 
 def _wait(x: Tensor) -> None:
@@ -123,11 +128,28 @@ class CallTimes:
     """Seconds of one call.
 
     Attributes:
-        forward, backward: medians over the passes that were near the fastest, which add up to those of whole passes.
+        forward, backward: means over the typical passes, so that they add up to a typical pass.
     """
 
     forward: float
     backward: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What this rank takes for a pass.
+
+    Attributes:
+        calls: times by the name of the call; `OUTSIDE` has what the pass takes beside the calls.
+        transfers: with other ranks, the steps, shapes of the whole tensors, types and times of redistributions. A rank
+            that comes first to one waits for the others: that is part of the time.
+        lag: seconds of the slowest rank's passes for one of this rank's. Where no two passes take equally long, now
+            one rank is the slowest and now another, and all wait for it at their next exchange.
+    """
+
+    calls: dict[str, CallTimes]
+    transfers: list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]
+    lag: float
 
 
 class Alone(Groups):
@@ -193,46 +215,58 @@ class Profiler:
             for name in self._program.sources
         ]
 
-    def run(self, agree: Callable[[bool], bool] = lambda done: done, enough: int = 3) -> dict[str, CallTimes]:
+    def run(
+        self,
+        agree: Callable[[bool], bool] = lambda done: done,
+        slowest: Callable[[float], float] = lambda seconds: seconds,
+        enough: int = 3,
+    ) -> Profile:
         """Time every call, in passes that are repeated until they are steady.
 
         Args:
             agree: called after every pass with whether this rank is done; whether all who measure at the same time are.
+            slowest: called after every pass with its seconds on this rank; those of the slowest of them.
             enough: passes that must be near the fastest.
-
-        Returns:
-            Times by the name of the call; `OUTSIDE` has what the pass took beside the calls.
         """
-        found = steady(
-            self._measured,
-            _seconds,
+        passes = steady(
+            lambda: self._measured(slowest),
+            lambda one: one.slowest,
             agree,
             enough=enough,
             patience_s=_PATIENCE_S,
             settled=lambda: not self._grew,
         )
-        forward, backward = (_typical([both[way] for both in found]) for way in (0, 1))
-        names = dict.fromkeys([*forward, *backward])
-        return {name: CallTimes(forward.get(name, 0.0), backward.get(name, 0.0)) for name in names}
+        passes = typical(passes, lambda one: one.slowest)
+        names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward) if name != _MADE_UP)
+        calls = {
+            name: CallTimes(
+                mean(one.forward.get(name, 0.0) for one in passes), mean(one.backward.get(name, 0.0) for one in passes)
+            )
+            for name in names
+        }
+        taken = (
+            CallTimes(*map(mean, zip(*times, strict=True)))
+            for times in zip(*(one.transfers for one in passes), strict=True)
+        )
+        return Profile(
+            calls,
+            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
+            mean(one.slowest for one in passes) / mean(one.seconds for one in passes),
+        )
 
-    @property
-    def transfers(self) -> list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]:
-        """After a run with others: the steps, shapes of the whole tensors, types, and times of redistributions.
-
-        A rank that comes first to one waits for the others: that is part of the time.
-        """
-        return [(each.step, each.shape, each.dtype, CallTimes(*map(_usual, each.seconds))) for each in self._timed]
-
-    def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _measured(self, slowest: Callable[[float], float]) -> "_Pass":
         """A pass; where memory still grew in it, it need not grow in the next ones."""
         before = page_faults()
-        times = self._pass()
+        forward, backward = self._pass()
         grown = page_faults() - before
         self._grew = self._device.type == "cpu" and self._ahead > 0 and grown > _GROWS
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * grown)
-        return times
+        transfers = [one.taken for one in self._timed]
+        seconds = sum(taken for way in (forward, backward) for name, taken in way.items() if name != _MADE_UP)
+        seconds += sum(map(sum, transfers))
+        return _Pass(forward, backward, transfers, seconds, slowest(seconds))
 
     def _pass(self) -> tuple[dict[str, float], dict[str, float]]:
         self._context.statistics = RunningStatistics()
@@ -251,26 +285,28 @@ class Profiler:
         return forward.spans(), backward.spans()
 
 
-def _typical(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each call the median, in proportion to the median of whole passes.
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of a pass on this rank, by call and by transfer, and those of the rank that took longest for it."""
 
-    A device that is held up now and then (a share of a core is: it runs at full speed, and then waits) is so within one
-    call or another: the medians alone would never see it.
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    transfers: Sequence[tuple[float, float]]
+    seconds: float
+    slowest: float
+
+
+def typical(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
+    """All but the fastest and the slowest quarter.
+
+    The mean of these is about as robust as a median, and it adds up: the calls of a pass to the pass, where the sum of
+    their medians leaves out whatever disturbs now one call and now another.
+
+    >>> typical([9.0, 1.0, 3.0, 2.0], float)
+    [2.0, 3.0]
     """
-    names = dict.fromkeys(name for times in passes for name in times if name != _MADE_UP)
-    medians = {name: statistics.median(times.get(name, 0.0) for times in passes) for name in names}
-    whole = statistics.median(sum(seconds for name, seconds in times.items() if name != _MADE_UP) for times in passes)
-    scale = whole / total if (total := sum(medians.values())) else 1.0
-    return {name: scale * seconds for name, seconds in medians.items()}
-
-
-def _usual(seconds: Sequence[float]) -> float:
-    """The median, without the first: that one found cold memory."""
-    return statistics.median(seconds[1:] or seconds) if seconds else 0.0
-
-
-def _seconds(times: tuple[dict[str, float], dict[str, float]]) -> float:
-    return sum(seconds for way in times for name, seconds in way.items() if name != _MADE_UP)
+    out = len(found) // 4
+    return sorted(found, key=seconds)[out : len(found) - out]
 
 
 class _Stopwatch:

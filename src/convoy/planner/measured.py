@@ -35,7 +35,7 @@ from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
-from convoy.planner.profiling import Profiled, local_op_of, mean, profile, with_overhead
+from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
 from convoy.planner.workload import MakeOptimizer, Workload
@@ -43,9 +43,6 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan
 from convoy.units import shorten
-
-ALIKE = 1.1
-"""Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
 
 
 def slowdowns_of(

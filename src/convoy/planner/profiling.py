@@ -33,6 +33,8 @@ from convoy.plans.plan import Plan
 from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
+ALIKE = 1.1
+"""Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
 _SMALL = 0.01
 """Operations that take less than this part of the time say nothing about how fast a rank is."""
 
@@ -85,10 +87,13 @@ def profile(
         passed(next(passes))
         return done if alone else ranks.agree(done)
 
+    def slowest(seconds: float) -> float:
+        return seconds if alone else ranks.largest(round(1e9 * seconds))[0] / 1e9
+
     place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
     own: list[tuple[LocalOp, Times]] = []
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
-    around = (0.0, 0.0)
+    around, lag = Times(), 1.0
     if not alone or ranks.rank == 0:
         profiler = Profiler(
             placement,
@@ -101,7 +106,8 @@ def profile(
             groups=Groups(mesh) if together else None,
         )
         with _precision(workload):
-            times = profiler.run(agree, enough)
+            profiled = profiler.run(agree, slowest, enough)
+        times, lag = profiled.calls, profiled.lag
         for placed in placement.calls:
             one = local_op_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
@@ -114,20 +120,21 @@ def profile(
                 own.append((one, _without(of_call, messages, mesh, links)))
                 waited |= {one} if messages.axes else set()
         if together:
-            for step, shape, dtype, taken in profiler.transfers:
+            for step, shape, dtype, taken in profiled.transfers:
                 own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
                 waited.add(own[-1][0])
-        rest = times[OUTSIDE]
-        around = rest.forward, rest.backward
+        around = Times(times[OUTSIDE].forward, times[OUTSIDE].backward)
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    said = ranks.gather((own, around, waited))
-    for rows, other, _ in said:
+    said = ranks.gather((own, around, waited, lag))
+    by_rank = () if alone else _of_each_rank([rows for rows, *_ in said], set().union(*(row[2] for row in said)))
+    unequal = bool(by_rank) and max(by_rank) > ALIKE * min(by_rank)  # then the timeline knows who waits for whom
+    for rows, other, _, behind in said:
+        factor = 1.0 if unequal else behind
         for one, found in rows:
-            measured.setdefault(one, []).append(found)
+            measured.setdefault(one, []).append(found * factor)
         if rows:
-            arounds.append(Times(*other))
-    by_rank = () if alone else _of_each_rank([rows for rows, _, _ in said], set().union(*(names for *_, names in said)))
+            arounds.append(other * factor)
     return Profiled({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
 
 
