@@ -1,7 +1,6 @@
 """A batch of pictures, and how one is made from the numbers of its samples."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -91,9 +90,9 @@ class BatchMaker:
         Raises:
             ConvoyError: a picture cannot be read and bad ones are not skipped.
         """
-        if self._as_stored:
-            return self._stored(samples, 0)
         bad: list[tuple[int, str]] = []
+        if self._central and not getattr(self.source, "bad", None):
+            return self._batch(self._pixels[samples].transpose(0, 3, 1, 2), samples, 0, bad)
         images = self._empty(len(samples))
         good: list[int] = []
         for sample in samples.tolist():
