@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.made_study import MACHINE, study
+from bench.made_study import MACHINE, RECIPE, study
 from convoy.bench import training_runs
 from convoy.bench.configuration import configurations
 from convoy.bench.processes import RankFailed, RankSlots
@@ -20,7 +20,7 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
 ) -> None:
     rows = configurations([1, 2], ["sample", "filter"], [])
     store = Store.open(tmp_path, study(), MACHINE)
-    store.add(rows)
+    kept = store.add(rows)
     store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
     store.spent(100.0, 20.0)
     store.begin_training(1.0)
@@ -39,9 +39,9 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
         return end
 
     def train() -> list[tuple[bool, str | None]]:
-        runs = TrainingRuns(study(), rows, store, tmp_path, RankSlots(1, []), 1.0, "", lambda *_: None, said.append)
+        runs = TrainingRuns(RECIPE, rows, store, RankSlots(1, []), 1.0, "", lambda *_: None, said.append)
         runs()
-        return [(kept["finished"], kept["failed"]) for kept in (store.row(row)["training"] for row in rows)]
+        return [(row.training.finished, row.training.failed) for row in kept if row.training is not None]
 
     monkeypatch.setattr(training_runs, "run_ranks", run_ranks)
     assert train() == [(True, None), (False, None), (False, "rank 1 failed: a fault")]
@@ -51,10 +51,10 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     ]
     assert train() == [(True, None)] * 3
     assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
-    (session,) = store.document["sessions"]
-    assert session["training_s"] > 0 and session["planning_s"] == 20.0
-    assert session["wall_s"] == pytest.approx(100.0 + session["training_s"], abs=2e-3)
-    assert results(store.document, 90.0, 100).cost.wall == pytest.approx(100.0, abs=2e-3)
+    (session,) = store.sessions
+    assert session.training_s > 0 and session.planning_s == 20.0
+    assert session.wall_s == pytest.approx(100.0 + session.training_s, abs=2e-3)
+    assert results(store).wall == pytest.approx(100.0, abs=2e-3)
 
 
 @pytest.mark.slow
@@ -74,5 +74,5 @@ def test_what_trainings_measure_is_kept_unless_the_devices_are_emulated(
         return [None, None]
 
     monkeypatch.setattr(training_runs, "run_ranks", run_ranks)
-    TrainingRuns(made, rows, store, tmp_path, RankSlots(1, []), 1.0, "", lambda *_: None, lambda _: None)()
+    TrainingRuns(RECIPE, rows, store, RankSlots(1, []), 1.0, "", lambda *_: None, lambda _: None)()
     assert keeps == [not cluster]

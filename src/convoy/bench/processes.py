@@ -36,10 +36,10 @@ PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "c
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
     """A rank raised an unexpected error, was killed or did not come back."""
 
-    @property
-    def reason(self) -> str:
-        """The first line of it, without where in the code that was."""
-        return str(self).strip().partition("\n")[0]
+
+def reason_of(error: Exception) -> str:
+    """Why ranks did not do their work, without where in the code that was."""
+    return str(error).strip().partition("\n")[0] if isinstance(error, RankFailed) else str(error)
 
 
 class Location(Protocol):

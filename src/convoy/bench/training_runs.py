@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from convoy.bench.configuration import CONVOY, Configuration
-from convoy.bench.curves import training_facts, where
+import numpy as np
+
 from convoy.bench.measurement import MeasurementTask, join
-from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
+from convoy.bench.processes import RankFailed, RankSlots, Say, reason_of, run_ranks
+from convoy.bench.records import CONVOY, Configuration, Evaluation, Training
 from convoy.bench.store import Store
-from convoy.bench.study import Study
+from convoy.bench.study import recipe_for
 from convoy.comm.position import here
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.report.report import write_report
+from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, train
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
@@ -137,19 +139,17 @@ class TrainingRuns:
     """Trains what is not finished yet; the store is saved after every run.
 
     Attributes:
-        study: its recipe is that of the trainings.
-        folder: of the study.
+        recipe: of the trainings.
         slots: where ranks run.
         timeout: seconds without a word from a run after which it is given up.
         command: that repeats the study.
         progress: is told of the work as a whole, in updates.
-        tell: is told what was found, in sentences.
+        tell: is told findings, in sentences.
     """
 
-    study: Study
-    configurations: Sequence[Configuration]
+    recipe: Recipe
+    rows: Sequence[Configuration]
     store: Store
-    folder: Path
     slots: RankSlots
     timeout: float
     command: str
@@ -162,62 +162,87 @@ class TrainingRuns:
         Raises:
             ConvoyError: no configuration at all can be trained, through a mistake of the user.
         """
-        rows = [row for row in self.configurations if row.kind == CONVOY and not row.place]
-        for row in rows:
-            self.store.add_training(row)
+        keys = {row.key for row in self.rows if row.kind == CONVOY and not row.place}
+        rows = [row for row in self.store.configurations if row.key in keys]
+        trainings = [self.store.add_training(row) for row in rows]
         self._began = time.perf_counter()
-        updates = resolve(self.study.recipe, len(open_data(self.study.recipe.data).train)).total_updates
-        for number, row in enumerate(rows):
-            self._train(row, number * updates, len(rows) * updates)
+        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
+        for number, (row, kept) in enumerate(zip(rows, trainings, strict=True)):
+            if not kept.finished:
+                self._train(row, kept, number * updates, len(rows) * updates)
         self.progress("trained", len(rows) * updates, len(rows) * updates)
-        failed = [self.store.row(row)["training"]["failed"] for row in rows]
-        if rows and all(failed):
-            raise ConvoyError(str(failed[0]))
+        if rows and all(kept.failed for kept in trainings):
+            raise ConvoyError(str(trainings[0].failed))
 
-    def _train(self, row: Configuration, before: int, total: int) -> None:
-        kept = self.store.row(row)["training"]
-        if kept["finished"]:
-            return
-        out = self.folder / FOLDER / _folder_name(row.key)
+    def _train(self, row: Configuration, kept: Training, before: int, total: int) -> None:
+        store, study = self.store, self.store.study
+        out = store.path.parent / FOLDER / _folder_name(row.key)
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
-        name = where(self.store.row(row))
-        recipe = self.study.recipe_for(row, self.store.plan_of(row), self.store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
-        began, took = time.perf_counter(), kept["wall_s"]
+        recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
+        task = MeasurementTask(CONVOY, recipe, None, study.device_type, updates=0, warm_up=0)
+        began = time.perf_counter()
+        signals: list[str | None] = []
         try:
-            signals: list[str | None] = run_ranks(
+            signals = run_ranks(
                 train_run,
                 self.slots.of(row.devices),
                 task,
                 out,
                 self.command,
-                not self.study.cluster,  # times on emulated devices are not those of this machine
+                not study.cluster,  # times on emulated devices are not those of this machine
                 seconds=self.timeout,
                 renewed=True,
                 end_softly=True,
-                say=lambda said, done, _: self.progress(f"training {name}: {said}", before + done, total),
+                say=lambda said, done, _: self.progress(f"training {row.where}: {said}", before + done, total),
             )
-            kept["finished"] = not any(signals)
-        except ConvoyError as error:
-            kept["failed"] = str(error)
-        except RankFailed as error:
-            kept["failed"] = error.reason
+            kept.finished = not any(signals)
+        except (RankFailed, ConvoyError) as error:
+            kept.failed = reason_of(error)
         finally:
-            kept["wall_s"] = round(took + time.perf_counter() - began, 3)
+            kept.wall_s = round(kept.wall_s + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
-                kept |= training_facts(out, self.study.batch(row.devices))
-            self.store.spent_on_training(time.perf_counter() - self._began)
-            self.store.save()
+                add_evaluations(kept, out, study.batch_on(row.devices))
+            store.spent_on_training(time.perf_counter() - self._began)
+            store.save()
         if (out / "config.yaml").is_file():
             try:
                 write_report(out)
             except ConvoyError as error:
                 self.tell(str(error))
-        if kept["failed"]:
-            self.tell(f"{name} was not trained: {kept['failed']}")
-        elif not kept["finished"]:
-            self.tell(f"the training of {name} was stopped by {next(filter(None, signals))}; the same command goes on")
+        if kept.failed:
+            self.tell(f"{row.where} was not trained: {kept.failed}")
+        elif not kept.finished:
+            stopped = next(filter(None, signals))
+            self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
+
+
+def add_evaluations(kept: Training, run: Path, batch: int) -> None:
+    """Take over what a run has written so far.
+
+    Args:
+        kept: the training's record.
+        run: its folder.
+        batch: images of an update.
+    """
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
+    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
+    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends])
+    kept.run = run.name
+    kept.images = max((line.images or 0 for line in metrics.test), default=0)
+    kept.evaluations = [
+        Evaluation(
+            step=line.step,
+            epoch=line.epoch,
+            error=None if line.top1 is None else round(1 - line.top1, 9),
+            loss=line.loss,
+            train_s=round(float(second), 3),
+        )
+        for line, second in zip(metrics.test, seconds, strict=True)
+    ]
+    weights = run / "weights.safetensors"
+    kept.sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
 
 
 def _folder_name(key: str) -> str:

@@ -31,6 +31,22 @@ _OTHER_WORDS = {
 }
 
 
+DOES = {
+    "sample": "divides the batch",
+    "filter": "divides its outputs' channels",
+    "channel": "divides its inputs' channels",
+    "height": "divides the rows",
+    "width": "divides the columns",
+    "replicate": "whole on every device",
+}
+"""What each strategy does with a layer; `owt` gives every layer one of these."""
+
+
+def letter(strategy: str) -> str:
+    """A strategy where there is room for a letter only, so that drawings read without color: `S`."""
+    return strategy[0].upper()
+
+
 def strategy_error(word: Any) -> str:
     """The sentence about a word that should be a strategy."""
     text = show(word)

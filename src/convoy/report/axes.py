@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -58,50 +60,77 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure() -> Figure:
-    """An empty panel."""
-    return Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=144)
+def new_figure(height: float = HEIGHT) -> Figure:
+    """An empty panel of a height in points."""
+    return Figure(figsize=(WIDTH / 72, height / 72), dpi=144)
 
 
 def add_axes(
-    figure: Figure, title: str, xlabel: str = "", *, top: float = 0, above: float = TOP, height: float = 0
+    figure: Figure,
+    title: str,
+    xlabel: str = "",
+    *,
+    top: float = 0,
+    above: float = TOP,
+    height: float = 0,
+    left: float = LEFT,
+    grid: Literal["x", "y"] = "y",
 ) -> Axes:
     """Axes that begin `above` points under `top` (points from the edge of the panel), with their title at `top`.
 
     They reach down to the margin of the panel, or have the `height` that is given.
     """
-    height = height or HEIGHT - BOTTOM - top - above
-    lower = HEIGHT - top - above - height
-    axes = figure.add_axes((LEFT / WIDTH, lower / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, height / HEIGHT))
-    figure.text(2 / WIDTH, 1 - (top + 15) / HEIGHT, title, size=12, weight="bold")
+    whole = figure.get_figheight() * 72
+    height = height or whole - BOTTOM - top - above
+    lower = whole - top - above - height
+    axes = figure.add_axes((left / WIDTH, lower / whole, (WIDTH - left - RIGHT) / WIDTH, height / whole))
+    figure.text(2 / WIDTH, 1 - (top + 15) / whole, title, size=12, weight="bold")
+    axes.grid(visible=True, axis=grid)
+    axes.set_xlabel(xlabel, labelpad=4)
+    quiet(axes)
+    return axes
+
+
+def quiet(axes: Axes) -> None:
+    """No line beside the axes, and marks below them alone."""
     axes.tick_params(length=0, pad=6)
     axes.tick_params(axis="x", length=3, pad=4, width=0.8)
     axes.spines["left"].set_visible(False)
-    axes.grid(axis="y")
-    axes.set_xlabel(xlabel, labelpad=4)
-    return axes
+
+
+LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "borderpad": 0,
+    "borderaxespad": 0,
+    "handletextpad": 0.6,
+    "columnspacing": 1.6,
+}
+"""Distances in sizes of the font."""
 
 
 def legend(axes: Axes) -> None:
     """Names the lines of the panel between title and axes, where no curve can run under them."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(-(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06),
-        ncols=3,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=2.6,
-        handletextpad=0.6,
-        columnspacing=1.6,
+    corner = -(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06
+    axes.legend(loc="lower left", bbox_to_anchor=corner, ncols=3, handlelength=2.6, **LEGEND)
+
+
+def set_ticks(
+    axis: Axis, most: int, steps: Sequence[float] | None = (1, 2, 5, 10), factor: float = 1, **options: Any
+) -> None:
+    """At most so many ticks at round numbers of `factor` times the value."""
+    axis.set_major_locator(MaxNLocator(nbins=most, steps=steps, **options))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: units.tick(value if factor == 1 else round(value * factor, 6)))
     )
+
+
+_FINE = (1, 2, 2.5, 5, 10)
 
 
 def count_axis(axes: Axes, last: float) -> None:
     """An x axis of updates from 0 to `last`."""
     axes.set_xlim(0, max(last, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.xaxis, 5, _FINE, integer=True)
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -115,8 +144,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 def time_axis(axes: Axes, last: float) -> None:
     """An x axis of time from 0 to `last`, in the unit of `time_unit`."""
     axes.set_xlim(0, last if last > 0 else 1)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.xaxis, 5, _FINE)
 
 
 def linear_axis(
@@ -126,8 +154,7 @@ def linear_axis(
     finite = values[np.isfinite(values)]
     top, low = max(finite, default=0.0), min(finite, default=0.0)
     axes.set_ylim(min(0, 1.08 * low), min(max(1.08 * top, at_least), at_most) or 1)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.yaxis, ticks)
 
 
 def wide_axis(axes: Axes, values: np.ndarray) -> None:

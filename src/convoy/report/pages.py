@@ -1,9 +1,11 @@
 """What pages share: templates that escape what they are given, scripts that the page vouches for, pictures inside."""
 
 import base64
+import gzip
 import hashlib
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -67,17 +69,63 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
+KINDS = {
+    "png": "image/png",
+    "svg": "image/svg+xml",
+    "csv": "text/csv",
+    "tex": "application/x-tex",
+    "json": "application/json",
+    "jsonl": "application/jsonl",
+}
+COMPRESS_FROM = 1 << 20
+"""Files of this many bytes are packed with gzip for the download."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file inside the page."""
+
+    name: str
+    size: str
+    uri: str
+
+    @staticmethod
+    def of(name: str, content: bytes) -> "Download":
+        """A file of a kind that its name ends with, packed where it is large."""
+        size = units.prefixed(len(content), "B")
+        if len(content) < COMPRESS_FROM:
+            return Download(name, size, data_uri(content, KINDS[name.rpartition(".")[2]]))
+        packed = gzip.compress(content, mtime=0)
+        return Download(f"{name}.gz", f"{size}, packed", data_uri(packed, "application/gzip"))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of a page; `figure` is None where there is nothing to draw, and `description` says why."""
+
+    name: str
+    title: str
+    description: str
+    figure: Figure | None
+
+    def svg(self) -> Markup | None:
+        """The figure as an element of the page."""
+        if self.figure is None:
+            return None
+        return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
+
+
 _FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
 _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 
-def render(template: str, styles: tuple[str, ...], script: str, **content: object) -> str:
+def render(template: str, styles: Sequence[str], scripts: Sequence[str], **content: object) -> str:
     """A page as HTML.
 
     Args:
         template: its name under `templates/`.
         styles: names of the style sheets, which are put into the page one after the other.
-        script: name of the script.
+        scripts: names of the scripts, likewise.
         content: what the template asks for.
     """
     environment = Environment(
@@ -93,8 +141,7 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
     environment.filters["running"] = running
     loader = environment.loader
     assert loader is not None
-    style = "\n".join(loader.get_source(environment, name)[0] for name in styles)
-    code = loader.get_source(environment, script)[0]
+    style, code = ("\n".join(loader.get_source(environment, name)[0] for name in names) for names in (styles, scripts))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return environment.get_template(template).render(
         content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"

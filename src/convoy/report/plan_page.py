@@ -11,9 +11,10 @@ from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
+from convoy.plans.strategies import DOES, letter
 from convoy.plans.timeline import ENGINE
 from convoy.report import pages
-from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
+from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import data_uri
 from convoy.report.tiles import Tile
 from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
@@ -50,7 +51,7 @@ def plan_page(found: Explained, command: str = "") -> str:
         command: with which it was found.
     """
     styles = ("report.css", "bars.css", "plan.css")
-    return pages.render("plan.html.jinja", styles, "plan.js", **_content(found, command))
+    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(found, command))
 
 
 def _content(found: Explained, command: str) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
     workload, total = planned.workload, scored.seconds or 1.0
     raw = to_json(document(found), indent=1).encode()
     bars = [_bar(planned, one, one is scored) for one in _shown(planned)]
+    drawing, used = NetworkDrawing(found), {each for layer in found.layers for each in layer.strategy}
     return {
         "model": workload.name,
         "devices": units.plural(planned.devices, "device"),
@@ -82,10 +84,10 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
             for part in found.parts
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
-        "network": draw_network(found),
-        "canvas": canvas_height(found),
-        "network_legend": legend(found),
-        "omitted": omitted_edges(found),
+        "network": drawing.svg(),
+        "canvas": shown_height(drawing.tops),
+        "network_legend": [(name, letter(name), f"{name}: {does}") for name, does in DOES.items() if name in used],
+        "omitted": drawing.grid.omitted,
         "timeline": draw_timeline(scored.timeline),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),

@@ -10,21 +10,12 @@ from matplotlib.figure import Figure
 
 from convoy import units
 from convoy.report import axes as ax
+from convoy.report.pages import Panel
 from convoy.report.run_directory import Run, column, read_run
 from convoy.training.records import MetricsLine
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of the report; `figure` is None where there is nothing to draw, and `description` says why."""
-
-    name: str
-    title: str
-    description: str
-    figure: Figure | None
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from convoy import units
-from convoy.planner.comparison import difference, shown
+from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.plots import data_wait_shares
-from convoy.report.prediction import PredictionFile
 from convoy.report.run_directory import Run, column
 from convoy.report.tiles import last_result, num_test_images
 from convoy.training.records import MetricsLine, RunSummary
@@ -78,7 +77,7 @@ def _plan(run: Run) -> str:
     return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
 
 
-def _pace(found: PredictionFile) -> float | None:
+def _pace(found: Comparison) -> float | None:
     measured = found.update.measured_s
     return found.one_device_s / measured if found.one_device_s and measured else None
 
@@ -88,11 +87,11 @@ def _is_settled(run: Run) -> bool:
     return found is not None and _pace(found) is not None and not _is_doubtful(found)
 
 
-def _is_doubtful(found: PredictionFile) -> bool:
+def _is_doubtful(found: Comparison) -> bool:
     return found.error is not None and abs(found.error) > _DOUBTFUL
 
 
-def _speed_up(found: PredictionFile | None, devices: int) -> str:
+def _speed_up(found: Comparison | None, devices: int) -> str:
     pace = _pace(found) if found is not None else None
     if found is None or pace is None:
         return f"Whether {devices} devices were faster than one was not measured."

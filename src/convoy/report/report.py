@@ -1,6 +1,5 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
-import gzip
 import os
 import re
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.report import confusion, pages
-from convoy.report.pages import InlinePicture, data_uri, inline_svg, read_picture
-from convoy.report.plots import Panel, draw_panels
+from convoy.report.pages import Download, InlinePicture, read_picture
+from convoy.report.plots import draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
 from convoy.report.run_directory import EvaluationOfRun, Run, column, read_run
@@ -25,8 +24,6 @@ from convoy.terminal import printable
 from convoy.training.records import Mistake
 
 MOST_BAD_IMAGES = 200
-COMPRESS_FROM = 1 << 20
-"""Metrics of this many bytes are packed with gzip for the download."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +35,6 @@ class ShownMistake:
     predicted: str
     probability: float | None
     picture: InlinePicture | None
-
-
-@dataclass(frozen=True)
-class Download:
-    """A file inside the page."""
-
-    name: str
-    size: str
-    uri: str
 
 
 def write_report(run: Path) -> Path:
@@ -76,7 +64,7 @@ def write_report(run: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as HTML."""
-    return pages.render("report.html.jinja", ("report.css", "bars.css"), "report.js", **_content(run))
+    return pages.render("report.html.jinja", ("report.css", "bars.css"), ("copy.js",), **_content(run))
 
 
 def _content(run: Run) -> dict[str, Any]:
@@ -95,7 +83,7 @@ def _content(run: Run) -> dict[str, Any]:
         "bench": bench_command(run),
         "notes": run.summary.notes if run.summary is not None else [],
         "tiles": result_tiles(run),
-        "panels": [(panel, _drawn(panel)) for panel in draw_panels(run)],
+        "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
         "updates_per_epoch": _updates_per_epoch(run),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
@@ -114,7 +102,7 @@ def _content(run: Run) -> dict[str, Any]:
         "configuration": _highlighted(run.config_text),
         "environment": {key: value for key, value in run.environment.items() if key not in ("command", "restarts")},
         "restarts": _restarts(run),
-        "download": _download(run),
+        "download": Download.of("metrics.jsonl", run.metrics.raw) if run.metrics.raw else None,
         "version": _text(run.environment.get("convoy")) or convoy.__version__,
     }
 
@@ -153,12 +141,6 @@ def _restarts(run: Run) -> list[dict[str, Any]]:
 
 def _text(value: object) -> str:
     return "" if value is None else str(value)
-
-
-def _drawn(panel: Panel) -> Markup | None:
-    if panel.figure is None:
-        return None
-    return Markup(inline_svg(panel.figure, panel.name, panel.title, panel.description))  # markup of our own making
 
 
 def _updates_per_epoch(run: Run) -> int | None:
@@ -204,14 +186,3 @@ def _highlighted(text: str) -> Markup:
         else:
             lines.append(Markup("{}").format(line))
     return Markup("\n").join(lines)
-
-
-def _download(run: Run) -> Download | None:
-    raw = run.metrics.raw
-    if not raw:
-        return None
-    size = f"{units.prefixed(len(raw), 'B')}"
-    if len(raw) < COMPRESS_FROM:
-        return Download("metrics.jsonl", size, data_uri(raw, "application/jsonl"))
-    packed = gzip.compress(raw, mtime=0)
-    return Download("metrics.jsonl.gz", f"{size}, packed", data_uri(packed, "application/gzip"))

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from convoy.documents import parse
 from convoy.errors import ConvoyError
-from convoy.report.prediction import PredictionFile
+from convoy.planner.comparison import Comparison
 from convoy.training.lock import is_locked
-from convoy.training.records import EvaluationFile, MetricsLine, Mistake, Record, RunSummary
+from convoy.training.records import EvaluationFile, MetricsLine, Mistake, RunSummary
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Run:
     metrics: Metrics
     summary: RunSummary | None
     evaluation: EvaluationOfRun | None
-    prediction: PredictionFile | None = None
+    prediction: Comparison | None = None
     training: bool | None = None
 
     def setting(self, key: str) -> Any:
@@ -159,7 +159,7 @@ def read_run(path: Path) -> Run:
             metrics=read_metrics(path / "metrics.jsonl"),
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read_model(path / "prediction.json", PredictionFile),
+            prediction=_read_model(path / "prediction.json", Comparison),
             training=is_locked(path),
         )
     except OSError as error:
@@ -202,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-_Model = TypeVar("_Model", bound=Record)
+_Model = TypeVar("_Model")
 
 
 def _read_model(path: Path, model: type[_Model]) -> _Model | None:
@@ -210,7 +210,7 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
     if found is None:
         return None
     try:
-        return model.model_validate(found)
+        return TypeAdapter(model).validate_python(found)
     except ValidationError as error:
         raise ConvoyError(
             f"{path}: {first_problem(error)}; restore or delete the file and write the report again."

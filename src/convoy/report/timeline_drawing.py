@@ -1,4 +1,4 @@
-"""The predicted timeline of an update, as wide as the page, and the colors of strategies and kinds of work."""
+"""The predicted timeline of an update, as wide as the page, and the colors of kinds of work."""
 
 import math
 from collections.abc import Sequence
@@ -9,41 +9,17 @@ from markupsafe import Markup
 from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
-
-@dataclass(frozen=True)
-class Look:
-    """How something is drawn.
-
-    Attributes:
-        key: what the style sheet calls its color.
-        letter: so that it reads without color.
-        word: for the legend.
-    """
-
-    key: str
-    letter: str
-    word: str
-
-
-STRATEGIES = {
-    "sample": Look("sample", "S", "sample: divides the batch"),
-    "filter": Look("filter", "F", "filter: divides its outputs' channels"),
-    "channel": Look("channel", "C", "channel: divides its inputs' channels"),
-    "height": Look("height", "H", "height: divides the rows"),
-    "width": Look("width", "W", "width: divides the columns"),
-    "replicate": Look("replicate", "R", "replicate: whole on every device"),
-}
-
 KINDS = {
-    "around": Look("around", "", "input and loss"),
-    "forward": Look("forward", "", "forward"),
-    "backward": Look("backward", "", "backward"),
-    "copy": Look("packing", "", "packing for messages"),
-    "update": Look("update", "", "optimizer"),
-    "engine": Look("engine", "", ENGINE),
-    "transfer": Look("transfer", "", "messages between layers"),
-    "gradient": Look("gradient", "", "gradients"),
+    "around": "input and loss",
+    "forward": "forward",
+    "backward": "backward",
+    "packing": "packing for messages",
+    "update": "optimizer",
+    "engine": ENGINE,
+    "transfer": "messages between layers",
+    "gradient": "gradients",
 }
+"""The kinds of work, by their names in the style sheet, which has their colors."""
 
 PARTS = {
     "input": "around",
@@ -101,7 +77,7 @@ def draw_timeline(timeline: Timeline) -> Markup:
 def kinds_in(timeline: Timeline) -> list[tuple[str, str]]:
     """Key and word of every kind of work in it."""
     present = {_kind(span.task) for span in timeline.spans}
-    return [(look.key, look.word) for kind, look in KINDS.items() if kind in present]
+    return [(kind, word) for kind, word in KINDS.items() if kind in present]
 
 
 def num_left_out(timeline: Timeline) -> int:
@@ -137,13 +113,13 @@ def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
 
 
 def _kind(task: Task) -> str:
-    return "engine" if is_engine(task) else task.kind
+    return "engine" if is_engine(task) else {"copy": "packing"}.get(task.kind, task.kind)
 
 
 def _title(span: Span) -> str:
     task = span.task
     about = f", {size(task.num_bytes)}" if task.num_bytes else ""
-    word = KINDS[_kind(task)].word
+    word = KINDS[_kind(task)]
     name = task.name or task.layer or word
     where = f" for {task.layer}" if task.layer and task.stream != "compute" and task.layer != name else ""
     work = f"{word}, " if word != name else ""
@@ -153,7 +129,7 @@ def _title(span: Span) -> str:
 def _rect(drawn: _Drawn, total: float) -> Markup:
     title = "\n".join(drawn.titles[:12]) + (f"\nand {len(drawn.titles) - 12} more" if len(drawn.titles) > 12 else "")
     return Markup('<rect class="span {}" x="{:.3f}%" width="{:.3f}%" height="{}"><title>{}</title></rect>').format(
-        KINDS[drawn.kind].key, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
+        drawn.kind, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
     )
 
 
