@@ -41,7 +41,7 @@ class Stopwatch:
     def watch(self) -> Iterator[None]:
         """While entered, waits of the engine and steps of optimizers are seen."""
         with ExitStack() as stack:
-            stack.enter_context(watching(_Waits(self)))
+            stack.enter_context(watching(self))
             for handle in (
                 register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
                 register_optimizer_step_post_hook(lambda *_: self.leave()),
@@ -58,7 +58,7 @@ class Stopwatch:
         finally:
             self.leave()
 
-    def enter(self, part: str) -> None:
+    def enter(self, part: str = COMMUNICATION) -> None:
         if not self._stack or self._stack[-1] != part:
             self._close()
         self._stack.append(part)
@@ -98,13 +98,12 @@ class Stopwatch:
         probe.lap()
         start = time.perf_counter()
         for _ in range(_PAIRS):
-            probe.enter(COMMUNICATION)
+            probe.enter()
             probe.leave()
         each = (time.perf_counter() - start) / (2 * _PAIRS)
         return each * self._num_marks / max(1, len(self._laps) - 1)
 
     def _close(self) -> None:
-        """End what is running, in favour of what is next."""
         now = self._now()
         if self._stack and self._sections:
             self._sections[-1].append((self._stack[-1], self._since, now))
@@ -120,17 +119,6 @@ class Stopwatch:
 
     def _between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1e3 if self.device.type == "cuda" else float(end - start)
-
-
-class _Waits:
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
-
-    def enter(self) -> None:
-        self._stopwatch.enter(COMMUNICATION)
-
-    def leave(self) -> None:
-        self._stopwatch.leave()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, train
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
+from convoy.training.progress import Silence
 
 _BEAT_S = 1.0
 
@@ -59,7 +60,7 @@ def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: S
     return outcome.signal
 
 
-class Heard:
+class Heard(Silence):
     """The reporter of a training within a study: its latest figures, on the study's own line."""
 
     def __init__(self, say: Say) -> None:
@@ -88,9 +89,6 @@ class Heard:
             ended.set()
             thread.join()
 
-    def say(self, text: str) -> None:
-        pass
-
     def prepare(self, what: str, done: int, total: int) -> None:
         self._say(what, 0)
 
@@ -101,9 +99,6 @@ class Heard:
     def advance(self, done: int, text: str | None = None) -> None:
         self._text = text or self._text
         self._say(self._text, done)
-
-    def end(self) -> None:
-        pass
 
     def _say(self, text: str, done: int) -> None:
         with self._one_at_a_time:
@@ -192,8 +187,7 @@ class TrainingRuns:
                 self.command,
                 not study.cluster,  # times on emulated devices are not those of this machine
                 seconds=self.timeout,
-                renewed=True,
-                end_softly=True,
+                lasting=True,
                 say=lambda said, done, _: self.progress(f"training {row.where}: {said}", before + done, total),
             )
             kept.finished = not any(signals)

@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,17 +81,6 @@ class EmulatedHost:
                 f"the emulated host {self.namespace} cannot be entered ({error.strerror}): "
                 "enter it as root, before its cluster is removed"
             ) from error
-
-
-def check_tools() -> None:
-    """Refuse to begin where a tool is missing.
-
-    Raises:
-        ConvoyError: one is.
-    """
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise ConvoyError(f"emulated hosts need {' and '.join(missing)}: install the package iproute2")
 
 
 @contextmanager
