@@ -5,14 +5,19 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.report import axes
-from convoy.report.plots import data_wait_shares, draw_curves, draw_panels
+from convoy.report.plots import data_wait_shares, draw_panels
 from convoy.report.run_directory import read_run
 from report.made_runs import CONFIG, complete_run, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
+
+
+def draw_curves(run: Path) -> dict[str, Figure]:
+    return {panel.name: panel.figure for panel in draw_panels(read_run(run)) if panel.figure is not None}
 
 
 def curve(run: Path, name: str, label: str) -> Any:

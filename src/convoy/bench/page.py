@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import convoy
 from convoy import units
 from convoy.bench.curves import Convergence, convergence
 from convoy.bench.plots import convergence_panels, panels
@@ -117,8 +116,9 @@ def _content(store: Store, found: Results, trained: Convergence | None) -> dict[
     timed = bool(found.rows) or trained is None
     own_plans = {row.devices: row.found_plan for row in found.rows if "\n" in row.found_plan}
     return {
-        "model": units.shorten(study.model, 60),
-        "devices": _devices(sorted({row.devices for row in store.configurations})),
+        "name": "scaling study",
+        "title": units.shorten(study.model, 60),
+        "subject": _devices(sorted({row.devices for row in store.configurations})),
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(store),
@@ -139,7 +139,6 @@ def _content(store: Store, found: Results, trained: Convergence | None) -> dict[
         "machine": store.machine,
         "cluster": study.cluster.strip(),
         "recipe": dump(study.recipe).rstrip(),
-        "version": convoy.__version__,
     }
 
 

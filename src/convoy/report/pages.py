@@ -15,6 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
+import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.report import axes
@@ -143,8 +144,12 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
     assert loader is not None
     style, code = ("\n".join(loader.get_source(environment, name)[0] for name in names) for names in (styles, scripts))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    content = {"over": "", "version": convoy.__version__, **content}
     return environment.get_template(template).render(
-        content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
+        content,
+        style=Markup(style),
+        script=Markup(code),
+        script_hash=f"sha256-{digest}",
     )
 
 

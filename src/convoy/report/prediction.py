@@ -42,25 +42,21 @@ class Compared:
 
     Attributes:
         sentence: of the whole update.
+        found: all of it.
         both: whether there is a prediction.
         whole: all parts together, with bars.
         parts: without bars.
         groups: with bars of what they compute and what they wait.
-        legend: color and word of every part that there is.
         sum: what the measured parts add up to, and why that is not what an update takes.
     """
 
+    found: Comparison
     sentence: str
     both: bool
     whole: ComparedRow
     parts: tuple[ComparedRow, ...]
     groups: tuple[ComparedRow, ...]
-    legend: tuple[tuple[str, str], ...]
-    rank: int
-    watched: int
-    learned: int
     sum: str
-    notes: tuple[str, ...]
 
 
 def compared(found: Comparison | None) -> Compared | None:
@@ -76,6 +72,7 @@ def compared(found: Comparison | None) -> Compared | None:
     groups = [(one, _sum([one.computes, one.waits])) for one in found.groups]
     longest = max((total.longest for _, total in groups), default=0.0) or 1.0
     return Compared(
+        found=found,
         sentence=f"{sentence}.",
         both=found.update.predicted_s is not None,
         whole=_row("All parts", "", whole, _tracks(parts, max(whole.longest, 1e-12))),
@@ -84,12 +81,7 @@ def compared(found: Comparison | None) -> Compared | None:
             _row(one.name, "", total, _tracks({"forward": one.computes, "waiting": one.waits}, longest))
             for one, total in groups
         ),
-        legend=tuple((_COLORS[name], WORDS[name]) for name in parts),
-        rank=found.rank,
-        watched=found.watched,
-        learned=found.learned,
         sum=f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, found.update.measured_s)}",
-        notes=found.notes,
     )
 
 

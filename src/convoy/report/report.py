@@ -2,8 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,28 +11,18 @@ from markupsafe import Markup
 import convoy
 from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import confusion, pages
-from convoy.report.pages import Download, InlinePicture, read_picture
+from convoy.report import pages
+from convoy.report.confusion import LARGEST_MATRIX, Confusion
+from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
-from convoy.report.run_directory import EvaluationOfRun, Run, column, read_run
+from convoy.report.run_directory import Run, column, read_run
 from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
-from convoy.training.records import Mistake
+from convoy.training.records import EvaluationFile
 
 MOST_BAD_IMAGES = 200
-
-
-@dataclass(frozen=True)
-class ShownMistake:
-    """A mistake with names for its classes and its picture, if there is one."""
-
-    name: str
-    true: str
-    predicted: str
-    probability: float | None
-    picture: InlinePicture | None
 
 
 def write_report(run: Path) -> Path:
@@ -69,15 +57,20 @@ def render(run: Run) -> str:
 
 def _content(run: Run) -> dict[str, Any]:
     word, kind = status(run)
+    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
+    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
     evaluation = run.evaluation
     bad = run.summary.bad_images if run.summary is not None else []
-    many = evaluation is not None and len(evaluation.classes) > confusion.LARGEST_MATRIX
+    table = Confusion(evaluation or EvaluationFile())
+    many = evaluation is not None and len(evaluation.classes) > LARGEST_MATRIX
     return {
-        "title": _title(run),
-        "folder": run.path.resolve().name,
+        "name": "report",
+        "over": "training report",
+        "title": units.shorten(model or run.path.resolve().name, 60),
+        "subject": units.shorten(PurePath(data).name or data, 60),
         "status": word,
         "status_kind": kind,
-        "facts": _facts(run),
+        "facts": [run.path.resolve().name, *_facts(run)],
         "remarks": remarks(run),
         "about": about(run),
         "bench": bench_command(run),
@@ -90,11 +83,11 @@ def _content(run: Run) -> dict[str, Any]:
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "evaluation": evaluation,
-        "matrix": confusion.matrix(evaluation) if evaluation else None,
-        "pairs": confusion.confused_pairs(evaluation, 12 if many else 8) if evaluation else [],
-        "classes": confusion.classes(evaluation) if evaluation else [],
-        "hardest": confusion.hardest_classes(evaluation, 12) if evaluation and many else [],
-        "mistakes": list(_mistakes(run, evaluation)) if evaluation else [],
+        "matrix": table.matrix(),
+        "pairs": table.pairs(12 if many else 8),
+        "classes": table.classes(),
+        "hardest": table.hardest(12) if many else [],
+        "mistakes": _mistakes(run.path, evaluation) if evaluation else [],
         "derived": run.summary.derived if run.summary is not None else [],
         "bad_images": bad[:MOST_BAD_IMAGES],
         "num_bad_images": len(bad),
@@ -105,13 +98,6 @@ def _content(run: Run) -> dict[str, Any]:
         "download": Download.of("metrics.jsonl", run.metrics.raw) if run.metrics.raw else None,
         "version": _text(run.environment.get("convoy")) or convoy.__version__,
     }
-
-
-def _title(run: Run) -> tuple[str, str]:
-    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
-    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    title = units.shorten(model or run.path.resolve().name, 60)
-    return title, units.shorten(PurePath(data).name or data, 60)
 
 
 def _facts(run: Run) -> list[str]:
@@ -162,17 +148,19 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _mistakes(run: Run, evaluation: EvaluationOfRun) -> Iterator[ShownMistake]:
-    def shown(mistake: Mistake) -> ShownMistake:
-        return ShownMistake(
-            name=mistake.name or f"test image {mistake.sample}",
-            true=evaluation.class_name(mistake.label),
-            predicted=evaluation.class_name(mistake.predicted),
-            probability=mistake.probability,
-            picture=read_picture(run.path, mistake.picture),
-        )
-
-    return (shown(mistake) for mistake in evaluation.mistakes[:24])
+def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
+    """Mistakes with names for their classes and their pictures, as far as there are any."""
+    names = dict(enumerate(evaluation.classes))
+    return [
+        {
+            "name": mistake.name or f"test image {mistake.sample}",
+            "true": names.get(mistake.label, f"class {mistake.label}"),
+            "predicted": names.get(mistake.predicted, f"class {mistake.predicted}"),
+            "probability": mistake.probability,
+            "picture": read_picture(run, mistake.picture),
+        }
+        for mistake in evaluation.mistakes[:24]
+    ]
 
 
 def _highlighted(text: str) -> Markup:
