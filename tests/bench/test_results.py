@@ -12,14 +12,14 @@ from convoy.bench.configuration import configurations
 from convoy.bench.page import write_files
 from convoy.bench.records import Forecast, PlanPrediction
 from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
-from convoy.bench.results import Results, results
+from convoy.bench.results import Results
 from convoy.bench.store import Store
 from convoy.bench.study import plain_recipe
 from convoy.bench.table import csv_of, latex_text, lines, plus_minus, records
 
 
 def found(folder: Path) -> Results:
-    return results(Store.read(folder))
+    return Results(Store.read(folder))
 
 
 def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Results:
@@ -30,7 +30,7 @@ def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Res
         for number, each in enumerate(times[row.key], 1):
             add_measurement(row, number, ranks(each, row.devices, peer=row.kind == "ddp"))
     store.spent(10.0, 1.0)
-    return results(store)
+    return Results(store)
 
 
 def test_speed_up_efficiency_days(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> No
         for number, rank in enumerate(measured):
             rank.microbatches = 3 - number
         add_measurement(row, 1, measured)
-    all_rows = results(store)
+    all_rows = Results(store)
     assert all_rows.alone == pytest.approx((320, 160))
     assert all_rows.reference is not None and all_rows.reference.label == "one device"
     even, auto = all_rows.rows[2:]
@@ -139,7 +139,7 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
             add_measurement(row, 1, ranks(0.1, row.devices))
         for devices, plan in ((1, "serial"), (2, "sample=2")):
             store.put_forecast(devices, Forecast(predictions={plan: predicted_in(0.1 / devices)}))
-        found = results(store)
+        found = Results(store)
         return [row.predicted for row in found.rows], " ".join(remarks(store, found))
 
     even, said = predicted(tmp_path / "even", None)
@@ -154,7 +154,7 @@ def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
         add_measurement(row, 1, ranks(0.1, row.devices))
     predictions = {"sample=2": predicted_in(0.06), "auto": predicted_in(0.05)}
     store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
-    found = results(store)
+    found = Results(store)
     assert [(row.label, row.predicted, row.uneven) for row in found.rows[2:]] == [
         ("sample=2", 0.06, False), ("sample=2, shares auto", None, True),
         ("auto", 0.05, True), ("auto, shares auto", None, True),

@@ -9,7 +9,7 @@ from bench.made_study import MACHINE, RECIPE, study
 from convoy.bench import training_runs
 from convoy.bench.configuration import configurations
 from convoy.bench.processes import RankFailed, RankSlots
-from convoy.bench.results import results
+from convoy.bench.results import Results
 from convoy.bench.store import Store
 from convoy.bench.training_runs import TrainingRuns
 
@@ -54,7 +54,7 @@ def test_a_training_that_a_signal_stopped_is_not_finished_and_gone_on_with(
     (session,) = store.sessions
     assert session.training_s > 0 and session.planning_s == 20.0
     assert session.wall_s == pytest.approx(100.0 + session.training_s, abs=2e-3)
-    assert results(store).wall == pytest.approx(100.0, abs=2e-3)
+    assert Results(store).wall == pytest.approx(100.0, abs=2e-3)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """How the test error fell under each configuration, and how far from the serial run's it ever was."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from convoy.bench.records import CONVOY, Configuration, Training, short
 from convoy.bench.store import Store
@@ -23,35 +23,28 @@ class Distance:
     evaluations: int
 
 
-@dataclass(frozen=True)
 class ErrorCurve:
     """A configuration's training, as far as it has come.
 
     Attributes:
-        label: for people.
+        name: of the configuration, in short.
         steps: weight updates before each evaluation.
         errors: test error of each, 0 to 1.
         losses: test loss of each.
         seconds: of training before each, without evaluations and checkpoints.
-        finished: whether it came to its end.
         sha256: of the final weights; empty before the end.
         distance: from the reference; None for the reference itself, or where nothing can be compared.
     """
 
-    label: str
-    devices: int
-    steps: tuple[int, ...]
-    errors: tuple[float, ...]
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    finished: bool
-    sha256: str
-    distance: Distance | None = None
-
-    @property
-    def name(self) -> str:
-        """The label in short."""
-        return short(self.label)
+    def __init__(self, row: Configuration, training: Training) -> None:
+        self.label, self.name, self.devices = row.label, short(row.label), row.devices
+        self.finished, self.sha256 = training.finished, training.sha256
+        known = [one for one in training.evaluations if one.error is not None and one.loss is not None]
+        self.steps = [one.step for one in known]
+        self.errors = [one.error or 0.0 for one in known]
+        self.losses = [one.loss or 0.0 for one in known]
+        self.seconds = [one.train_s for one in known]
+        self.distance: Distance | None = None
 
     def away_from(self, other: "ErrorCurve") -> Distance | None:
         """How far it is from another one."""
@@ -68,7 +61,6 @@ class ErrorCurve:
         return Distance(error, error_at, loss, loss_at, len(apart))
 
 
-@dataclass(frozen=True)
 class Convergence:
     """All curves of a study.
 
@@ -82,13 +74,18 @@ class Convergence:
         reproducible: the recipe asks for the same bits on any number of devices.
     """
 
-    epochs: float
-    curves: tuple[ErrorCurve, ...]
-    reference: ErrorCurve | None
-    images: int
-    failed: tuple[tuple[str, str], ...]
-    waiting: tuple[str, ...]
-    reproducible: bool
+    def __init__(self, store: Store, epochs: float) -> None:
+        rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
+        curves = [ErrorCurve(row, training) for row, training in rows]
+        self.epochs, self.reproducible = epochs, bool(store.study.recipe["reproducible"])
+        self.curves = [curve for curve in curves if curve.steps]
+        self.reference = min(self.curves, key=lambda curve: curve.devices, default=None)
+        for curve in self.curves:
+            if self.reference is not None and curve is not self.reference:
+                curve.distance = curve.away_from(self.reference)
+        self.images = max((training.images for _, training in rows), default=0)
+        self.failed = [(row.where, training.failed) for row, training in rows if training.failed]
+        self.waiting = [row.where for row, training in rows if not training.failed and not training.finished]
 
     @property
     def compared(self) -> list[tuple[ErrorCurve, Distance]]:
@@ -102,38 +99,4 @@ class Convergence:
 
 def convergence(store: Store) -> Convergence | None:
     """The curves of a study; None where nothing was to be trained."""
-    if store.training is None:
-        return None
-    rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
-    curves = [curve for row, training in rows if (curve := _curve(row, training)).steps]
-    reference = min(curves, key=lambda curve: curve.devices, default=None)
-    return Convergence(
-        epochs=store.training.epochs,
-        curves=tuple(
-            curve if reference is None or curve is reference else replace(curve, distance=curve.away_from(reference))
-            for curve in curves
-        ),
-        reference=reference,
-        images=max((training.images for _, training in rows), default=0),
-        failed=tuple((row.where, training.failed) for row, training in rows if training.failed),
-        waiting=tuple(row.where for row, training in rows if not training.failed and not training.finished),
-        reproducible=bool(store.study.recipe["reproducible"]),
-    )
-
-
-def _curve(row: Configuration, kept: Training) -> ErrorCurve:
-    known = [
-        (one.step, one.error, one.loss, one.train_s)
-        for one in kept.evaluations
-        if one.error is not None and one.loss is not None
-    ]
-    return ErrorCurve(
-        label=row.label,
-        devices=row.devices,
-        steps=tuple(step for step, _, _, _ in known),
-        errors=tuple(error for _, error, _, _ in known),
-        losses=tuple(loss for _, _, loss, _ in known),
-        seconds=tuple(seconds for _, _, _, seconds in known),
-        finished=kept.finished,
-        sha256=kept.sha256,
-    )
+    return Convergence(store, store.training.epochs) if store.training is not None else None

@@ -11,7 +11,7 @@ from convoy.bench.curves import Convergence, convergence
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, OPTIMIZER
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
-from convoy.bench.results import Results, StudyRow, results
+from convoy.bench.results import Results, StudyRow
 from convoy.bench.store import NAME, Store
 from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
@@ -55,7 +55,7 @@ def write_files(folder: Path) -> Written:
         ConvoyError: there is no study, or they cannot be written.
     """
     store = Store.read(folder)
-    found, trained = results(store), convergence(store)
+    found, trained = Results(store), convergence(store)
     drawn: list[Panel] = []
     tables: dict[str, str] = {}
     said: list[str] = []

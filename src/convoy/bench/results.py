@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from convoy.bench.records import (
     AUTO,
@@ -14,6 +13,7 @@ from convoy.bench.records import (
     OPTIMIZER,
     PEERS,
     Configuration,
+    Forecast,
     Measurement,
     short,
 )
@@ -41,55 +41,58 @@ def repeatability(values: Sequence[float]) -> float | None:
 DAY_S = 86_400
 
 
-@dataclass(frozen=True)
 class StudyRow:
     """A configuration that was measured; seconds are those of an update.
 
     Attributes:
-        key, kind, devices, series, place: of the configuration.
-        label: for people.
+        key, label, kind, devices, series, place: of the configuration.
         plan: that ran; None for peers.
         batch: samples of an update.
         seconds: the median over the rounds of each round's median.
         spread: by which two such medians differ at most; None of one round.
         speedup: images per second over those of the reference.
-        speedup_spread: by which that would differ at most.
-        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
+        speedup_spread: by which that would differ at most; None of the reference itself.
         ideal: the number of devices by that of the reference; of unequal ones, the sum of their speeds by the
             first one's, as they were measured one by one or else as the emulated cluster's file says.
+        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
         days: of the training; None where nobody asked.
         parts: seconds by what they go to, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
         predicted: seconds; None where nothing is.
         predicted_memory: bytes.
         overhead: seconds that taking the time adds.
-        microbatches: of each rank in the last round; empty where that is not known.
+        microbatches: of each rank in the last round; 0 where that is not known.
         uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
     """
 
-    key: str
-    label: str
-    kind: str
-    devices: int
-    series: str
-    place: int
-    plan: str | None
-    batch: int
-    seconds: float
-    spread: float | None
-    speedup: float
-    speedup_spread: float | None
-    efficiency: float | None
-    ideal: float
-    days: float | None
-    parts: Mapping[str, float]
-    memory: int
-    predicted: float | None
-    predicted_memory: int | None
-    rounds: int
-    overhead: float
-    microbatches: tuple[int, ...]
-    uneven: bool
+    def __init__(self, store: Store, row: Configuration, reference: Configuration, alone: Sequence[float]) -> None:
+        self.key, self.label, self.kind, self.series = row.key, row.label, row.kind, row.series
+        self.devices, self.place, self.rounds = row.devices, row.place, len(row.visits)
+        self.plan, self.batch = store.plan_of(row), store.study.batch_on(row.devices)
+        each = [_seconds(measurement) for measurement in row.visits]
+        self.seconds, self.spread = statistics.median(each), repeatability(each)
+        base, own = _rates(store, reference), _rates(store, row)
+        ratios = [own[number] / base[number] for number in own if number in base]
+        self.speedup = statistics.median(own.values()) / statistics.median(base.values())
+        self.speedup_spread = repeatability(ratios) if row.key != reference.key else None
+        self.ideal = _together(store, row.devices, alone) / _together(store, reference.devices, alone)
+        self.efficiency = self.speedup / self.ideal if reference.devices == 1 else None
+        epochs, images = store.table.epochs, store.table.dataset_size
+        self.days = epochs * images / self.batch * self.seconds / DAY_S if epochs is not None else None
+        self.parts = _parts(row, self.seconds)
+        ranks = [rank for measurement in row.visits for rank in measurement.ranks]
+        self.memory = max(rank.memory for rank in ranks)
+        self.overhead = statistics.median(rank.overhead for rank in ranks)
+        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]
+        by_speed = store.found_shares(row) is not None
+        self.uneven = ", shares" in row.series or by_speed
+        prediction = None
+        shares = row.shares or store.study.recipe["parallel"].get("shares")
+        if row.kind == CONVOY and not row.place and (row.devices == 1 or not shares):
+            known = store.forecasts.get(row.devices, Forecast()).predictions
+            prediction = known.get(AUTO if by_speed else self.plan or "")
+        self.predicted = prediction.seconds if prediction else None
+        self.predicted_memory = prediction.memory if prediction else None
 
     @property
     def images_per_s(self) -> float:
@@ -117,7 +120,6 @@ class StudyRow:
         return self.name if "\n" in self.found_plan or not self.found_plan else f"{self.name}: {short(self.found_plan)}"
 
 
-@dataclass(frozen=True)
 class Results:
     """All rows of a study.
 
@@ -130,52 +132,34 @@ class Results:
         wall: seconds of all calls of the command, without those of trainings.
         planning: of these, seconds of predictions.
         timed: of these, seconds of the updates that count.
-        notes: of the planner, by number of devices.
+        notes: of the planner, with the number of devices.
     """
 
-    rows: tuple[StudyRow, ...]
-    reference: StudyRow | None
-    alone: tuple[float, ...]
-    failed: tuple[tuple[str, str], ...]
-    waiting: tuple[str, ...]
-    loss_difference: float | None
-    wall: float
-    planning: float
-    timed: float
-    notes: tuple[str, ...]
+    def __init__(self, store: Store) -> None:
+        measured = [row for row in store.configurations if row.visits]
+        reference = _reference(measured)
+        self.alone = _alone(store, measured)
+        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured if reference is not None]
+        self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
+        self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
+        waiting = [row.where for row in store.configurations if not row.visits and not row.failed]
+        self.waiting = waiting if store.table.rounds else []
+        losses = [one.loss for row in measured if row.kind == CONVOY for one in row.visits]
+        largest = max(map(abs, losses), default=0.0)
+        is_compared = len(losses) > 1 and largest and not store.study.weak
+        self.loss_difference = (max(losses) - min(losses)) / largest if is_compared else None
+        self.wall = sum(session.wall_s - session.training_s for session in store.sessions)
+        self.planning = sum(session.planning_s for session in store.sessions)
+        visits = [one for row in measured for one in row.visits]
+        self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in one.ranks) for one in visits)
+        self.notes = [
+            f"{plural(devices, 'device')}: {note}" for devices, one in store.forecasts.items() for note in one.notes
+        ]
 
     @property
     def has_one_reference(self) -> bool:
         """Whether one row alone was measured on one device, which needs no explanation as the reference."""
         return sum(row.devices == 1 and not row.place for row in self.rows) == 1
-
-
-def results(store: Store) -> Results:
-    """The rows of a study."""
-    measured = [row for row in store.configurations if row.visits]
-    reference = _reference(measured)
-    rates = {row.key: _rates(row, store.study.batch_on(row.devices)) for row in measured}
-    alone = _alone(measured, rates)
-    rows = tuple(_row(store, row, rates, reference, alone) for row in measured if reference is not None)
-    losses = [one.loss for row in measured if row.kind == CONVOY for one in row.visits]
-    largest = max(map(abs, losses), default=0.0)
-    is_compared = len(losses) > 1 and largest and not store.study.weak
-    waiting = [row.where for row in store.configurations if not row.visits and not row.failed]
-    timed = [max(sum(rank.seconds) + sum(rank.without) for rank in one.ranks) for row in measured for one in row.visits]
-    return Results(
-        rows=rows,
-        reference=next((row for row in rows if reference is not None and row.key == reference.key), None),
-        alone=tuple(alone),
-        failed=tuple((row.where, row.failed) for row in store.configurations if row.failed),
-        waiting=tuple(waiting) if store.table.rounds else (),
-        loss_difference=(max(losses) - min(losses)) / largest if is_compared else None,
-        wall=sum(session.wall_s - session.training_s for session in store.sessions),
-        planning=sum(session.planning_s for session in store.sessions),
-        timed=sum(timed),
-        notes=tuple(
-            f"{plural(devices, 'device')}: {note}" for devices, one in store.forecasts.items() for note in one.notes
-        ),
-    )
 
 
 def _reference(rows: Sequence[Configuration]) -> Configuration | None:
@@ -192,55 +176,9 @@ def _seconds(measurement: Measurement) -> float:
     return max(statistics.median(rank.seconds) for rank in measurement.ranks)
 
 
-def _rates(row: Configuration, batch: int) -> dict[int, float]:
-    return {measurement.round: batch / _seconds(measurement) for measurement in row.visits}
-
-
-def _row(
-    store: Store,
-    row: Configuration,
-    rates: Mapping[str, Mapping[int, float]],
-    reference: Configuration,
-    alone: Sequence[float],
-) -> StudyRow:
-    devices, batch = row.devices, store.study.batch_on(row.devices)
-    each = [_seconds(measurement) for measurement in row.visits]
-    seconds = statistics.median(each)
-    base, own = rates[reference.key], rates[row.key]
-    ideal = _together(store, devices, alone) / _together(store, reference.devices, alone)
-    ratios = [own[number] / base[number] for number in own if number in base]
-    speedup = statistics.median(own.values()) / statistics.median(base.values())
-    plan, by_speed = store.plan_of(row), store.found_shares(row) is not None
-    predicted = None
-    if devices in store.forecasts and _is_predicted(store, row):
-        predicted = store.forecasts[devices].predictions.get(AUTO if by_speed else plan or "")
-    ranks = [rank for measurement in row.visits for rank in measurement.ranks]
-    epochs, images = store.table.epochs, store.table.dataset_size
-    return StudyRow(
-        key=row.key,
-        label=row.label,
-        kind=row.kind,
-        devices=devices,
-        series=row.series,
-        place=row.place,
-        plan=plan,
-        batch=batch,
-        seconds=seconds,
-        spread=repeatability(each),
-        speedup=speedup,
-        speedup_spread=repeatability(ratios) if row.key != reference.key else None,
-        efficiency=speedup / ideal if reference.devices == 1 else None,
-        ideal=ideal,
-        days=epochs * images / batch * seconds / DAY_S if epochs is not None else None,
-        parts=_parts(row, seconds),
-        memory=max(rank.memory for rank in ranks),
-        predicted=predicted.seconds if predicted else None,
-        predicted_memory=predicted.memory if predicted else None,
-        rounds=len(row.visits),
-        overhead=statistics.median(rank.overhead for rank in ranks),
-        microbatches=tuple(rank.microbatches for rank in row.visits[-1].ranks),
-        uneven=", shares" in row.series or by_speed,
-    )
+def _rates(store: Store, row: Configuration) -> dict[int, float]:
+    """Images per second by round."""
+    return {one.round: store.study.batch_on(row.devices) / _seconds(one) for one in row.visits}
 
 
 def _together(store: Store, devices: int, alone: Sequence[float]) -> float:
@@ -248,15 +186,10 @@ def _together(store: Store, devices: int, alone: Sequence[float]) -> float:
     return sum(speeds[:devices]) / speeds[0]
 
 
-def _is_predicted(store: Store, row: Configuration) -> bool:
-    own = row.shares or store.study.recipe["parallel"].get("shares")
-    return row.kind == CONVOY and not row.place and (row.devices == 1 or not own)
-
-
-def _alone(rows: Sequence[Configuration], rates: Mapping[str, Mapping[int, float]]) -> list[float]:
+def _alone(store: Store, rows: Sequence[Configuration]) -> list[float]:
     """Images per second of each device by itself, as far as they were measured without a gap; none of one alone."""
     ones = [row for row in rows if row.kind == CONVOY and row.devices == 1]
-    found = {row.place: statistics.median(rates[row.key].values()) for row in reversed(ones)}
+    found = {row.place: statistics.median(_rates(store, row).values()) for row in reversed(ones)}
     known = [found[place] for place in range(len(found)) if place in found]
     return known if len(known) > 1 else []
 
@@ -270,7 +203,7 @@ def _parts(row: Configuration, seconds: float) -> dict[str, float]:
         busiest = min(medians, key=lambda rank: rank[COMMUNICATION])
         if row.kind in PEERS:
             alone = max(statistics.median(rank.without) for rank in measurement.ranks)
-            busiest = {**busiest, COMMUNICATION: max(0.0, _seconds(measurement) - alone)}
+            busiest[COMMUNICATION] = max(0.0, _seconds(measurement) - alone)
         rounds.append(busiest)
     parts = {part: statistics.median(one[part] for one in rounds) for part in names}
     scale = min(1.0, seconds / max(sum(parts.values()), 1e-12))  # medians need not add up
