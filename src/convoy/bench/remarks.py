@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from convoy import units
 from convoy.bench.configuration import parts_of
@@ -21,13 +21,9 @@ def remarks(store: Store, found: Results) -> list[str]:
     """Sentences on how the table came to be, the most important first."""
     said = [
         _devices(store),
-        _work(store.study),
-        _spread(found),
-        _cost(found),
-        _same(found),
+        *_measuring(store.study, found),
         *_unequal(store.study, found),
-        _predictions(found),
-        _not_predicted(found),
+        *_predictions(found),
         _over(found),
         _one_device(found),
         _above_ideal(found, store.study.weak),
@@ -75,43 +71,36 @@ def _devices(store: Store) -> str:
     )
 
 
-def _work(study: StudyFacts) -> str:
+def _measuring(study: StudyFacts, found: Results) -> Iterator[str]:
+    """The work, how it was timed, and at what cost."""
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
     recipe, source = study.recipe, study.recipe["data"].get("path")
     if study.images is not None:
         source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
     size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
-    return f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
-
-
-def _spread(found: Results) -> str:
+    yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
     rounds = sorted({row.rounds for row in found.rows})
     if not rounds or rounds[-1] < 2:
-        return "± needs two rounds at least."
-    number = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    return (
-        f"Times are medians over {number} rounds, each in fresh processes and of the slowest rank. ± is what the same "
-        "configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO 5725-6)."
-    )
-
-
-def _cost(found: Results) -> str:
-    if found.wall <= 0:
-        return ""
-    overhead = max((row.overhead / row.seconds for row in found.rows), default=0.0)
-    return (
-        f"The measuring took {units.duration(found.wall)}: {units.percent(found.timed / found.wall, 0)} were updates "
-        f"that count, {units.percent(found.planning / found.wall, 0)} planning, the rest starting, building and "
-        f"warming up. Taking the time of parts makes an update at most {units.percent(overhead, 2)} longer."
-    )
-
-
-def _same(found: Results) -> str:
+        yield "± needs two rounds at least."
+    else:
+        number = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+        yield (
+            f"Times are medians over {number} rounds, each in fresh processes and of the slowest rank. ± is what the "
+            "same configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO "
+            "5725-6)."
+        )
+    if found.wall > 0:
+        overhead = max((row.overhead / row.seconds for row in found.rows), default=0.0)
+        yield (
+            f"The measuring took {units.duration(found.wall)}: {units.percent(found.timed / found.wall, 0)} were "
+            f"updates that count, {units.percent(found.planning / found.wall, 0)} planning, the rest starting, "
+            f"building and warming up. Taking the time of parts makes an update at most {units.percent(overhead, 2)} "
+            "longer."
+        )
     difference = found.loss_difference
-    if difference is None:
-        return ""
-    by = f"differs by {units.significant(difference, 2)} of itself at most" if difference else "is the same number"
-    return f"The first update's loss {by} in all rows of Convoy: they do the same work."
+    if difference is not None:
+        by = f"differs by {units.significant(difference, 2)} of itself at most" if difference else "is the same number"
+        yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
 def _unequal(study: StudyFacts, found: Results) -> list[str]:
@@ -142,26 +131,20 @@ def _unequal(study: StudyFacts, found: Results) -> list[str]:
     return [*said, coarse]
 
 
-def _predictions(found: Results) -> str:
-    """How good the predictions were."""
+def _predictions(found: Results) -> Iterator[str]:
+    """How good they were, and which rows of Convoy have none where others have."""
     errors = [abs(row.error) for row in found.rows if row.error is not None]
     if not errors:
-        return ""
+        return
     mean, worst = units.percent(statistics.mean(errors)), units.percent(max(errors), 0)
-    number = units.plural(len(errors), "prediction")
-    said = f"The planner's {number} of an update were off by {mean} in the mean, by {worst} at most"
+    said = f"{units.plural(len(errors), 'prediction')} of an update were off by {mean} in the mean, by {worst} at most"
     doubt = ", as far as times so different can tell" if doubts(found) else ""
-    return f"{said}{doubt}; they were made before anything was measured, as if nothing else ran here."
-
-
-def _not_predicted(found: Results) -> str:
-    """Which rows of Convoy have no prediction where others have."""
-    own = [row for row in found.rows if row.kind == CONVOY]
-    without = [row for row in own if row.predicted is None and row.uneven]
-    if not without or all(row.predicted is None for row in own):
-        return ""
-    but = ", that of auto of the planner's own" if any(row.predicted is not None and row.uneven for row in own) else ""
-    return f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
+    yield f"The planner's {said}{doubt}; they were made before anything was measured, as if nothing else ran here."
+    uneven = [row for row in found.rows if row.kind == CONVOY and row.uneven]
+    without = [row for row in uneven if row.predicted is None]
+    if without:
+        but = ", that of auto of the planner's own" if len(without) < len(uneven) else ""
+        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
 
 
 def _over(found: Results) -> str:
