@@ -243,15 +243,10 @@ def convergence_panels(found: Convergence) -> list[Panel]:
 def _over_time(found: Convergence) -> tuple[str, Figure]:
     last = max(curve.seconds[-1] for curve in found.curves)
     size, unit = ax.time_unit(last)
-    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
-    figure, axes = _panel("Test error over time, %", f"{unit} of training", PLOT, above)
-    for number, curve in enumerate(found.curves):
-        is_reference = curve.distance is None and len(found.curves) > 1
-        look = {"color": ax.INK, "linewidth": 1.6} if is_reference else _look(found, number, len(curve.steps))
-        _draw(axes, curve, [second / size for second in curve.seconds], look)
-    ax.wide_axis(axes, _percents(found))
+    times = [[second / size for second in curve.seconds] for curve in found.curves]
+    look = {"color": ax.INK, "linewidth": 1.6}
+    figure, axes = _curves(found, "Test error over time, %", f"{unit} of training", times, look)
     ax.time_axis(axes, last / size)
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     said = (
         f"{name_of(curve)}: {units.significant(100 * curve.errors[-1])}{units.SPACE}% after "
         f"{units.duration(curve.seconds[-1])}."
@@ -265,27 +260,17 @@ def _over_updates(found: Convergence, reference: ErrorCurve) -> tuple[str, Figur
 
     The reference is a wide pale line, so that it is seen with those that lie on it.
     """
-    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
-    figure, axes = _panel("Test error over updates, %", "", PLOT + _GAP + _STRIP, above)
-    place = axes.get_position()
-    each = place.height / (PLOT + _GAP + _STRIP)
-    axes.set_position((place.x0, place.y0 + (_GAP + _STRIP) * each, place.width, PLOT * each))
-    strip = figure.add_axes((place.x0, place.y0, place.width, _STRIP * each))
-    last = max(curve.steps[-1] for curve in found.curves)
-    for number, curve in enumerate(found.curves):
-        is_reference = curve.distance is None and len(found.curves) > 1
-        pale = {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
-        _draw(axes, curve, curve.steps, pale if is_reference else _look(found, number, len(curve.steps)))
-    ax.wide_axis(axes, _percents(found))
+    steps, look = [curve.steps for curve in found.curves], {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
+    figure, axes = _curves(found, "Test error over updates, %", "", steps, look, below=_GAP + _STRIP)
+    whole, place = figure.get_figheight() * 72, axes.get_position()
+    strip = figure.add_axes((place.x0, ax.BOTTOM / whole, place.width, _STRIP / whole))
     _draw_distances(strip, found, reference)
-    strip.grid(visible=True, axis="y")
     for one in (axes, strip):
-        ax.count_axis(one, last)
+        ax.count_axis(one, max(curve.steps[-1] for curve in found.curves))
     axes.tick_params(labelbottom=False)
     strip.set_xlabel("updates", labelpad=4)
-    heading, lower = f"Distance from {name_of(reference)}, percentage points", place.y0 + (_STRIP + 11) * each
-    figure.text(2 / ax.WIDTH, lower, heading, size=10.5)
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
+    heading = f"Distance from {name_of(reference)}, percentage points"
+    figure.text(2 / ax.WIDTH, (ax.BOTTOM + _STRIP + 11) / whole, heading, size=10.5)
     said = (
         f"{name_of(curve)}: at most {units.significant(100 * distance.error)} points from {name_of(reference)}."
         for curve, distance in found.compared
@@ -293,12 +278,31 @@ def _over_updates(found: Convergence, reference: ErrorCurve) -> tuple[str, Figur
     return " ".join(said), figure
 
 
-def _draw(axes: Axes, curve: ErrorCurve, places: Sequence[float], look: Mapping[str, Any]) -> None:
-    axes.plot(places, [100 * error for error in curve.errors], label=name_of(curve), clip_on=False, **look)
+def _curves(
+    found: Convergence,
+    title: str,
+    xlabel: str,
+    places: Sequence[Sequence[float]],
+    reference: Mapping[str, Any],
+    below: float = 0,
+) -> tuple[Figure, Axes]:
+    """A panel of all curves.
 
-
-def _percents(found: Convergence) -> np.ndarray:
-    return np.array([100 * error for curve in found.curves for error in curve.errors])
+    Args:
+        places: of the evaluations of each curve, on the x axis.
+        reference: look of the curve that others are compared to.
+        below: points that stay free under the axes.
+    """
+    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
+    figure = ax.new_figure(above + PLOT + below + ax.BOTTOM)
+    axes = ax.add_axes(figure, title, xlabel, above=above, height=PLOT)
+    for number, (curve, x) in enumerate(zip(found.curves, places, strict=True)):
+        is_reference = curve.distance is None and len(found.curves) > 1
+        look = reference if is_reference else _look(found, number, len(x))
+        axes.plot(x, [100 * error for error in curve.errors], label=name_of(curve), clip_on=False, **look)
+    ax.wide_axis(axes, np.array([100 * error for curve in found.curves for error in curve.errors]))
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
+    return figure, axes
 
 
 def _look(found: Convergence, number: int, points: int) -> dict[str, Any]:
@@ -317,6 +321,7 @@ def _look(found: Convergence, number: int, points: int) -> dict[str, Any]:
 
 def _draw_distances(axes: Axes, found: Convergence, reference: ErrorCurve) -> None:
     ax.quiet(axes)
+    axes.grid(visible=True, axis="y")
     axes.spines["bottom"].set_visible(False)
     axes.axhline(0, color=ax.MUTED, alpha=0.45, linewidth=4)
     serial = dict(zip(reference.steps, reference.errors, strict=True))
