@@ -34,7 +34,7 @@ def measure(
         return ranks(0.1, len(slots))
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    MeasuringSchedule(RECIPE, rows, store, RankSlots(1, []), 1, predict=False, tell=said.append)()
+    MeasuringSchedule(RECIPE, store.add(rows), store, RankSlots(1, []), predict=False, tell=said.append)()
     return store, said
 
 

@@ -1,12 +1,15 @@
 """The course of a study: predictions first, then rounds in which all configurations take turns, then trainings."""
 
 import os
+import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 
 from convoy.bench.ask import Ask
 from convoy.bench.configuration import parts_of
@@ -15,35 +18,34 @@ from convoy.bench.forecast import forecast
 from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import MeasurementTask
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, reason_of, run_ranks
-from convoy.bench.records import AUTO, CONVOY, Configuration, Forecast, Measurement, RankTimes, TableOptions
+from convoy.bench.records import AUTO, CONVOY, Configuration, Forecast, Measurement, RankTimes, TableOptions, Training
 from convoy.bench.store import Store
 from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
-from convoy.bench.training_runs import TrainingRuns, recipe_for_training
+from convoy.bench.training_runs import add_evaluations, recipe_for_training, train_run
 from convoy.data import open_data
 from convoy.errors import ConvoyError
+from convoy.report.report import write_report
 from convoy.training import Recipe, RunDirectory
-from convoy.training.derived import num_microbatches
+from convoy.training.derived import num_microbatches, resolve
 from convoy.units import plural
 
 IMAGENET = 1_281_167
+FOLDER = "training"
+"""In the folder of a study: the folders of the runs."""
+_LONGEST = 80
 TIMED_S, LEAST, MOST = 2.0, 3, 100
 """Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""
 
 
 @dataclass
-class MeasuringSchedule:
-    """Measures what a store does not have yet; it is saved after every measurement.
-
-    Every second round goes through the configurations backwards, and from round to round the devices move on by one
-    over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
+class Course:
+    """Work on the configurations of a study.
 
     Attributes:
-        recipe: of the study.
-        rows: configurations; the store adds them.
+        recipe: with which all are trained.
+        rows: configurations, also of earlier calls.
         slots: where ranks run.
-        rounds: measurements of each configuration.
-        timeout: seconds after which a measurement is given up.
-        predict: whether the planner predicts.
+        timeout: seconds after which ranks are given up; in trainings, seconds without a word from them.
         progress: is told of the work as a whole.
         tell: is told findings, in sentences.
     """
@@ -52,11 +54,25 @@ class MeasuringSchedule:
     rows: Sequence[Configuration]
     store: Store
     slots: RankSlots
-    rounds: int
     timeout: float = 600.0
-    predict: bool = True
     progress: Say = lambda what, done, total: None
     tell: Callable[[str], None] = lambda sentence: None
+
+
+@dataclass
+class MeasuringSchedule(Course):
+    """Measures what a store does not have yet; it is saved after every measurement.
+
+    Every second round goes through the configurations backwards, and from round to round the devices move on by one
+    over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
+
+    Attributes:
+        rounds: measurements of each configuration.
+        predict: whether the planner predicts.
+    """
+
+    rounds: int = 1
+    predict: bool = True
 
     def __call__(self) -> None:
         """Measure.
@@ -65,7 +81,6 @@ class MeasuringSchedule:
             ConvoyError: no configuration at all can be measured, through a mistake of the user.
         """
         self._began, self._planning, self._done = time.perf_counter(), 0.0, 0
-        self.rows = self.store.add(self.rows)
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
         self._total = len(numbers) + self.rounds * len(self.rows)
         if self.rounds and self.store.study.updates is None:
@@ -178,6 +193,75 @@ class MeasuringSchedule:
         self.store.save()
 
 
+@dataclass
+class TrainingRuns(Course):
+    """Trains what is not finished yet, stopped and gone on with as any run; the store is saved after every run.
+
+    Attributes:
+        command: that repeats the study.
+    """
+
+    command: str = ""
+
+    def __call__(self) -> None:
+        """Train.
+
+        Raises:
+            ConvoyError: no configuration at all can be trained, through a mistake of the user.
+        """
+        rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
+        trainings = [self.store.add_training(row) for row in rows]
+        self._began = time.perf_counter()
+        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
+        for number, (row, kept) in enumerate(zip(rows, trainings, strict=True)):
+            if not kept.finished:
+                self._train(row, kept, number * updates, len(rows) * updates)
+        self.progress("trained", len(rows) * updates, len(rows) * updates)
+        if rows and all(kept.failed for kept in trainings):
+            raise ConvoyError(str(trainings[0].failed))
+
+    def _train(self, row: Configuration, kept: Training, before: int, total: int) -> None:
+        store, study = self.store, self.store.study
+        out = store.path.parent / FOLDER / _folder_name(row.key)
+        if out.is_dir() and not (out / "config.yaml").is_file():
+            shutil.rmtree(out)  # ended before it had begun
+        recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
+        task = MeasurementTask(CONVOY, recipe, None, study.device_type, updates=0, warm_up=0)
+        began = time.perf_counter()
+        signals: list[str | None] = []
+        try:
+            signals = run_ranks(
+                train_run,
+                self.slots.of(row.devices),
+                task,
+                out,
+                self.command,
+                not study.cluster,  # times on emulated devices are not those of this machine
+                seconds=self.timeout,
+                lasting=True,
+                say=lambda said, done, _: self.progress(f"training {row.where}: {said}", before + done, total),
+            )
+            kept.finished = not any(signals)
+        except (RankFailed, ConvoyError) as error:
+            kept.failed = reason_of(error)
+        finally:
+            kept.wall_s = round(kept.wall_s + time.perf_counter() - began, 3)
+            if (out / "metrics.jsonl").is_file():
+                add_evaluations(kept, out, study.batch_on(row.devices))
+            store.spent_on_training(time.perf_counter() - self._began)
+            store.save()
+        if (out / "config.yaml").is_file():
+            try:
+                write_report(out)
+            except ConvoyError as error:
+                self.tell(str(error))
+        if kept.failed:
+            self.tell(f"{row.where} was not trained: {kept.failed}")
+        elif not kept.finished:
+            stopped = next(filter(None, signals))
+            self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
+
+
 def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     """Measure what is not known yet, and train where that is asked for.
 
@@ -211,10 +295,11 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
                 tell(sentence)
             slots = RankSlots(study.cores_per_device, places)
             predict = ask.predict and ask.rounds > 0
-            MeasuringSchedule(recipe, rows, store, slots, ask.rounds, ask.timeout, predict, progress, tell)()
+            shared = (store.add(rows), store, slots, ask.timeout, progress, tell)
+            MeasuringSchedule(recipe, *shared, ask.rounds, predict)()
             if ask.train_epochs is not None:
                 trained = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
-                TrainingRuns(trained, rows, store, slots, ask.timeout, ask.command, progress, tell)()
+                TrainingRuns(trained, *shared, ask.command)()
 
 
 def _coarse(prepared: Prepared) -> list[str]:
@@ -235,3 +320,8 @@ def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     with emulate(cluster) as places:
         yield places
+
+
+def _folder_name(key: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
+    return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"

@@ -1,30 +1,20 @@
-"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run."""
+"""A training within a study: by the trainer itself, heard of as it goes, and taken over from the folder of its run."""
 
-import re
-import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from convoy.bench.measurement import MeasurementTask, join
-from convoy.bench.processes import RankFailed, RankSlots, Say, reason_of, run_ranks
-from convoy.bench.records import CONVOY, Configuration, Evaluation, Training
-from convoy.bench.store import Store
-from convoy.bench.study import recipe_for
+from convoy.bench.processes import Say
+from convoy.bench.records import Evaluation, Training
 from convoy.comm.position import here
-from convoy.data import open_data
-from convoy.errors import ConvoyError
-from convoy.report.report import write_report
 from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, train
 from convoy.training.config import Duration
-from convoy.training.derived import resolve
 from convoy.training.progress import Silence
 
 _BEAT_S = 1.0
@@ -106,10 +96,6 @@ class Heard(Silence):
             self._tell(*self._latest)
 
 
-FOLDER = "training"
-"""In the folder of a study: the folders of the runs."""
-
-_LONGEST = 80
 _FEW, _OFTEN = 10, Duration(5, "%")
 """Where a run would be evaluated less often than so many times, it is this often."""
 
@@ -127,88 +113,6 @@ def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
     if not said and every.unit == "ep" and epochs / every.value < _FEW:
         changes["evaluate_every"] = _OFTEN
     return recipe.model_copy(update=changes)
-
-
-@dataclass
-class TrainingRuns:
-    """Trains what is not finished yet; the store is saved after every run.
-
-    Attributes:
-        recipe: of the trainings.
-        slots: where ranks run.
-        timeout: seconds without a word from a run after which it is given up.
-        command: that repeats the study.
-        progress: is told of the work as a whole, in updates.
-        tell: is told findings, in sentences.
-    """
-
-    recipe: Recipe
-    rows: Sequence[Configuration]
-    store: Store
-    slots: RankSlots
-    timeout: float
-    command: str
-    progress: Say
-    tell: Callable[[str], None]
-
-    def __call__(self) -> None:
-        """Train.
-
-        Raises:
-            ConvoyError: no configuration at all can be trained, through a mistake of the user.
-        """
-        keys = {row.key for row in self.rows if row.kind == CONVOY and not row.place}
-        rows = [row for row in self.store.configurations if row.key in keys]
-        trainings = [self.store.add_training(row) for row in rows]
-        self._began = time.perf_counter()
-        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
-        for number, (row, kept) in enumerate(zip(rows, trainings, strict=True)):
-            if not kept.finished:
-                self._train(row, kept, number * updates, len(rows) * updates)
-        self.progress("trained", len(rows) * updates, len(rows) * updates)
-        if rows and all(kept.failed for kept in trainings):
-            raise ConvoyError(str(trainings[0].failed))
-
-    def _train(self, row: Configuration, kept: Training, before: int, total: int) -> None:
-        store, study = self.store, self.store.study
-        out = store.path.parent / FOLDER / _folder_name(row.key)
-        if out.is_dir() and not (out / "config.yaml").is_file():
-            shutil.rmtree(out)  # ended before it had begun
-        recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, study.device_type, updates=0, warm_up=0)
-        began = time.perf_counter()
-        signals: list[str | None] = []
-        try:
-            signals = run_ranks(
-                train_run,
-                self.slots.of(row.devices),
-                task,
-                out,
-                self.command,
-                not study.cluster,  # times on emulated devices are not those of this machine
-                seconds=self.timeout,
-                lasting=True,
-                say=lambda said, done, _: self.progress(f"training {row.where}: {said}", before + done, total),
-            )
-            kept.finished = not any(signals)
-        except (RankFailed, ConvoyError) as error:
-            kept.failed = reason_of(error)
-        finally:
-            kept.wall_s = round(kept.wall_s + time.perf_counter() - began, 3)
-            if (out / "metrics.jsonl").is_file():
-                add_evaluations(kept, out, study.batch_on(row.devices))
-            store.spent_on_training(time.perf_counter() - self._began)
-            store.save()
-        if (out / "config.yaml").is_file():
-            try:
-                write_report(out)
-            except ConvoyError as error:
-                self.tell(str(error))
-        if kept.failed:
-            self.tell(f"{row.where} was not trained: {kept.failed}")
-        elif not kept.finished:
-            stopped = next(filter(None, signals))
-            self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
 
 
 def add_evaluations(kept: Training, run: Path, batch: int) -> None:
@@ -237,8 +141,3 @@ def add_evaluations(kept: Training, run: Path, batch: int) -> None:
     ]
     weights = run / "weights.safetensors"
     kept.sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
-
-
-def _folder_name(key: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
-    return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"
