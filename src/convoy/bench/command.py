@@ -30,9 +30,6 @@ from convoy.training.derived import num_microbatches, resolve
 from convoy.units import plural
 
 IMAGENET = 1_281_167
-FOLDER = "training"
-"""In the folder of a study: the folders of the runs."""
-_LONGEST = 80
 TIMED_S, LEAST, MOST = 2.0, 3, 100
 """Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""
 
@@ -222,7 +219,10 @@ class TrainingRuns(Course):
 
     def _train(self, row: Configuration, kept: Training, before: int, total: int) -> None:
         store, study = self.store, self.store.study
-        out = store.path.parent / FOLDER / _folder_name(row.key)
+        name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
+        if len(name) > 80 or "\n" in row.key:
+            name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
+        out = store.path.parent / "training" / name
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
         recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
@@ -320,8 +320,3 @@ def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
     with emulate(cluster) as places:
         yield places
-
-
-def _folder_name(key: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
-    return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"

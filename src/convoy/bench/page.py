@@ -36,6 +36,7 @@ from convoy.units import seconds as time_of
 from convoy.units import size
 
 DPI = 300
+_SHOWN_PARTS = (COMMUNICATION, INPUT, OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -217,12 +218,8 @@ def _cells(row: StudyRow, found: Results) -> dict[str, Any]:
         "speedup_spread": "" if row.speedup_spread is None else f"{row.speedup_spread:.2f}",
         "efficiency": units.percent(row.efficiency, 0),
         "days": None if row.days is None else units.significant(row.days),
-        **{name: _or_none(row.parts[name]) for name in (COMMUNICATION, INPUT, OPTIMIZER)},
+        **{name: time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS},
         "memory": size(row.memory),
         "predicted": units.UNKNOWN if row.predicted is None else time_of(row.predicted),
         "error": "" if row.error is None else signed(row.error),
     }
-
-
-def _or_none(seconds: float) -> str:
-    return units.UNKNOWN if seconds <= 0 else time_of(seconds)

@@ -44,7 +44,8 @@ def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Mad
             settings.setdefault("image_size", size)
         model = models.create(recipe.model.name, num_classes=classes, in_channels=channels, **settings)
         channels = channels or models.image_channels(model)
-        num_classes = num_classes or _classes(model)
+        layers = [int(layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
+        num_classes = num_classes or (layers[-1] if layers else _USUAL_CLASSES)
     return Made(shape=(channels, size, size), classes=num_classes)
 
 
@@ -79,11 +80,6 @@ def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
         std=(0.25,) * channels,
         resize=size,
     )
-
-
-def _classes(model: nn.Module) -> int:
-    found = [int(layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return found[-1] if found else _USUAL_CLASSES
 
 
 GOAL = 0.98

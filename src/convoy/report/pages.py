@@ -190,8 +190,7 @@ def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     with axes.house_style():
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ElementTree.fromstring(written.getvalue())
-    _drop(root, {f"{_SVG}metadata", f"{_SVG}style"})
-    _drop_background(root)
+    _drop(root)
     used = {reference for node in root.iter() for reference in _references(node)}
     for node in root.iter():
         _adapt(node, name, used)
@@ -207,23 +206,14 @@ def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _drop(root: ElementTree.Element, tags: set[str]) -> None:
+def _drop(root: ElementTree.Element) -> None:
+    """Remove metadata, styles, and the backgrounds: the first patch of the figure and of each axes."""
     for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in tags:
+        has_background = parent.get("id", "").startswith(("figure_", "axes_"))
+        for number, child in enumerate(list(parent)):
+            is_background = has_background and number == 0 and child.get("id", "").startswith("patch_")
+            if child.tag in (f"{_SVG}metadata", f"{_SVG}style") or is_background:
                 parent.remove(child)
-
-
-def _drop_background(root: ElementTree.Element) -> None:
-    """Panels are transparent: the first patch of the figure and of each axes is its background."""
-    for parent in list(root.iter(f"{_SVG}g")):
-        first = next(iter(parent), None)
-        if (
-            parent.get("id", "").startswith(("figure_", "axes_"))
-            and first is not None
-            and first.get("id", "").startswith("patch_")
-        ):
-            parent.remove(first)
 
 
 def _references(node: ElementTree.Element) -> list[str]:

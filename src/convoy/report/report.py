@@ -59,7 +59,7 @@ def _content(run: Run) -> dict[str, Any]:
     word, kind = status(run)
     model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
     data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    evaluation = run.evaluation
+    evaluation, lines = run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
     bad = run.summary.bad_images if run.summary is not None else []
     table = Confusion(evaluation or EvaluationFile())
     many = evaluation is not None and len(evaluation.classes) > LARGEST_MATRIX
@@ -77,7 +77,7 @@ def _content(run: Run) -> dict[str, Any]:
         "notes": run.summary.notes if run.summary is not None else [],
         "tiles": result_tiles(run),
         "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
-        "updates_per_epoch": _updates_per_epoch(run),
+        "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
         "places": units.percent_places(num_test_images(run)),
@@ -127,13 +127,6 @@ def _restarts(run: Run) -> list[dict[str, Any]]:
 
 def _text(value: object) -> str:
     return "" if value is None else str(value)
-
-
-def _updates_per_epoch(run: Run) -> int | None:
-    for line in reversed([*run.metrics.train, *run.metrics.test]):
-        if line.epoch:
-            return round(line.step / line.epoch)
-    return None
 
 
 def _tests(run: Run) -> list[dict[str, Any]]:

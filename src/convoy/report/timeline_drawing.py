@@ -55,7 +55,8 @@ def draw_timeline(timeline: Timeline) -> Markup:
     """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`."""
     total = timeline.total or 1.0
     parts: list[Markup] = []
-    for rank in _ranks(timeline):
+    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
+    for rank in sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else ():
         own = [span for span in timeline.spans if span.task.rank == rank]
         parts.append(Markup("<h3>rank {}</h3>").format(rank))
         for stream in ("compute", "transfers", "gradients"):
@@ -90,11 +91,6 @@ def ticks(total: float) -> list[float]:
     step = 10.0 ** math.floor(math.log10(total / 4)) if total > 0 else 1.0
     step *= next((factor for factor in (1, 2, 5, 10) if total / (step * factor) <= 8), 10)
     return [number * step for number in range(int(total / step + 1e-9) + 1)]
-
-
-def _ranks(timeline: Timeline) -> Sequence[int]:
-    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
-    return sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else []
 
 
 def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
