@@ -1,4 +1,4 @@
-"""What the command line asks of a study, and what can be refused of it without torch and the network."""
+"""The command line of a study, and the checks of it that need neither torch nor the network."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ DEFAULT_BATCH = 256
 
 @dataclass(frozen=True)
 class Ask:
-    """What the command line says; None where it says nothing."""
+    """The options of the command line; None where one is not given."""
 
     command: str
     model: str

@@ -97,7 +97,7 @@ class MeasuringSchedule(Course):
             raise ConvoyError(str(self.rows[0].failed))
 
     def _found_updates(self) -> int | None:
-        """As many as take the usual time in the first row that runs; None where none does.
+        """The number of updates that takes the usual time in the first row that runs; None where none does.
 
         Rows that do not run are not measured, but for one whose plan the planner is still to find.
         """
@@ -263,7 +263,7 @@ class TrainingRuns(Course):
 
 
 def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
-    """Measure what is not known yet, and train where that is asked for.
+    """Measure all rows that are not measured yet, and train them with --train-epochs.
 
     Args:
         ask: checked.

@@ -1,4 +1,4 @@
-"""Which configurations are measured beside each other: plans and peers for every number of devices."""
+"""The configurations of a study: plans and peers for every number of devices."""
 
 import importlib.util
 import re

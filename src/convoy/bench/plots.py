@@ -103,7 +103,7 @@ def _speedups(found: Results) -> Panel:
 
 
 def _parts(found: Results) -> Panel:
-    """A bar for each row: what an update's time goes to."""
+    """A bar for each row: the parts of an update's time."""
     name, title = "parts", "Where an update's time goes"
     if not found.rows:
         return Panel(name, title, "Nothing has been measured yet.", None)
@@ -129,7 +129,7 @@ def _parts(found: Results) -> Panel:
 
 
 def _predictions(found: Results) -> Panel:
-    """For each row that was predicted: what was predicted, what was measured, and the spread of that."""
+    """Predicted and measured time of an update, with its spread, for each row that has a prediction."""
     name, title = "predictions", "Predicted and measured"
     rows = [row for row in found.rows if row.predicted is not None]
     if not rows:

@@ -99,7 +99,7 @@ def run_ranks(
     quiet: bool = False,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """What `function(*args, say)` returns on each of the ranks.
+    """Run `function(*args, say)` on each of the ranks, and give all results.
 
     Args:
         function: of a module's top level.
@@ -108,7 +108,7 @@ def run_ranks(
         seconds: until all are ended.
         lasting: the seconds begin again with all that rank 0 says, and on Ctrl-C the ranks have time to save.
         say: is told what rank 0 says.
-        quiet: what the ranks print is lost. Otherwise it goes to the standard error, all of it.
+        quiet: drop all that the ranks print. Otherwise it goes to the standard error.
         preload: modules that the server has imported which forks the processes; the first call decides.
 
     Raises:

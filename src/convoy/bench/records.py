@@ -1,4 +1,4 @@
-"""What a study keeps in bench.json: its configurations with all that was measured, predicted and trained of them."""
+"""The records of bench.json: configurations with their measurements, predictions and trainings."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +56,7 @@ class Measurement(Record):
 
 
 class Evaluation(Record):
-    """Of a training, after `step` updates and `train_s` seconds of training; the error is between 0 and 1."""
+    """A test within a training, after `step` updates and `train_s` seconds of training; the error is between 0 and 1."""
 
     step: int
     epoch: float | None
@@ -66,7 +66,7 @@ class Evaluation(Record):
 
 
 class Training(Record):
-    """Of a configuration, as far as it has come; `images` are those of the test split."""
+    """A configuration's training, as far as it has come; `images` are those of the test split."""
 
     run: str = ""
     finished: bool = False
@@ -187,7 +187,7 @@ class Made(Record):
 
 
 class StudyFacts(Record):
-    """What all configurations share; they tell whether two studies can be in one file.
+    """Facts that all configurations share; they tell whether two studies can be in one file.
 
     Attributes:
         images: made-up ones; None where the recipe's data are read.

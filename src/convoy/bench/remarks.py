@@ -1,4 +1,4 @@
-"""What has to be said of the tables: on what, how sure, at what cost, by how much curves differ, what is missing."""
+"""Sentences beside the tables: devices and work, certainty, cost, distances between curves, and gaps."""
 
 import math
 import statistics
@@ -32,7 +32,7 @@ def remarks(store: Store, found: Results) -> list[str]:
 
 
 def doubts(found: Results) -> list[str]:
-    """What to say where the same configuration took very different times, which is the machine's doing."""
+    """A warning where the same configuration took very different times, because of a busy machine."""
     spreads = [row.spread / row.seconds for row in found.rows if row.spread is not None]
     if not spreads or statistics.median(spreads) < _RESTLESS:
         return []
@@ -104,7 +104,7 @@ def _measuring(study: StudyFacts, found: Results) -> Iterator[str]:
 
 
 def _unequal(study: StudyFacts, found: Results) -> list[str]:
-    """What devices of their own speeds do together, beside the sum of what they do one by one."""
+    """The speed of unequal devices together, beside the sum of their speeds alone."""
     if not found.alone:
         return []
     speeds = found.alone
@@ -175,7 +175,7 @@ def _one_device(found: Results) -> str:
 
 
 def _above_ideal(found: Results, weak: bool) -> str:
-    """What an efficiency above 100 % in the table means."""
+    """The meaning of an efficiency above 100 %."""
     above = [row for row in found.rows if row.devices > 1 and round(100 * (row.efficiency or 0)) > 100]
     if not above:
         return ""
@@ -252,7 +252,7 @@ def _bits(found: Convergence) -> str:
 
 
 def _scale(found: Convergence) -> str:
-    """What a distance compares to."""
+    """A scale for distances: the uncertainty of a test error."""
     if found.reference is None or not found.images or not any(distance.error for _, distance in found.compared):
         return ""
     share = found.reference.errors[-1]

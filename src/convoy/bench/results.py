@@ -27,7 +27,7 @@ _EFFICIENCY = math.sqrt(math.pi / 2)
 
 
 def repeatability(values: Sequence[float]) -> float | None:
-    """What the medians of two series like this one differ by at most, in 95 of 100 cases (ISO 5725-6, 4.1.4).
+    """The largest difference of the medians of two series like this one, in 95 of 100 cases (ISO 5725-6, 4.1.4).
 
     t · √2 · √(π/2) · s / √n, for the standard deviation s of n values; None of fewer than two.
     """
@@ -46,7 +46,7 @@ class StudyRow:
 
     Attributes:
         key, label, kind, devices, series, place: of the configuration.
-        plan: that ran; None for peers.
+        plan: the plan that ran; None for peers.
         batch: samples of an update.
         seconds: the median over the rounds of each round's median.
         spread: by which two such medians differ at most; None of one round.

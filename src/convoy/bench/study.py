@@ -1,4 +1,4 @@
-"""What all configurations of a study share: recipe, made-up pictures, machine, and how much of it a device is."""
+"""The set-up of a study: recipe, made-up pictures, machine, and the cores of a device."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -87,13 +87,13 @@ GOAL = 0.98
 
 
 def reach(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """What devices with so many microbatches each do at most, as a part of the sum of their speeds."""
+    """The largest speed of devices with so many microbatches each, as a part of the sum of their speeds."""
     slowest = max(count / speed for count, speed in zip(counts, speeds, strict=True))
     return sum(counts) / sum(speeds) / slowest
 
 
 def best_reach(num: int, speeds: Sequence[float]) -> float:
-    """The same of the best parts of so many microbatches; 0 where there are fewer than devices."""
+    """`reach` of the best division of so many microbatches; 0 where there are fewer than devices."""
     return reach(soonest(num, [1 / speed for speed in speeds]), speeds) if num >= len(speeds) else 0.0
 
 
@@ -202,7 +202,7 @@ class Prepared:
         recipe: its batch is that of a device where the study has weak scaling.
         rows: in the order of the table.
         machine: facts of it, by name.
-        cluster: that is to be emulated.
+        cluster: to be emulated; None for this machine's own devices.
     """
 
     recipe: Recipe
@@ -213,7 +213,7 @@ class Prepared:
 
 
 def prepare(ask: Ask) -> Prepared:
-    """The study that is asked for.
+    """The study of a command.
 
     Args:
         ask: checked.

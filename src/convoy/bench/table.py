@@ -176,7 +176,7 @@ def convergence_records(found: Convergence) -> list[dict[str, Any]]:
 
 
 def convergence_lines(found: Convergence) -> list[dict[str, str]]:
-    """The same for people, in few characters."""
+    """The trainings for people, in few characters."""
     return [dict(zip(_COLUMNS, _cells(found, curve), strict=True)) for curve in found.curves]
 
 
@@ -202,7 +202,7 @@ def points(share: float) -> str:
 
 
 def curve_records(found: Convergence) -> list[dict[str, Any]]:
-    """A record for each evaluation of each training: what the pictures are drawn from."""
+    """A record for each evaluation of each training, as in the pictures."""
     return [
         {
             "configuration": curve.label,

@@ -105,7 +105,7 @@ def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
 
     Args:
         recipe: of the study.
-        epochs: that are trained.
+        epochs: of each training.
         said: the user has said how often to evaluate.
     """
     changes: dict[str, Duration] = {"epochs": Duration(epochs, "ep")}

@@ -1,4 +1,4 @@
-"""What the net confuses with what: a matrix for few classes, the worst pairs and the hardest classes for many."""
+"""Classes that the network confuses: a matrix for few classes, the worst pairs and the hardest classes for many."""
 
 from dataclasses import dataclass
 

@@ -151,7 +151,7 @@ _BOLD, _LIGHT, _COST = 8.0, 7.2, 62
 
 @dataclass(frozen=True)
 class _Cost:
-    """Of a box in an update, with the layers that no box before it has."""
+    """The cost of a box in an update, and the layers that no box before it has."""
 
     layers: list[Layer]
     computes: float

@@ -1,4 +1,4 @@
-"""What pages share: templates that escape what they are given, scripts that the page vouches for, pictures inside."""
+"""Parts of all pages: templates with escaping, scripts with their hashes, pictures and downloads inside the page."""
 
 import base64
 import gzip
@@ -127,7 +127,7 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
         template: its name under `templates/`.
         styles: names of the style sheets, which are put into the page one after the other.
         scripts: names of the scripts, likewise.
-        content: what the template asks for.
+        content: the variables of the template.
     """
     environment = Environment(
         loader=PackageLoader("convoy.report", "templates"),

@@ -38,7 +38,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Compared:
-    """What the page shows.
+    """The page's section on an update.
 
     Attributes:
         sentence: of the whole update.
@@ -60,7 +60,7 @@ class Compared:
 
 
 def compared(found: Comparison | None) -> Compared | None:
-    """What there is to show; None where nothing was measured."""
+    """The section on an update; None where nothing was measured."""
     if found is None or found.update.measured_s is None:
         return None
     parts = {name: both for name, both in found.parts.items() if name in WORDS and both.longest > 0}

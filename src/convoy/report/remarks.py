@@ -1,4 +1,4 @@
-"""Sentences about a run that a reader of its numbers has to know: what is missing, cut short, skewed or skipped."""
+"""Sentences that explain the numbers of a run: missing, cut short, skewed or skipped parts, and its speed-up."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def remarks(run: Run) -> list[str]:
 
 
 def about(run: Run) -> list[str]:
-    """What the run did: its result, on which devices and by which plan, and whether several were faster than one."""
+    """The outcome of a run: its result, on which devices and by which plan, and whether several were faster than one."""
     summary, devices = run.summary or RunSummary(), num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs

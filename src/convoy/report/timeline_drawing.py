@@ -38,12 +38,12 @@ PARTS = {
 MOST_RANKS = 4
 _BAND, _AXIS = 24, 22
 _THIN = 0.0008
-"""Part of the whole below which neighbours of a kind are drawn as one."""
+"""Part of the whole below which neighbors of a kind are drawn as one."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What stands next to each other and is drawn together."""
+    """Spans of a kind next to each other, drawn as one."""
 
     kind: str
     start: float
