@@ -207,7 +207,7 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
         barrier = torch.distributed.barrier if num > 1 else lambda: None
         run_updates(batches(0, num_updates), update, stopwatch, task.warm_up, barrier)
     times, peak, without = stopwatch.times(), memory.peak(), []
-    if task.kind in PEERS:  # the exchange takes what updates without it are faster
+    if task.kind in PEERS:  # the exchange is timed by updates without it
         with closing(batches(num_updates, task.updates)) as more:
             for number in range(num_updates, num_updates + task.updates):
                 began = time.perf_counter()

@@ -56,7 +56,7 @@ class Measurement(Record):
 
 
 class Evaluation(Record):
-    """A test within a training, after `step` updates and `train_s` seconds of training; the error is between 0 and 1."""
+    """A test within a training, after `step` updates and `train_s` seconds of training; the error is from 0 to 1."""
 
     step: int
     epoch: float | None

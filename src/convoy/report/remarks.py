@@ -36,7 +36,7 @@ def remarks(run: Run) -> list[str]:
 
 
 def about(run: Run) -> list[str]:
-    """The outcome of a run: its result, on which devices and by which plan, and whether several were faster than one."""
+    """The outcome of a run: its result, its devices and plan, and whether several were faster than one."""
     summary, devices = run.summary or RunSummary(), num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs
