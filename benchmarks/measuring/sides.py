@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from convoy.bench.configuration import PEERS, missing
+from convoy.bench.configuration import missing
 from convoy.bench.measure import wrap
+from convoy.bench.records import PEERS
 from convoy.engine.allocation import keep_freed_memory
 from measuring.cases import Case, Plan
 

@@ -58,7 +58,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON (RFC 8259): NaN and infinity become null."""
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def unwritable(folder: Path) -> str | None:
@@ -83,13 +83,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value as JSON can have it: numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

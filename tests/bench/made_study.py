@@ -2,47 +2,84 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convoy.bench.configuration import Configuration, configurations
-from convoy.bench.forecast import Forecast, PlanPrediction
-from convoy.bench.measurement import Lap, RankTimes
+from convoy.bench.configuration import configurations
+from convoy.bench.records import (
+    Configuration,
+    Evaluation,
+    Forecast,
+    Made,
+    Measurement,
+    PlanPrediction,
+    RankTimes,
+    StudyFacts,
+    TableOptions,
+    Training,
+)
 from convoy.bench.store import Store
-from convoy.bench.study import Made, Study
-from convoy.training import load_recipe
+from convoy.bench.study import plain_recipe
+from convoy.training import Recipe, load_recipe
 
 MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}
 AUTO = "mesh: {gpu: 4}\nlayers:\n  features.*: {gpu: sample}\n  '*': {gpu: filter}\n"
 
 
-def study(**changes: Any) -> Study:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", "batch=64"])
-    plain = Study(
-        recipe=recipe,
-        made=Made((1, 28, 28), 10),
+RECIPE = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", "batch=64"])
+
+
+MADE = Made(shape=(1, 28, 28), classes=10)
+
+
+def study(recipe: Recipe = RECIPE, /, **changes: Any) -> StudyFacts:
+    return StudyFacts(
+        model=recipe.model.name,
+        recipe=plain_recipe(recipe, MADE),
+        images=MADE,
         weak=False,
+        batch=recipe.batch,
         device_type="cpu",
         cores_per_device=1,
         cluster="",
         updates=4,
         warm_up=1,
-    )
-    return replace(plain, **changes)
+    ).model_copy(update=changes)
 
 
-def ranks(seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0) -> list[RankTimes]:
+def new_store(folder: Path, **changes: Any) -> Store:
+    """A store of which a call of the command has begun."""
+    store = Store.open(folder, study(**changes), {"machine": "", "cores": 2})
+    store.table = TableOptions(epochs=2, dataset_size=6400)
+    store.begin("", "")
+    return store
+
+
+def ranks(
+    seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0, **changes: Any
+) -> list[RankTimes]:
     """Every rank of a measurement; the first waits least for others."""
-    found = []
-    for rank in range(num):
-        communication = 0.0 if num == 1 else seconds * (wait + 0.05 * rank)
-        laps = [Lap(seconds + noise * place, communication, 0.02 * seconds, 0.1 * seconds) for place in (-1, 0, 0, 1)]
-        without = [seconds * (1 - wait)] * 4 if peer and num > 1 else []
-        found.append(RankTimes(laps, 10**8 + rank, 2.3 / num, 1e-6, without))
-    return found
+    return [
+        RankTimes(
+            seconds=[seconds + noise * place for place in (-1, 0, 0, 1)],
+            communication=[0.0 if num == 1 else seconds * (wait + 0.05 * rank)] * 4,
+            input=[0.02 * seconds] * 4,
+            optimizer=[0.1 * seconds] * 4,
+            memory=10**8 + rank,
+            overhead=1e-6,
+            loss=2.3 / num,
+            without=[seconds * (1 - wait)] * 4 if peer and num > 1 else [],
+            **changes,
+        )
+        for rank in range(num)
+    ]
+
+
+def add_measurement(row: Configuration, round_: int, found: list[RankTimes]) -> None:
+    loss = sum(rank.loss for rank in found)
+    row.visits.append(Measurement(round=round_, wall_s=1.5, loss=loss, ranks=found))
 
 
 def seconds_of(row: Configuration) -> float:
@@ -69,23 +106,23 @@ def write_study(
     """The folder of a study in which nothing but bench.json is; times differ by `spread`, a part of them."""
     folder.mkdir(parents=True, exist_ok=True)
     store = Store.open(folder, study(**changes), MACHINE)
-    store.document["table"] = {"epochs": epochs, "dataset_size": 1_281_167}
+    store.table = TableOptions(epochs=epochs, dataset_size=1_281_167)
     store.begin("convoy bench lenet", "2026-11-21T20:00:00+00:00")
-    rows = configurations(devices, plans, peers)
-    store.add(rows)
+    rows = store.add(configurations(devices, plans, peers))
     for number in devices:
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
         named = {AUTO if text == "auto" else str(text): text for text in texts}
-        predictions = {text: PlanPrediction(0.095 / number, {"compute": 0.09 / number}, 10**8) for text in named}
-        store.put_forecast(number, Forecast(AUTO if number > 1 else None, predictions=predictions, notes=("a note",)))
+        one = PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
+        auto = AUTO if number > 1 else None
+        store.put_forecast(number, Forecast(auto=auto, predictions=dict.fromkeys(named, one), notes=["a note"]))
     noise = np.random.default_rng(0)
     for round_ in range(1, rounds + 1):
         for row in rows:
             if row.key in failed:
-                store.row(row)["failed"] = "a layer cannot be divided: use fewer devices"
+                row.failed = "a layer cannot be divided: use fewer devices"
             elif row.key not in waiting:
                 own = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
-                store.put_measurement(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")), "", 1.5)
+                add_measurement(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")))
     store.spent(100.0, 20.0)
     store.save()
     return folder
@@ -104,24 +141,26 @@ def write_trainings(
     """
     store = Store.open(folder, study(), {})
     store.begin_training(5.0)
-    rows = [row for row in store.document["configurations"] if row["kind"] == "convoy"]
+    rows = [row for row in store.configurations if row.kind == "convoy"]
     for number, row in enumerate(rows):
-        off = 0.0 if number == 0 or row["key"] in same else apart * number
+        off = 0.0 if number == 0 or row.key in same else apart * number
         evaluations = [
-            {
-                "step": 100 * place,
-                "epoch": place / 2,
-                "error": round(0.9 / place**1.5 + off * (place == 5), 9),
-                "loss": 2.3 / place + 2 * off * (place == 4),
-                "train_s": 12.0 * place / row["devices"],
-            }
+            Evaluation(
+                step=100 * place,
+                epoch=place / 2,
+                error=round(0.9 / place**1.5 + off * (place == 5), 9),
+                loss=2.3 / place + 2 * off * (place == 4),
+                train_s=12.0 * place / row.devices,
+            )
             for place in range(1, 11)
         ]
-        kept = {"run": "run", "finished": finished, "failed": None, "wall_s": 60.0, "images": 10_000}
-        weights = f"{0 if not off else number:064x}"
-        row["training"] = {**kept, "sha256": weights if finished else "", "evaluations": evaluations}
-        if row["key"] in failed:
-            row["training"] |= {"failed": "a layer is odd: use another", "finished": False, "evaluations": []}
+        weights = f"{0 if not off else number:064x}" if finished else ""
+        row.training = Training(
+            run="run", finished=finished, wall_s=60.0, images=10_000, sha256=weights, evaluations=evaluations
+        )
+        if row.key in failed:
+            row.training.failed, row.training.finished = "a layer is odd: use another", False
+            row.training.evaluations = []
     store.save()
     return folder
 

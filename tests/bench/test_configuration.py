@@ -3,7 +3,8 @@
 import pytest
 
 from convoy.bench.configuration import configurations
-from convoy.bench.study import Made, assumed
+from convoy.bench.records import Made
+from convoy.bench.study import assumed
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -98,10 +99,11 @@ def test_mistakes(plan: str, words: str) -> None:
 
 def test_what_is_assumed_of_pictures_is_said() -> None:
     own = load_recipe("default", ["model.name=tiny:TinyNet", "data.path=mnist-mini"])
-    assert "1×224×224 and 10 classes are assumed (--image-size" in assumed(own, Made((1, 224, 224), 10), None)
-    assert assumed(own, Made((1, 28, 28), 10), 28) == ""
+    small, large = (Made(shape=(1, size, size), classes=10) for size in (28, 224))
+    assert "1×224×224 and 10 classes are assumed (--image-size" in assumed(own, large, None)
+    assert assumed(own, small, 28) == ""
     known = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini"])
-    assert assumed(known, Made((1, 28, 28), 10), None) == ""
+    assert assumed(known, small, None) == ""
 
 
 def test_devices_of_unequal_speed_are_measured_alone() -> None:

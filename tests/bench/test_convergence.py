@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.made_study import document, study, write_study, write_trainings
-from convoy.bench.curves import Convergence, convergence, training_facts
+from bench.made_study import study, write_study, write_trainings
+from convoy.bench.curves import Convergence, convergence
+from convoy.bench.records import Training
+from convoy.bench.remarks import convergence_remarks, missing
 from convoy.bench.store import Store
-from convoy.bench.table import (
-    convergence_csv,
-    convergence_latex,
-    convergence_lines,
-    convergence_missing,
-    convergence_remarks,
-    curves_csv,
-)
-from convoy.bench.training_runs import recipe_for_training
+from convoy.bench.table import convergence_latex, convergence_lines, convergence_records, csv_of, curve_records
+from convoy.bench.training_runs import add_evaluations, recipe_for_training
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe
 
@@ -27,7 +22,7 @@ PLANS = ("sample", "filter")
 
 def found(folder: Path, **changes: object) -> Convergence:
     write_trainings(write_study(folder, devices=(1, 2), plans=PLANS, peers=()), **changes)  # type: ignore[arg-type]
-    curves = convergence(document(folder))
+    curves = convergence(Store.read(folder))
     assert curves is not None
     return curves
 
@@ -35,12 +30,10 @@ def found(folder: Path, **changes: object) -> Convergence:
 def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -> None:
     curves = found(tmp_path)
     assert curves.reference is not None and curves.reference.label == "one device"
-    error, loss = curves.worst_error, curves.worst_loss
-    assert error is not None and error.distance is not None and loss is not None and loss.distance is not None
-    assert (error.label, error.distance.error_at) == ("filter=2", 500)
-    assert error.distance.error == pytest.approx(2e-3)
-    assert (loss.label, loss.distance.loss_at) == ("filter=2", 400)
-    assert loss.distance.loss == pytest.approx(4e-3)
+    (_, distance) = max(curves.compared, key=lambda one: one[1].error)
+    assert [curve.label for curve, _ in curves.compared] == ["sample=2", "filter=2"]
+    assert (distance.error, distance.error_at) == (pytest.approx(2e-3), 500)
+    assert (distance.loss, distance.loss_at) == (pytest.approx(4e-3), 400)
     said = " ".join(convergence_remarks(curves)).replace("\u202f", " ")
     assert "never farther from the serial run's than 0.20 points (filter=2, after 500 updates)" in said
     assert "the test loss never farther than 0.0040 (filter=2, after 400), over 10 evaluations" in said
@@ -64,7 +57,7 @@ def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None
     for one in filtered["evaluations"]:
         one["step"] += 50  # between those of the others
     path.write_text(json.dumps(written))
-    curves = convergence(document(tmp_path))
+    curves = convergence(Store.read(tmp_path))
     assert curves is not None
     said = " ".join(convergence_remarks(curves))
     assert "in all 10 evaluations of 2 configurations" in said
@@ -74,7 +67,7 @@ def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None
         one["step"] -= 50
     del filtered["evaluations"][4:]
     path.write_text(json.dumps(written))
-    curves = convergence(document(tmp_path))
+    curves = convergence(Store.read(tmp_path))
     assert curves is not None
     assert "in all 4 to 10 evaluations of all 3 configurations" in " ".join(convergence_remarks(curves))
 
@@ -86,7 +79,7 @@ def test_a_training_without_any_number_has_no_curve(tmp_path: Path) -> None:
     for one in written["configurations"][2]["training"]["evaluations"]:
         one["loss"] = None  # as one that was infinite
     path.write_text(json.dumps(written))
-    curves = convergence(document(tmp_path))
+    curves = convergence(Store.read(tmp_path))
     assert curves is not None
     assert len(convergence_lines(curves)) == len(curves.curves) == 2
 
@@ -111,15 +104,15 @@ def test_equal_curves_with_other_weights_are_not_called_the_same_bits(tmp_path: 
     for row in written["configurations"]:
         row["training"]["evaluations"] = evaluations
     path.write_text(json.dumps(written))
-    curves = convergence(document(tmp_path))
+    curves = convergence(Store.read(tmp_path))
     assert curves is not None
     assert "are the same bit for bit" not in " ".join(convergence_remarks(curves))
-    assert not any(curves.same_weights(curve) for curve in curves.others)
+    assert not any(curves.same_weights(curve) for curve, _ in curves.compared)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     curves = found(tmp_path, finished=False, failed=["filter=2 on 2"])
-    first, second = convergence_missing(curves)
+    first, second = missing(curves)
     assert first == "filter=2 on 2 devices was not trained: a layer is odd: use another."
     assert "one device on 1 device, sample=2 on 2 devices; the same command goes on" in second
     assert [curve.label for curve in curves.curves] == ["one device", "sample=2"]
@@ -127,10 +120,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_tables(tmp_path: Path) -> None:
     curves = found(tmp_path)
-    rows = list(csv.DictReader(io.StringIO(convergence_csv(curves))))
+    rows = list(csv.DictReader(io.StringIO(csv_of(convergence_records(curves)))))
     assert [float(row["distance_error"] or 0) for row in rows] == pytest.approx([0, 1e-3, 2e-3])
-    assert len(list(csv.DictReader(io.StringIO(curves_csv(curves))))) == 30
-    assert convergence_latex(curves, document(tmp_path)).count(r"\\") == 4
+    assert len(curve_records(curves)) == 30
+    assert convergence_latex(curves, Store.read(tmp_path)).count(r"\\") == 4
 
 
 def test_time_is_that_of_training_alone(tmp_path: Path) -> None:
@@ -140,9 +133,11 @@ def test_time_is_that_of_training_alone(tmp_path: Path) -> None:
         {"split": "train", "step": 20, "images_per_s": 50.0, "time_s": 90.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    facts = training_facts(tmp_path, batch=20)
-    assert facts["evaluations"] == [{"step": 15, "epoch": None, "error": 0.5, "loss": 1.0, "train_s": 4.0}]
-    assert (facts["images"], facts["sha256"]) == (40, "")
+    kept = Training()
+    add_evaluations(kept, tmp_path, batch=20)
+    (evaluation,) = kept.evaluations
+    assert (evaluation.step, evaluation.error, evaluation.loss, evaluation.train_s) == (15, 0.5, 1.0, 4.0)
+    assert (kept.images, kept.sha256) == (40, "")
 
 
 def test_another_length_is_refused(tmp_path: Path) -> None:

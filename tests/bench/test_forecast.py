@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from bench.made_study import study
 from convoy.bench.configuration import configurations
-from convoy.bench.forecast import Forecast, forecast
+from convoy.bench.forecast import forecast
 from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import MeasurementTask
+from convoy.bench.records import Forecast, StudyFacts
 from convoy.bench.store import Store
-from convoy.bench.study import Study
+from convoy.bench.study import recipe_for
 from convoy.engine.profiling import CallTimes, Profiler
 from convoy.planner import make_plan
 from convoy.planner.cost.link import Links, Rate
@@ -23,18 +24,20 @@ from convoy.plans.plan import Plan
 from convoy.training import auto_plan, load_recipe
 from ranks import run_ranks
 
+TINY = load_recipe("default", ["model.name=tiny:TinyNet", "data.path=mnist-mini", "batch=16", "microbatch=2"])
 
-def of_tiny() -> Study:
-    settings = ["model.name=tiny:TinyNet", "data.path=mnist-mini", "batch=16", "microbatch=2"]
-    return study(recipe=load_recipe("default", settings))
+
+def of_tiny() -> StudyFacts:
+    return study(TINY)
 
 
 def task(**changes: object) -> MeasurementTask:
     plain = of_tiny()
     (row,) = configurations([2], ["auto"], [])
     return replace(
-        MeasurementTask("convoy", plain.recipe_for(row, None), plain.made, "cpu", updates=1, warm_up=0), **changes
-    )  # type: ignore[arg-type]
+        MeasurementTask("convoy", recipe_for(TINY, plain, row, None), plain.images, "cpu", updates=1, warm_up=0),
+        **changes,  # type: ignore[arg-type]
+    )
 
 
 def nothing(what: str, done: int, total: int) -> None:
@@ -68,15 +71,14 @@ def microbatches(recipe: object) -> int:
 @pytest.mark.matrix
 def test_the_planners_row_has_the_planners_shares(tmp_path: Path) -> None:
     found, again = run_ranks(planned, 2, str(tmp_path), 3.0, ("1,1",), timeout=240)
-    assert (found.auto, found.auto_shares, found.bound) == ("sample=2", (6, 2), {"1,1": "sample=2"})
+    assert (found.auto, found.auto_shares, found.bound) == ("sample=2", [6, 2], {"1,1": "sample=2"})
     assert (again.auto, again.auto_shares) == (found.auto, found.auto_shares)
     assert "plan auto divides the batch by speed: 6,2 microbatches" in found.notes
     assert found.predictions["auto"].seconds < found.predictions["sample=2"].seconds
     store = Store.open(tmp_path, of_tiny(), {})
-    rows = configurations([2], ["sample", "auto"], [], ["", "1,1"])
-    store.add(rows)
+    rows = store.add(configurations([2], ["sample", "auto"], [], ["", "1,1"]))
     store.put_forecast(2, found)
-    recipes = [of_tiny().recipe_for(row, store.plan_of(row), store.shares_of(row)) for row in rows]
+    recipes = [recipe_for(TINY, store.study, row, store.plan_of(row), store.shares_of(row)) for row in rows]
     had = [run_ranks(microbatches, 2, recipe) for recipe in recipes]
     assert had == [[4, 4], [4, 4], [6, 2], [4, 4]]
 

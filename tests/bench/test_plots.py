@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.bench.plots import PLOT, legend_above, legend_room, panel_axes
+from convoy.bench.plots import PLOT, legend_above, legend_room
 from convoy.report import axes as ax
 
 SHORT = ["one device", "sample=2, shares auto", "filter=2"]
@@ -12,7 +12,8 @@ LONG = ["sample=4, shares auto", "sample=2, shares auto", "sample=2,filter=2, sh
 def right_edge(words: list[str], columns: int) -> float:
     """Of the legend, as a part of the picture's width."""
     with ax.house_style():
-        figure, axes = panel_axes("a picture", "devices", PLOT, ax.TOP, ax.LEFT)
+        figure = ax.new_figure(ax.TOP + PLOT + ax.BOTTOM)
+        axes = ax.add_axes(figure, "a picture", "devices")
         handles = [axes.plot([0, 1], [0, 1])[0] for _ in words]
         legend_above(axes, handles, words, columns, ax.LEFT)
         figure.draw_without_rendering()

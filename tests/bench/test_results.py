@@ -2,38 +2,35 @@
 
 import csv
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.made_study import AUTO, document, ranks, study, write_study
+from bench.made_study import AUTO, MADE, RECIPE, add_measurement, new_store, ranks, write_study
 from convoy import units
 from convoy.bench.configuration import configurations
-from convoy.bench.forecast import Forecast, PlanPrediction
 from convoy.bench.page import write_files
+from convoy.bench.records import Forecast, PlanPrediction
 from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
-from convoy.bench.results import Results, results
+from convoy.bench.results import Results
 from convoy.bench.store import Store
-from convoy.bench.table import csv_text, latex_text, lines, plus_minus
+from convoy.bench.study import plain_recipe
+from convoy.bench.table import csv_of, latex_text, lines, plus_minus, records
 
 
 def found(folder: Path) -> Results:
-    return results(document(folder), 90, 1_281_167)
+    return Results(Store.read(folder))
 
 
 def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Results:
     """A study of `one device` and `sample=2` with the times of its rounds."""
-    store = Store.open(folder, study(**changes), {})
-    store.document["table"] = {}
-    store.begin("", "")
+    store = new_store(folder, **changes)
     rows = {row.key: row for row in configurations([1, 2], ["sample"], ["ddp"])}
-    store.add([rows[key] for key in times])
-    for key, seconds in times.items():
-        for number, each in enumerate(seconds, 1):
-            store.put_measurement(rows[key], number, ranks(each, rows[key].devices, peer=key == "ddp on 2"), "", 1.0)
+    for row in store.add([rows[key] for key in times]):
+        for number, each in enumerate(times[row.key], 1):
+            add_measurement(row, number, ranks(each, row.devices, peer=row.kind == "ddp"))
     store.spent(10.0, 1.0)
-    return results(store.document, 2, 6400)
+    return Results(store)
 
 
 def test_speed_up_efficiency_days(tmp_path: Path) -> None:
@@ -100,53 +97,50 @@ def test_more_than_the_ideal_is_explained(tmp_path: Path, seconds: float, weak: 
 @pytest.mark.slow
 def test_what_is_above_the_ideal_is_named_beside_the_table(tmp_path: Path) -> None:
     for plan, above in (("filter", False), ("sample", True)):  # speed-ups of 1.6 and 1.9, where 1.7 is ideal
-        folder = write_study(tmp_path / plan, devices=(1, 2), plans=[plan], peers=(), speeds=(1.0, 0.7))
+        folder = write_study(tmp_path / plan, devices=(1, 2), plans=[plan], peers=(), speeds=[1.0, 0.7])
         assert any("Efficiency above" in sentence for sentence in write_files(folder).remarks) is above
         assert ("Efficiency above" in (folder / "report.html").read_text(encoding="utf-8")) is above
 
 
 def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> None:
-    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=(0.8, 0.4)).rows
+    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=[0.8, 0.4]).rows
     assert two.ideal == pytest.approx(1.5)
     assert two.efficiency == pytest.approx(1.25 / 1.5)
 
 
 def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> None:
-    store = Store.open(tmp_path, study(speeds=(0.6, 0.6)), {"machine": "", "cores": 2})
-    store.document["table"] = {}
-    store.begin("", "")
-    rows = configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)
-    store.add(rows)
+    store = new_store(tmp_path, speeds=[0.6, 0.6])
+    rows = store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2))
     for row, seconds in zip(rows, (0.2, 0.4, 0.2, 0.15), strict=True):
-        parts = [replace(rank, microbatches=3 - number) for number, rank in enumerate(ranks(seconds, row.devices))]
-        store.put_measurement(row, 1, parts, "", 1.0)
-    all_rows = results(store.document, 2, 6400)
+        measured = ranks(seconds, row.devices)
+        for number, rank in enumerate(measured):
+            rank.microbatches = 3 - number
+        add_measurement(row, 1, measured)
+    all_rows = Results(store)
     assert all_rows.alone == pytest.approx((320, 160))
     assert all_rows.reference is not None and all_rows.reference.label == "one device"
     even, auto = all_rows.rows[2:]
     assert (even.ideal, even.efficiency) == pytest.approx((1.5, 2 / 3))
     assert auto.efficiency == pytest.approx(64 / 0.15 / 480)
-    said = " ".join(remarks(store.document, all_rows)).replace("\u202f", " ")
+    said = " ".join(remarks(store, all_rows)).replace("\u202f", " ")
     assert "480 together" in said and "sample=2 67 %, sample=2, shares auto 89 %" in said
     assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in said
 
 
+def predicted_in(seconds: float) -> PlanPrediction:
+    return PlanPrediction(seconds=seconds, parts={}, memory=1)
+
+
 def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
     def predicted(folder: Path, own: object) -> tuple[list[float | None], str]:
-        plain = study()
-        parallel = plain.recipe.parallel.model_copy(update={"shares": own})
-        recipe = plain.recipe.model_copy(update={"parallel": parallel})
-        store = Store.open(folder, study(recipe=recipe), {"machine": "", "cores": 2})
-        store.document["table"] = {}
-        store.begin("", "")
-        rows = configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)
-        store.add(rows)
-        for row in rows:
-            store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
+        parallel = RECIPE.parallel.model_copy(update={"shares": own})
+        store = new_store(folder, recipe=plain_recipe(RECIPE.model_copy(update={"parallel": parallel}), MADE))
+        for row in store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)):
+            add_measurement(row, 1, ranks(0.1, row.devices))
         for devices, plan in ((1, "serial"), (2, "sample=2")):
-            store.put_forecast(devices, Forecast(predictions={plan: PlanPrediction(0.1 / devices, {}, 1)}))
-        found = results(store.document, 2, 6400)
-        return [row.predicted for row in found.rows], " ".join(remarks(store.document, found))
+            store.put_forecast(devices, Forecast(predictions={plan: predicted_in(0.1 / devices)}))
+        found = Results(store)
+        return [row.predicted for row in found.rows], " ".join(remarks(store, found))
 
     even, said = predicted(tmp_path / "even", None)
     assert even == [0.1, None, 0.05, None]
@@ -155,21 +149,17 @@ def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
 
 
 def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
-    store = Store.open(tmp_path, study(), {"machine": "", "cores": 2})
-    store.document["table"] = {}
-    store.begin("", "")
-    rows = configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)
-    store.add(rows)
-    for row in rows:
-        store.put_measurement(row, 1, ranks(0.1, row.devices), "", 1.0)
-    predictions = {"sample=2": PlanPrediction(0.06, {}, 1), "auto": PlanPrediction(0.05, {}, 1)}
-    store.put_forecast(2, Forecast("sample=2", (3, 1), predictions=predictions))
-    found = results(store.document, 2, 6400)
+    store = new_store(tmp_path)
+    for row in store.add(configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)):
+        add_measurement(row, 1, ranks(0.1, row.devices))
+    predictions = {"sample=2": predicted_in(0.06), "auto": predicted_in(0.05)}
+    store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
+    found = Results(store)
     assert [(row.label, row.predicted, row.uneven) for row in found.rows[2:]] == [
         ("sample=2", 0.06, False), ("sample=2, shares auto", None, True),
         ("auto", 0.05, True), ("auto, shares auto", None, True),
     ]  # fmt: skip
-    said = " ".join(remarks(store.document, found))
+    said = " ".join(remarks(store, found))
     assert (
         "Predictions are of even parts of the batch, that of auto of the planner's own; not predicted: sample" in said
     )
@@ -199,10 +189,10 @@ def test_predictions_belong_to_the_plan_that_ran(tmp_path: Path) -> None:
 
 def test_tables(tmp_path: Path) -> None:
     all_rows = found(write_study(tmp_path))
-    read = list(csv.DictReader(io.StringIO(csv_text(all_rows))))
+    read = list(csv.DictReader(io.StringIO(csv_of(records(all_rows)))))
     assert len(read) == len(all_rows.rows) == 12
     assert float(read[0]["step_s"]) == all_rows.rows[0].seconds
-    latex = latex_text(all_rows, document(tmp_path))
+    latex = latex_text(all_rows, Store.read(tmp_path))
     assert latex.count(r"\\") == 13 and r"100\,\%" in latex and r"$\pm$" in latex
     assert all(isinstance(cell, str) for line in lines(all_rows) for cell in line.values())
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from bench.made_study import MACHINE, ranks, study
+from bench.made_study import MACHINE, RECIPE, ranks, study
 from convoy.bench import command
 from convoy.bench.command import MeasuringSchedule
 from convoy.bench.configuration import configurations
-from convoy.bench.forecast import Forecast
 from convoy.bench.processes import RankFailed, RankSlots
+from convoy.bench.records import Forecast
 from convoy.bench.store import Store
 from convoy.errors import ConvoyError
 
@@ -27,19 +27,19 @@ def measure(
 
     def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
         if function is command.forecast:
-            return [Forecast(f"filter={len(slots)}")]
+            return [Forecast(auto=f"filter={len(slots)}")]
         plan = task.recipe.parallel.plan or f"sample={len(slots)}"
         if plan in WRONG:
             raise WRONG[plan]
         return ranks(0.1, len(slots))
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    MeasuringSchedule(study(updates=updates), rows, store, RankSlots(1, []), 1, predict=False, tell=said.append)()
+    MeasuringSchedule(RECIPE, store.add(rows), store, RankSlots(1, []), predict=False, tell=said.append)()
     return store, said
 
 
 def outcomes(store: Store) -> list[tuple[str, int, str | None]]:
-    return [(row["key"], len(row["visits"]), row["failed"]) for row in store.document["configurations"]]
+    return [(row.key, len(row.visits), row.failed) for row in store.configurations]
 
 
 @pytest.mark.parametrize("updates", [None, 7])
@@ -51,7 +51,7 @@ def test_the_first_rows_need_not_run(updates: int | None, tmp_path: Path, monkey
         ("filter=2 on 2", 1, None),
     ]
     assert said == ["one device on 1 device: rank 0 failed: full", "sample=2 on 2 devices: " + str(WRONG["sample=2"])]
-    assert store.document["study"]["updates"] == (updates or 20)
+    assert store.study.updates == (updates or 20)
 
 
 def test_the_planner_may_find_a_plan_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

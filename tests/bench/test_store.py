@@ -6,33 +6,34 @@ from typing import Any
 
 import pytest
 
-from bench.made_study import MACHINE, document, study, write_study
+from bench.made_study import MACHINE, MADE, RECIPE, document, study, write_study
 from convoy.bench.configuration import configurations
-from convoy.bench.forecast import Forecast
-from convoy.bench.store import Store, read
+from convoy.bench.records import Forecast
+from convoy.bench.store import Store
+from convoy.bench.study import plain_recipe, recipe_for
 from convoy.errors import ConvoyError
 
 
 def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
     before = document(write_study(tmp_path))
     store = Store.open(tmp_path, study(), {})
-    assert store.document == before
+    store.save()
+    assert document(tmp_path) == before
     store.add(configurations([1, 2], ["sample", "owt"], []))
-    keys = [row["key"] for row in store.document["configurations"]]
+    keys = [row.key for row in store.configurations]
     assert keys == [*(row["key"] for row in before["configurations"]), "owt=2 on 2"]
 
 
 def test_a_failed_row_is_tried_again(tmp_path: Path) -> None:
     write_study(tmp_path, failed=["filter=2 on 2"])
     store = Store.open(tmp_path, study(), {})
-    row = next(row for row in configurations([2], ["filter"], []))
-    store.add([row])
-    assert store.row(row)["failed"] is None
+    (row,) = store.add(configurations([2], ["filter"], []))
+    assert row.failed is None
 
 
 def test_nobody_need_say_the_updates_again(tmp_path: Path) -> None:
     write_study(tmp_path)
-    assert Store.open(tmp_path, study(updates=None), {}).document["study"]["updates"] == 4
+    assert Store.open(tmp_path, study(updates=None), {}).study.updates == 4
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_nobody_need_say_the_updates_again(tmp_path: Path) -> None:
         ({"weak": True}, "weak=False and not True"),
         ({"cores_per_device": 2}, "cores_per_device=1 and not 2"),
         ({"updates": 5}, "updates=4 and not 5"),
-        ({"recipe": study().recipe.model_copy(update={"seed": 7})}, "recipe.seed=0 and not 7"),
+        ({"recipe": plain_recipe(RECIPE.model_copy(update={"seed": 7}), MADE)}, "recipe.seed=0 and not 7"),
     ],
 )
 def test_another_study_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(ConvoyError, match=words):
-        read(tmp_path)
+        Store.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,25 +100,23 @@ def test_what_is_no_study_is_refused(text: str, words: str, tmp_path: Path) -> N
 )
 def test_what_is_missing_is_said(path: list[str | int], words: str, tmp_path: Path) -> None:
     whole = document(write_study(tmp_path))
-    assert read(tmp_path) == whole
     holder: Any = whole
     for key in path[:-1]:
         holder = holder[key]
     del holder[path[-1]]
     (tmp_path / "bench.json").write_text(json.dumps(whole))
     with pytest.raises(ConvoyError, match=words):
-        read(tmp_path)
+        Store.read(tmp_path)
 
 
 def test_no_study_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="give the folder of a study"):
-        read(tmp_path)
+        Store.read(tmp_path)
 
 
 def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
     store = Store.open(tmp_path, study(), {})
-    rows = {row.key: row for row in configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"])}
-    store.add(list(rows.values()))
+    rows = {row.key: row for row in store.add(configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"]))}
     keys = [
         "sample=4 on 4",
         "sample=4 on 4, shares auto",
@@ -128,12 +127,14 @@ def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> N
     assert list(rows) == keys
     runs = [(store.plan_of(row), store.shares_of(row)) for row in rows.values()]
     assert runs == [("sample=4", ""), ("sample=4", "auto"), ("sample=4", ""), ("sample=4", "auto"), ("sample=4", "3,1")]
-    store.put_forecast(4, Forecast("sample=4", (3, 2, 2, 1), {"3,1": "sample=2,filter=2"}))
-    store.put_forecast(4, Forecast(None, None, {}, {}, ("another call, which chose nothing",)))
+    store.put_forecast(4, Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"}))
+    store.put_forecast(4, Forecast(notes=["another call, which chose nothing"]))
     runs = [(store.plan_of(row), store.shares_of(row)) for row in rows.values()]
     assert runs[:2] == [("sample=4", ""), ("sample=4", "auto")]
     assert runs[2:] == [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
-    recipes = [study().recipe_for(row, *run).parallel.shares for row, run in zip(rows.values(), runs, strict=True)]
+    recipes = [
+        recipe_for(RECIPE, study(), row, *run).parallel.shares for row, run in zip(rows.values(), runs, strict=True)
+    ]
     assert recipes == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
-    store.put_forecast(4, Forecast("owt=4"))
+    store.put_forecast(4, Forecast(auto="owt=4"))
     assert (store.plan_of(rows["auto on 4"]), store.shares_of(rows["auto on 4"])) == ("owt=4", "")

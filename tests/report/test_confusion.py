@@ -1,17 +1,17 @@
 import numpy as np
 import pytest
 
-from convoy.report import confusion
-from convoy.report.run_directory import EvaluationOfRun
+from convoy.report.confusion import Confusion
+from convoy.training.records import EvaluationFile
 
 
-def made(table: list[list[int]] | np.ndarray) -> EvaluationOfRun:
-    counts = np.array(table)
-    return EvaluationOfRun([f"class {place}" for place in range(len(counts))], counts, None, None, None, None, [])
+def made(table: list[list[int]] | np.ndarray) -> Confusion:
+    names = [f"class {place}" for place in range(len(table))]
+    return Confusion(EvaluationFile(classes=names, confusion=np.array(table).tolist()))
 
 
 def test_rows_have_recall_and_shades() -> None:
-    rows = confusion.matrix(made([[8, 2, 0], [0, 10, 0], [0, 0, 0]]))
+    rows = made([[8, 2, 0], [0, 10, 0], [0, 0, 0]]).matrix()
     assert rows is not None
     assert [row.recall for row in rows] == [0.8, 1.0, None]
     assert [row.images for row in rows] == [10, 10, 0]
@@ -21,7 +21,7 @@ def test_rows_have_recall_and_shades() -> None:
 
 
 def test_every_class_has_recall_precision_and_f1() -> None:
-    found = confusion.classes(made([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]))
+    found = made([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]).classes()
     assert [(one.images, one.recall, one.precision) for one in found] == [
         (10, 0.8, 8 / 12),
         (10, 0.9, 9 / 11),
@@ -34,13 +34,13 @@ def test_every_class_has_recall_precision_and_f1() -> None:
 
 
 def test_a_perfect_net_has_no_pairs() -> None:
-    assert confusion.confused_pairs(made(np.eye(3, dtype=int) * 5), 8) == []
-    assert confusion.hardest_classes(made(np.eye(3, dtype=int) * 5), 8) == []
-    assert confusion.matrix(made(np.eye(3, dtype=int))) is not None
+    assert made(np.eye(3, dtype=int) * 5).pairs(8) == []
+    assert made(np.eye(3, dtype=int) * 5).hardest(8) == []
+    assert made(np.eye(3, dtype=int)).matrix() is not None
 
 
 def test_pairs_come_in_order_of_count_with_the_share_of_the_true_class() -> None:
-    pairs = confusion.confused_pairs(made([[8, 2, 0], [5, 90, 5], [0, 9, 1]]), 3)
+    pairs = made([[8, 2, 0], [5, 90, 5], [0, 9, 1]]).pairs(3)
     assert [(pair.true, pair.predicted, pair.count) for pair in pairs] == [
         ("class 2", "class 1", 9),
         ("class 1", "class 0", 5),
@@ -52,6 +52,6 @@ def test_pairs_come_in_order_of_count_with_the_share_of_the_true_class() -> None
 def test_many_classes_give_pairs_and_hardest_classes_instead_of_a_matrix() -> None:
     table = np.eye(1000, dtype=int) * 50
     table[7, 7], table[7, 3] = 20, 30
-    assert confusion.matrix(made(table)) is None
-    (hardest,) = confusion.hardest_classes(made(table), 12)
+    assert made(table).matrix() is None
+    (hardest,) = made(table).hardest(12)
     assert (hardest.name, hardest.recall, hardest.mostly) == ("class 7", 0.4, "class 3")

@@ -5,14 +5,19 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.report import axes
-from convoy.report.plots import data_wait_shares, draw_curves, draw_panels
+from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
 from convoy.report.run_directory import read_run
 from report.made_runs import CONFIG, complete_run, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
+
+
+def draw_curves(run: Path) -> dict[str, Figure]:
+    return {panel.name: panel.figure for panel in draw_panels(read_run(run)) if panel.figure is not None}
 
 
 def curve(run: Path, name: str, label: str) -> Any:
@@ -78,7 +83,7 @@ def test_a_single_point_is_drawn_as_a_dot(tmp_path: Path) -> None:
 def test_a_long_run_is_drawn_in_pieces_that_keep_mean_range_and_gaps() -> None:
     x, y = np.arange(1000.0), np.arange(1000.0)
     y[999] = np.nan
-    middle, mean, low, high = axes.in_pieces(x, y, pieces=300)
+    middle, mean, low, high = in_pieces(x, y, pieces=300)
     assert len(mean) == 300
     assert (mean[0], low[0], high[0]) == (1.0, 0.0, 2.0)
     assert np.isnan(mean[-1]) and np.isfinite(middle[-1])

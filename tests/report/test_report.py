@@ -11,7 +11,7 @@ import pytest
 
 from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import report
+from convoy.report import pages
 from convoy.report.pages import running
 from convoy.report.report import write_report
 from report.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
@@ -220,7 +220,7 @@ def test_the_raw_metrics_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.M
         return link["download"], base64.b64decode((link["href"] or "").partition(",")[2])
 
     assert download() == ("metrics.jsonl", raw)
-    monkeypatch.setattr(report, "COMPRESS_FROM", 100)
+    monkeypatch.setattr(pages, "COMPRESS_FROM", 100)
     name, packed = download()
     assert (name, gzip.decompress(packed)) == ("metrics.jsonl.gz", raw)
 

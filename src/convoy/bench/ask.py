@@ -1,11 +1,11 @@
-"""What the command line asks of a study, and what can be refused of it without torch and the network."""
+"""The command line of a study, and the checks of it that need neither torch nor the network."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.bench.configuration import check_installed, check_peers, check_plans, configurations
+from convoy.bench.configuration import check_peer, configurations, fixed_size
 from convoy.bench.emulated import Cluster
 from convoy.errors import ConvoyError
 from convoy.files import expanded, unwritable
@@ -16,7 +16,7 @@ DEFAULT_BATCH = 256
 
 @dataclass(frozen=True)
 class Ask:
-    """What the command line says; None where it says nothing."""
+    """The options of the command line; None where one is not given."""
 
     command: str
     model: str
@@ -46,7 +46,7 @@ class Ask:
 
     @property
     def folder(self) -> Path:
-        """Of the study."""
+        """The folder of the study."""
         name = self.model.replace(":", "-").replace("/", "-")
         return self.out or Path("runs") / f"bench-{name}"
 
@@ -58,9 +58,8 @@ class Ask:
         """
         for sentence in (*self._contradictions(), *self._too_small()):
             raise ConvoyError(sentence)
-        check_peers(self.peers_of())
         for peer in self.peers_of():
-            check_installed(peer)
+            check_peer(peer)
         cluster, _ = self.cluster()
         self._check_rows(len(cluster.devices) if cluster is not None else None)
         reason = unwritable(self.folder)
@@ -79,6 +78,10 @@ class Ask:
         batch = self.batch or self.batch_per_device or (DEFAULT_BATCH if self.recipe is None else None)
         given += [f"batch={batch}"] if batch is not None else []
         return load_recipe(self.recipe or "default", [*given, *self.settings])
+
+    def says(self, key: str) -> bool:
+        """Whether a key of the recipe that begins so is among the settings."""
+        return any(setting.startswith(key) for setting in self.settings)
 
     def _contradictions(self) -> Iterator[str]:
         if self.batch is not None and self.batch_per_device is not None:
@@ -124,7 +127,8 @@ class Ask:
         """Refuse plans, shares and numbers of devices that are none, or that do not go together."""
         plans, shares = self.plans_of(), self.shares_of()
         if self.devices is None and emulated is None:
-            check_plans(plans)
+            for text in plans:
+                fixed_size(text)
             return
         numbers = self.numbers(emulated or 1)
         if emulated is not None and max(numbers) > emulated:
@@ -135,30 +139,23 @@ class Ask:
             raise ConvoyError("--plans names none: write e.g. sample;auto")
 
     def plans_of(self) -> list[str]:
-        """Texts of plans."""
         return [text.strip() for text in self.plans.split(";") if text.strip()]
 
     def peers_of(self) -> list[str]:
-        """Names of peers."""
         return [text.strip() for text in self.peers.split(",") if text.strip()]
 
     def numbers(self, available: int) -> list[int]:
-        """The numbers of devices.
-
-        Args:
-            available: that there are, for the default.
+        """The numbers of devices; by default one and all that are available.
 
         Raises:
             ConvoyError: they are no numbers.
         """
         if self.devices is None:
             return list(dict.fromkeys((1, available)))
-        found = []
-        for part in self.devices.split(","):
-            if not part.strip().isdecimal() or int(part) < 1:
-                raise ConvoyError(f"--devices {self.devices} is no list of numbers: write e.g. 1,2,4")
-            found.append(int(part))
-        return found
+        parts = [part.strip() for part in self.devices.split(",")]
+        if not all(part.isdecimal() and int(part) for part in parts):
+            raise ConvoyError(f"--devices {self.devices} is no list of numbers: write e.g. 1,2,4")
+        return [int(part) for part in parts]
 
     def shares_of(self) -> list[str]:
         """Shares that plans have, as `Configuration` has them.
@@ -166,12 +163,11 @@ class Ask:
         Raises:
             ConvoyError: they are no numbers.
         """
-        found = []
-        for text in (part.strip() for part in self.shares.split(";")):
+        found = [text.strip() for text in self.shares.split(";")]
+        for text in found:
             if text not in ("", "even", "auto") and not _positive(text.split(",")):
                 raise ConvoyError(f"--shares {text} are no shares: write even, auto or numbers such as 3,3,2")
-            found.append("" if text == "even" else text)
-        return found
+        return ["" if text == "even" else text for text in found]
 
     def cluster(self) -> tuple[Cluster | None, str]:
         """The cluster to emulate, and the text of its file.

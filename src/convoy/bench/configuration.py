@@ -1,13 +1,12 @@
-"""Configurations that are measured beside each other: Convoy under a plan, or another tool, on some devices."""
+"""The configurations of a study: plans and peers for every number of devices."""
 
 import importlib.util
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.bench.records import AUTO, CONVOY, PEERS, TORCH, Configuration
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.strategies import STRATEGIES
@@ -15,22 +14,9 @@ from convoy.plans.strategies import STRATEGIES
 if TYPE_CHECKING:
     from convoy.training import Recipe
 
-
-PEERS = {"ddp": "DistributedDataParallel", "fabric": "Lightning Fabric", "accelerate": "accelerate"}
-"""What plain PyTorch users would take, by their names on the command line."""
 EXTRAS = {"fabric": "lightning", "accelerate": "accelerate"}
 """The package, and the extra of Convoy's, that a peer needs."""
-
-
-def check_peers(peers: Sequence[str]) -> None:
-    """Refuse what is no peer.
-
-    Raises:
-        ConvoyError: it is none.
-    """
-    for peer in peers:
-        if peer not in PEERS:
-            raise ConvoyError(f"--peers {peer} is no peer: choose among {', '.join(PEERS)}")
+_AUTO_ON = re.compile(r"auto=[1-9][0-9]*")
 
 
 def missing(kind: str) -> str | None:
@@ -39,14 +25,15 @@ def missing(kind: str) -> str | None:
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
 
-def check_installed(kind: str) -> None:
-    """Refuse a peer that is not installed.
+def check_peer(kind: str) -> None:
+    """Refuse what is no peer, or is not installed.
 
     Raises:
-        ConvoyError: it is not; the sentence names the extra.
+        ConvoyError: the sentence names the peers, or the extra.
     """
-    package = missing(kind)
-    if package is not None:
+    if kind not in PEERS:
+        raise ConvoyError(f"--peers {kind} is no peer: choose among {', '.join(PEERS)}")
+    if (package := missing(kind)) is not None:
         raise ConvoyError(f"--peers {kind} needs {package}, which is not installed: pip install 'convoy-nn[{package}]'")
 
 
@@ -65,62 +52,8 @@ def check_recipe(recipe: "Recipe") -> None:
             raise ConvoyError(f"--peers do not train with {what}: leave that or --peers out")
 
 
-CONVOY, TORCH = "convoy", "torch"
-AUTO = "auto"
-"""The plan that the planner chooses; on the command line with a number of devices, too, as in `auto=4`."""
-_AUTO_ON = re.compile(r"auto=[1-9][0-9]*")
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A row of the table.
-
-    Attributes:
-        key: different for every row, also for one that is measured twice.
-        kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
-        plan: of Convoy, as a recipe has it; `auto` is the planner's.
-        series: rows of one series differ by their devices only.
-        shares: parts of the batch, as a recipe has them: empty for even ones, or with the planner's plan for its own;
-            `auto`, or `3,3,2`.
-        place: of one device alone, which one it is, from 0.
-    """
-
-    key: str
-    kind: str
-    devices: int
-    plan: str | None
-    series: str
-    shares: str = ""
-    place: int = 0
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        number = self.key.partition("#")[2]
-        return self.name + (f" (row {number})" if number else "")
-
-    @property
-    def name(self) -> str:
-        """The same without telling apart what is measured twice."""
-        if self.kind in PEERS:
-            return PEERS[self.kind]
-        if self.kind == TORCH:
-            return "plain PyTorch"
-        if self.place:
-            return f"device {self.place + 1} alone"
-        if self.devices == 1:
-            return "one device"
-        assert self.plan is not None
-        plan = self.series if "\n" in self.plan else self.plan
-        return f"{plan}, shares {self.shares}" if self.shares else plan
-
-
 def configurations(
-    devices: Sequence[int],
-    plans: Sequence[str],
-    peers: Sequence[str],
-    shares: Sequence[str] = ("",),
-    alone: int = 1,
+    devices: Sequence[int], plans: Sequence[str], peers: Sequence[str], shares: Sequence[str] = ("",), alone: int = 1
 ) -> list[Configuration]:
     """All rows: for every number of devices the plans that are for so many, and the peers.
 
@@ -135,52 +68,45 @@ def configurations(
     Raises:
         ConvoyError: a plan is wrong, or for a number of devices that is not asked for.
     """
-    found: list[tuple[str, int, str | None, str, str]] = []
-    places: list[Configuration] = []
+    rows: list[Configuration] = []
     used: set[str] = set()
+    times: Counter[str] = Counter()
+
+    def add(kind: str, number: int, plan: str | None, series: str, part: str = "") -> None:
+        also = f", shares {part}" if part else ""
+        key = f"{plan if kind == CONVOY else kind} on {number}{also}"
+        times[key] += 1
+        key = key if times[key] == 1 else f"{key} #{times[key]}"
+        row = Configuration(key=key, kind=kind, devices=number, plan=plan, series=f"{series}{also}", shares=part)
+        rows.append(row)
+
     for number in devices:
+        fitting = {text for text in plans if fixed_size(text) in (None, number)}
+        used |= fitting
         if number == 1:
-            found.append((CONVOY, 1, "serial", "", ""))
-            found += [(TORCH, 1, None, TORCH, "")] if peers else []
-            places = [
-                Configuration(f"serial on device {place + 1}", CONVOY, 1, "serial", "", place=place)
-                for place in range(1, alone)
-            ]
-            used |= {text for text in plans if _fixed_size(text) in (None, 1)}
+            add(CONVOY, 1, "serial", "")
+            if peers:
+                add(TORCH, 1, None, TORCH)
             continue
         for text in plans:
-            size = _fixed_size(text)
-            if size is None or size == number:
-                used.add(text)
+            if text in fitting:
                 plan = _plan(text, number)
-                fitting = [one for one in shares if _fits(one, plan, number)] or [""]
-                found += [(CONVOY, number, plan, text, one) for one in fitting]
-        found += [(peer, number, None, peer, "") for peer in peers]
+                for part in [one for one in shares if _fits(one, plan, number)] or [""]:
+                    add(CONVOY, number, plan, text, part)
+        for peer in peers:
+            add(peer, number, None, peer)
     for text in plans:
         if text not in used:
+            size = fixed_size(text)
             raise ConvoyError(
-                f"--plans {text} is for {_fixed_size(text)} devices, but --devices has no {_fixed_size(text)}: add it, "
-                "or leave the sizes out"
+                f"--plans {text} is for {size} devices, but --devices has no {size}: add it, or leave the sizes out"
             )
-    times: Counter[str] = Counter()
-    rows = []
-    for kind, number, used_plan, series, part in found:
-        name = f"{used_plan if kind == CONVOY else kind} on {number}{f', shares {part}' if part else ''}"
-        times[name] += 1
-        key = name if times[name] == 1 else f"{name} #{times[name]}"
-        rows.append(Configuration(key, kind, number, used_plan, f"{series}, shares {part}" if part else series, part))
-    after = max((number for number, row in enumerate(rows, 1) if row.devices == 1), default=0)
-    return [*rows[:after], *places, *rows[after:]]
-
-
-def check_plans(plans: Sequence[str]) -> None:
-    """Refuse texts that are no plans on any number of devices.
-
-    Raises:
-        ConvoyError: one is none.
-    """
-    for text in plans:
-        _fixed_size(text)
+    after = max((place for place, row in enumerate(rows, 1) if row.devices == 1), default=0)
+    for place in range(alone if after else 0, 1, -1):
+        key = f"serial on device {place}"
+        row = Configuration(key=key, kind=CONVOY, devices=1, plan="serial", series="", place=place - 1)
+        rows.insert(after, row)
+    return rows
 
 
 def parts_of(plan: str, devices: int) -> int:
@@ -198,7 +124,7 @@ def _fits(shares: str, plan: str, devices: int) -> bool:
     return parts > 1 and (shares == "auto" or number == parts)
 
 
-def _fixed_size(text: str) -> int | None:
+def fixed_size(text: str) -> int | None:
     """How many devices a plan is for; None where it says nothing of that.
 
     Raises:
@@ -217,11 +143,4 @@ def _plan(text: str, devices: int) -> str:
     """A plan as a recipe has it."""
     if text == AUTO or _AUTO_ON.fullmatch(text):
         return AUTO
-    if text in STRATEGIES:
-        return f"{text}={devices}"
-    return plan_text(Plan.parse(text))
-
-
-def short(plan: str) -> str:
-    """A plan for one line of a table: files lose their folders."""
-    return Path(plan).name if plan.endswith((".yaml", ".yml")) else plan
+    return f"{text}={devices}" if text in STRATEGIES else plan_text(Plan.parse(text))

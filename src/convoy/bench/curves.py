@@ -1,31 +1,19 @@
 """How the test error fell under each configuration, and how far from the serial run's it ever was."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from convoy.bench.configuration import CONVOY
-from convoy.report.run_directory import column, read_metrics
-from convoy.units import plural
-
-EVALUATION = ("step", "epoch", "error", "loss", "train_s")
-"""What is kept of an evaluation: updates and epochs done, test error (0 to 1), test loss, seconds of training."""
+from convoy.bench.records import CONVOY, Configuration, Training, short
+from convoy.bench.store import Store
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest one between two curves, over all evaluations that both have.
+    """The largest distances between two curves, over all evaluations that both have.
 
     Attributes:
-        error: of the test error, 0 to 1.
-        error_at: after so many updates.
-        loss: of the test loss.
-        loss_at: after so many updates.
-        evaluations: that were compared.
+        error: of the test error, 0 to 1, after `error_at` updates.
+        loss: of the test loss, after `loss_at` updates.
+        evaluations: so many were compared.
     """
 
     error: float
@@ -35,40 +23,49 @@ class Distance:
     evaluations: int
 
 
-@dataclass(frozen=True)
 class ErrorCurve:
     """A configuration's training, as far as it has come.
 
     Attributes:
-        key, label, devices, series: of the configuration.
+        name: of the configuration, in short.
         steps: weight updates before each evaluation.
         errors: test error of each, 0 to 1.
         losses: test loss of each.
         seconds: of training before each, without evaluations and checkpoints.
-        finished: whether it came to its end.
         sha256: of the final weights; empty before the end.
-        distance: from the reference; None for the reference itself.
+        distance: from the reference; None for the reference itself, or where nothing can be compared.
     """
 
-    key: str
-    label: str
-    devices: int
-    series: str
-    steps: tuple[int, ...]
-    errors: tuple[float, ...]
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    finished: bool
-    sha256: str
-    distance: Distance | None = None
+    def __init__(self, row: Configuration, training: Training) -> None:
+        self.label, self.name, self.devices = row.label, short(row.label), row.devices
+        self.finished, self.sha256 = training.finished, training.sha256
+        known = [one for one in training.evaluations if one.error is not None and one.loss is not None]
+        self.steps = [one.step for one in known]
+        self.errors = [one.error or 0.0 for one in known]
+        self.losses = [one.loss or 0.0 for one in known]
+        self.seconds = [one.train_s for one in known]
+        self.distance: Distance | None = None
+
+    def away_from(self, other: "ErrorCurve") -> Distance | None:
+        """How far it is from another one."""
+        theirs = dict(zip(other.steps, zip(other.errors, other.losses, strict=True), strict=True))
+        apart = [
+            (step, abs(error - theirs[step][0]), abs(loss - theirs[step][1]))
+            for step, error, loss in zip(self.steps, self.errors, self.losses, strict=True)
+            if step in theirs
+        ]
+        if not apart:
+            return None
+        error_at, error, _ = max(apart, key=lambda one: one[1])
+        loss_at, _, loss = max(apart, key=lambda one: one[2])
+        return Distance(error, error_at, loss, loss_at, len(apart))
 
 
-@dataclass(frozen=True)
 class Convergence:
     """All curves of a study.
 
     Attributes:
-        epochs: that each is trained.
+        epochs: of each training.
         curves: those that have an evaluation at least.
         reference: the serial run's, or that on the fewest devices.
         images: of the test split.
@@ -77,127 +74,29 @@ class Convergence:
         reproducible: the recipe asks for the same bits on any number of devices.
     """
 
-    epochs: float
-    curves: tuple[ErrorCurve, ...]
-    reference: ErrorCurve | None
-    images: int
-    failed: tuple[tuple[str, str], ...]
-    waiting: tuple[str, ...]
-    reproducible: bool
+    def __init__(self, store: Store, epochs: float) -> None:
+        rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
+        curves = [ErrorCurve(row, training) for row, training in rows]
+        self.epochs, self.reproducible = epochs, bool(store.study.recipe["reproducible"])
+        self.curves = [curve for curve in curves if curve.steps]
+        self.reference = min(self.curves, key=lambda curve: curve.devices, default=None)
+        for curve in self.curves:
+            if self.reference is not None and curve is not self.reference:
+                curve.distance = curve.away_from(self.reference)
+        self.images = max((training.images for _, training in rows), default=0)
+        self.failed = [(row.where, training.failed) for row, training in rows if training.failed]
+        self.waiting = [row.where for row, training in rows if not training.failed and not training.finished]
 
     @property
-    def others(self) -> tuple[ErrorCurve, ...]:
-        """All but the reference."""
-        return tuple(curve for curve in self.curves if curve.distance is not None)
-
-    @property
-    def worst_error(self) -> ErrorCurve | None:
-        """The curve whose test error is farthest from the reference's."""
-        return max(self.others, key=lambda curve: _distance(curve).error, default=None)
-
-    @property
-    def worst_loss(self) -> ErrorCurve | None:
-        """The curve whose test loss is farthest from the reference's."""
-        return max(self.others, key=lambda curve: _distance(curve).loss, default=None)
+    def compared(self) -> list[tuple[ErrorCurve, Distance]]:
+        """The curves that have a distance from the reference."""
+        return [(curve, curve.distance) for curve in self.curves if curve.distance is not None]
 
     def same_weights(self, curve: ErrorCurve) -> bool:
         """Whether it ended with the very weights of the reference."""
         return self.reference is not None and bool(curve.sha256) and curve.sha256 == self.reference.sha256
 
 
-def training_facts(run: Path, batch: int) -> dict[str, Any]:
-    """What is kept in bench.json of a run, as far as it has come.
-
-    Args:
-        run: its folder.
-        batch: images of an update.
-    """
-    metrics = read_metrics(run / "metrics.jsonl")
-    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
-    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
-    tested = column(metrics.test, "step")
-    seconds = np.interp(tested, [0, *steps], [0, *ends])
-    rows = [
-        {
-            "step": line.step,
-            "epoch": line.epoch,
-            "error": None if line.top1 is None else round(1 - line.top1, 9),
-            "loss": line.loss,
-            "train_s": round(float(second), 3),
-        }
-        for line, second in zip(metrics.test, seconds, strict=True)
-    ]
-    weights = run / "weights.safetensors"
-    return {
-        "run": run.name,
-        "images": max((line.images or 0 for line in metrics.test), default=0),
-        "evaluations": rows,
-        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else "",
-    }
-
-
-def convergence(document: Mapping[str, Any]) -> Convergence | None:
-    """The curves of a study; None where nothing was to be trained.
-
-    Args:
-        document: as `Store` keeps it.
-    """
-    asked = document.get("training")
-    if asked is None:
-        return None
-    rows = [row for row in document["configurations"] if row["kind"] == CONVOY and row.get("training") is not None]
-    curves = [curve for curve in map(_curve, rows) if curve.steps]
-    reference = min(curves, key=lambda curve: curve.devices, default=None)
-    return Convergence(
-        epochs=asked["epochs"],
-        curves=tuple(curve if curve is reference else _compared(curve, reference) for curve in curves),
-        reference=reference,
-        images=max((row["training"]["images"] for row in rows), default=0),
-        failed=tuple((where(row), str(row["training"]["failed"])) for row in rows if row["training"]["failed"]),
-        waiting=tuple(where(row) for row in rows if not row["training"]["failed"] and not row["training"]["finished"]),
-        reproducible=bool(document["study"]["recipe"]["reproducible"]),
-    )
-
-
-def where(row: Mapping[str, Any]) -> str:
-    """A row of a document, for people."""
-    return f"{row['label']} on {plural(row['devices'], 'device')}"
-
-
-def _curve(row: Mapping[str, Any]) -> ErrorCurve:
-    kept = row["training"]
-    known = [one for one in kept["evaluations"] if one["error"] is not None and one["loss"] is not None]
-    return ErrorCurve(
-        key=row["key"],
-        label=row["label"],
-        devices=int(row["devices"]),
-        series=row["series"],
-        steps=tuple(one["step"] for one in known),
-        errors=tuple(one["error"] for one in known),
-        losses=tuple(one["loss"] for one in known),
-        seconds=tuple(one["train_s"] for one in known),
-        finished=kept["finished"],
-        sha256=kept["sha256"],
-    )
-
-
-def _compared(curve: ErrorCurve, reference: ErrorCurve | None) -> ErrorCurve:
-    assert reference is not None
-    places = {step: place for place, step in enumerate(reference.steps)}
-    both = [(place, places[step]) for place, step in enumerate(curve.steps) if step in places]
-    errors = [abs(curve.errors[own] - reference.errors[other]) for own, other in both]
-    losses = [abs(curve.losses[own] - reference.losses[other]) for own, other in both]
-    if not both:
-        return curve
-    at = [curve.steps[own] for own, _ in both]
-    distance = Distance(max(errors), _place(at, errors), max(losses), _place(at, losses), len(both))
-    return ErrorCurve(**{**vars(curve), "distance": distance})
-
-
-def _place(steps: Sequence[int], values: Sequence[float]) -> int:
-    return steps[max(range(len(values)), key=values.__getitem__)]
-
-
-def _distance(curve: ErrorCurve) -> Distance:
-    assert curve.distance is not None
-    return curve.distance
+def convergence(store: Store) -> Convergence | None:
+    """The curves of a study; None where nothing was to be trained."""
+    return Convergence(store, store.training.epochs) if store.training is not None else None

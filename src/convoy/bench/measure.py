@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.bench.configuration import CONVOY, PEERS, check_installed, check_recipe
-from convoy.bench.measurement import MeasurementTask, MemoryPeak, RankTimes, Stopwatch, join, run_updates
+from convoy.bench.measurement import MeasurementTask, MemoryPeak, Stopwatch, join, run_updates
 from convoy.bench.processes import Say
+from convoy.bench.records import CONVOY, PEERS, RankTimes
 from convoy.bench.study import data_of
 from convoy.comm.groups import join as join_group
 from convoy.data import Batch, Order, mix, open_data, training_batches
@@ -33,12 +33,15 @@ from convoy.training.set_up import set_up
 from convoy.training.step import InputPipeline
 
 
-def measure_convoy(task: MeasurementTask) -> RankTimes:
-    """A rank's part of a measurement of Convoy under a plan. All ranks call it."""
+def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
+    """A rank's part of a measurement. All ranks call it."""
+    return _measure_convoy(task) if task.kind == CONVOY else _measure_peer(task)
+
+
+def _measure_convoy(task: MeasurementTask) -> RankTimes:
     ranks, device = join(task)
-    data = data_of(task.made, task.recipe)
     memory = MemoryPeak(device)
-    session = set_up(task.recipe, device, ranks=ranks, data=data)
+    session = set_up(task.recipe, device, ranks=ranks, data=data_of(task.made, task.recipe))
     session.model.train()
     stopwatch = Stopwatch(device)
     losses: list[Tensor] = []
@@ -53,9 +56,13 @@ def measure_convoy(task: MeasurementTask) -> RankTimes:
     with stopwatch.watch():
         batches = session.batches(first, task.warm_up + task.updates)
         run_updates(batches, update, stopwatch, task.warm_up, ranks.barrier)
-    loss = sum(float(part) for part in losses) if ranks.is_group_leader else 0.0
-    own = session.division.counts[ranks.sample_rank]
-    return RankTimes(stopwatch.laps(), memory.peak(), loss, stopwatch.overhead, microbatches=own)
+    return RankTimes(
+        **stopwatch.times(),
+        memory=memory.peak(),
+        loss=sum(float(part) for part in losses) if ranks.is_group_leader else 0.0,
+        overhead=stopwatch.overhead,
+        microbatches=session.division.counts[ranks.sample_rank],
+    )
 
 
 def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
@@ -136,121 +143,77 @@ def _accelerate(model: nn.Module, optimizer: Optimizer, num: int, device: torch.
     return Wrapped(network, wrapped, accelerator.backward, lambda: accelerator.no_sync(network))
 
 
-def measure_peer(task: MeasurementTask) -> RankTimes:
-    """A rank's part of a measurement of another tool. All ranks call it."""
-    check_recipe(task.recipe)
-    check_installed(task.kind)
-    peer = _Peer(task)
-    stopwatch = Stopwatch(peer.device)
-    num_updates = task.warm_up + task.updates
-    with stopwatch.watch():
-        run_updates(peer.batches(0, num_updates), peer.update, stopwatch, task.warm_up, peer.barrier)
-    laps = stopwatch.laps()
-    peak = peer.memory.peak()
-    without = peer.without_exchange(num_updates, task.updates) if task.kind in PEERS else []
-    return RankTimes(laps, peak, peer.first_loss, stopwatch.overhead, without)
+def _measure_peer(task: MeasurementTask) -> RankTimes:
+    recipe, num, rank = task.recipe, task.num_devices, int(os.environ.get("RANK", "0"))
+    if recipe.batch % num:
+        raise ConvoyError(f"--peers divide the batch evenly, but {recipe.batch} samples are no multiple of {num}")
+    own = recipe.batch // num
+    positions = range(rank * own, (rank + 1) * own)
+    device = torch.device("cpu")
+    if task.device_type == "cuda":
+        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        torch.cuda.set_device(device)
+    set_numerics(recipe)
+    threads = torch.get_num_threads()
+    data = data_of(task.made, recipe) or open_data(recipe.data)
+    memory = MemoryPeak(device)
+    model, _ = build_model(recipe, data)
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    quantities = resolve(recipe, len(data.train))
+    called: nn.Module = torch.compile(model) if recipe.compile else model  # type: ignore[assignment]
+    wrapped = wrap(task.kind, called.train(), create_optimizer(model, recipe.optimizer, quantities.lr), num, device)
+    torch.set_num_threads(threads)  # some libraries set it
+    pipeline = InputPipeline(data, device, memory_format)
+    criterion = ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight)
+    order = Order(len(data.train), recipe.batch, recipe.seed)
+    first_loss = 0.0
 
-
-class _Peer:
-    def __init__(self, task: MeasurementTask) -> None:
-        recipe = self._recipe = task.recipe
-        num, rank = task.num_devices, int(os.environ.get("RANK", "0"))
-        if recipe.batch % num:
-            raise ConvoyError(f"--peers divide the batch evenly, but {recipe.batch} samples are no multiple of {num}")
-        self._num, own = num, recipe.batch // num
-        self._positions = range(rank * own, (rank + 1) * own)
-        self._first = self._positions.start
-        self.device = _device(task.device_type)
-        set_numerics(recipe)
-        threads = torch.get_num_threads()
-        self._data = data_of(task.made, recipe) or open_data(recipe.data)
-        self.memory = MemoryPeak(self.device)
-        model, _ = build_model(recipe, self._data)
-        memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        model.to(device=self.device, memory_format=memory_format)  # type: ignore[call-overload]
-        quantities = resolve(recipe, len(self._data.train))
-        self._rate = quantities.schedule.lr
-        optimizer = create_optimizer(model, recipe.optimizer, quantities.lr)
-        called: nn.Module = torch.compile(model) if recipe.compile else model  # type: ignore[assignment]
-        self._wrapped = wrap(task.kind, called.train(), optimizer, num, self.device)
-        torch.set_num_threads(threads)  # some libraries set it
-        self._parameters = list(model.parameters())
-        self._pipeline = InputPipeline(self._data, self.device, memory_format)
-        self._loss = ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight)
-        self._order = Order(len(self._data.train), recipe.batch, recipe.seed)
-        self.first_loss = 0.0
-
-    def barrier(self) -> None:
-        """Wait for all."""
-        if self._num > 1:
-            torch.distributed.barrier()
-
-    def batches(self, first: int, number: int) -> Generator[Batch, None, None]:
-        """This rank's samples of some updates."""
+    def batches(first: int, number: int) -> Generator[Batch, None, None]:
         return training_batches(
-            self._data,
-            self._recipe.data,
-            self._order,
+            data,
+            recipe.data,
+            order,
             first_update=first,
             num_updates=number,
-            seed=self._recipe.seed,
-            positions=self._positions,
-            pin_memory=self.device.type == "cuda",
+            seed=recipe.seed,
+            positions=positions,
+            pin_memory=device.type == "cuda",
         )
 
-    def update(self, batch: Batch, number: int) -> None:
-        """One of them."""
-        optimizer = self._wrapped.optimizer
-        optimizer.zero_grad(set_to_none=True)
-        images = self._pipeline(batch)
-        targets = batch.labels.to(self.device, non_blocking=True)
-        images, targets = self._mixed(images, targets, number)
-        with autocast_of(self._recipe, self.device):
-            loss = self._loss(self._wrapped.network(images), targets)
-        self._wrapped.backward(loss)
-        for group in optimizer.param_groups:
-            group["lr"] = self._rate(number)
-        if self._recipe.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip_norm)
-        optimizer.step()
+    def update(batch: Batch, number: int) -> None:
+        nonlocal first_loss
+        wrapped.optimizer.zero_grad(set_to_none=True)
+        images: Tensor = pipeline(batch)
+        targets: Any = batch.labels.to(device, non_blocking=True)
+        if recipe.data.mix.on:  # in one piece
+            num_classes, keys = len(data.classes), [fold(recipe.seed, number, positions.start)]
+            images, targets = mix(
+                images, targets, num_classes=num_classes, config=recipe.data.mix, sizes=[len(images)], keys=keys
+            )
+        with autocast_of(recipe, device):
+            loss = criterion(wrapped.network(images), targets)
+        wrapped.backward(loss)
+        for group in wrapped.optimizer.param_groups:
+            group["lr"] = quantities.schedule.lr(number)
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(list(model.parameters()), recipe.clip_norm)
+        wrapped.optimizer.step()
         if number == 0:
-            self.first_loss = float(loss.detach()) / self._num
+            first_loss = float(loss.detach()) / num
 
-    def without_exchange(self, first: int, number: int) -> list[float]:
-        """Seconds of updates whose gradients stay where they are: what is missing then is what the exchange costs."""
-        seconds = []
-        with closing(self.batches(first, number)) as batches:
-            for place in range(number):
+    stopwatch, num_updates = Stopwatch(device), task.warm_up + task.updates
+    with stopwatch.watch():
+        barrier = torch.distributed.barrier if num > 1 else lambda: None
+        run_updates(batches(0, num_updates), update, stopwatch, task.warm_up, barrier)
+    times, peak, without = stopwatch.times(), memory.peak(), []
+    if task.kind in PEERS:  # the exchange is timed by updates without it
+        with closing(batches(num_updates, task.updates)) as more:
+            for number in range(num_updates, num_updates + task.updates):
                 began = time.perf_counter()
-                with self._wrapped.unfinished() if self._num > 1 else contextlib.nullcontext():
-                    self.update(next(batches), first + place)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                seconds.append(time.perf_counter() - began)
-        return seconds
-
-    def _mixed(self, images: Tensor, targets: Tensor, number: int) -> tuple[Tensor, Any]:
-        """As the recipe mixes samples, in one piece."""
-        if not self._recipe.data.mix.on:
-            return images, targets
-        return mix(
-            images,
-            targets,
-            num_classes=len(self._data.classes),
-            config=self._recipe.data.mix,
-            sizes=[len(images)],
-            keys=[fold(self._recipe.seed, number, self._first)],
-        )
-
-
-def _device(kind: str) -> torch.device:
-    if kind != "cuda":
-        return torch.device("cpu")
-    device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-    torch.cuda.set_device(device)
-    return device
-
-
-def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
-    """A rank's part of a measurement. All ranks call it."""
-    return measure_convoy(task) if task.kind == CONVOY else measure_peer(task)
+                with wrapped.unfinished() if num > 1 else contextlib.nullcontext():
+                    update(next(more), number)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                without.append(time.perf_counter() - began)
+    return RankTimes(**times, memory=peak, overhead=stopwatch.overhead, loss=first_loss, without=without)

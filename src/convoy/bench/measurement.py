@@ -1,16 +1,17 @@
-"""What a rank is asked to measure, and where the time of an update goes: input, waiting, optimizer, computing."""
+"""A rank's task, and the clocks of its measurement: time of updates and of their parts, peak of memory."""
 
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from convoy.bench.study import Made
+from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Made
 from convoy.comm.collectives import watching
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch
@@ -18,25 +19,13 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.training import Recipe, choose_device
 from convoy.training.environment import join_ranks
 
-COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"
-
-
 _PAIRS = 2000
-
-
-@dataclass(frozen=True)
-class Lap:
-    """Seconds of an update, and of its parts."""
-
-    seconds: float
-    communication: float
-    input: float
-    optimizer: float
+_STATUS = Path("/proc/self/status")
 
 
 @dataclass
 class Stopwatch:
-    """Takes the time of updates. What lies inside of something else counts there no more.
+    """Takes the time of updates. A part within another one counts there no more.
 
     On a GPU marks are events in its stream, so that what is waited for is what its computing waits for.
     """
@@ -52,7 +41,7 @@ class Stopwatch:
     def watch(self) -> Iterator[None]:
         """While entered, waits of the engine and steps of optimizers are seen."""
         with ExitStack() as stack:
-            stack.enter_context(watching(_Waits(self)))
+            stack.enter_context(watching(self))
             for handle in (
                 register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
                 register_optimizer_step_post_hook(lambda *_: self.leave()),
@@ -62,21 +51,19 @@ class Stopwatch:
 
     @contextmanager
     def section(self, part: str) -> Iterator[None]:
-        """What is done inside belongs to a part."""
+        """All that is done inside belongs to a part."""
         self.enter(part)
         try:
             yield
         finally:
             self.leave()
 
-    def enter(self, part: str) -> None:
-        """A part begins."""
+    def enter(self, part: str = COMMUNICATION) -> None:
         if not self._stack or self._stack[-1] != part:
             self._close()
         self._stack.append(part)
 
     def leave(self) -> None:
-        """It ends."""
         part = self._stack[-1]
         if len(self._stack) < 2 or self._stack[-2] != part:
             self._close()
@@ -89,21 +76,19 @@ class Stopwatch:
         self._sections.append([])
 
     def clear(self) -> None:
-        """Forget all updates so far."""
         self._laps.clear()
         self._sections.clear()
         self._num_marks = 0
 
-    def laps(self) -> list[Lap]:
-        """All updates between two laps."""
+    def times(self) -> dict[str, list[float]]:
+        """Seconds of all updates between two laps, and of their parts, as `RankTimes` has them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = []
-        for number, (start, end) in enumerate(zip(self._laps, self._laps[1:], strict=False)):
-            parts = dict.fromkeys((COMMUNICATION, INPUT, OPTIMIZER), 0.0)
+        found = {"seconds": [self._between(start, end) for start, end in pairwise(self._laps)]}
+        found |= {part: [0.0] * len(found["seconds"]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
+        for number in range(len(self._laps) - 1):
             for part, begun, ended in self._sections[number]:
-                parts[part] += self._between(begun, ended)
-            found.append(Lap(self._between(start, end), **parts))
+                found[part][number] += self._between(begun, ended)
         return found
 
     @property
@@ -113,13 +98,12 @@ class Stopwatch:
         probe.lap()
         start = time.perf_counter()
         for _ in range(_PAIRS):
-            probe.enter(COMMUNICATION)
+            probe.enter()
             probe.leave()
         each = (time.perf_counter() - start) / (2 * _PAIRS)
         return each * self._num_marks / max(1, len(self._laps) - 1)
 
     def _close(self) -> None:
-        """End what is running, in favour of what is next."""
         now = self._now()
         if self._stack and self._sections:
             self._sections[-1].append((self._stack[-1], self._since, now))
@@ -137,17 +121,6 @@ class Stopwatch:
         return float(start.elapsed_time(end)) / 1e3 if self.device.type == "cuda" else float(end - start)
 
 
-class _Waits:
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
-
-    def enter(self) -> None:
-        self._stopwatch.enter(COMMUNICATION)
-
-    def leave(self) -> None:
-        self._stopwatch.leave()
-
-
 @dataclass(frozen=True)
 class MeasurementTask:
     """One measurement of a configuration, as its ranks are told.
@@ -157,8 +130,8 @@ class MeasurementTask:
         recipe: of the configuration, with its devices and its plan.
         made: made-up pictures; None for those of the recipe.
         device_type: `cpu` or `cuda`.
-        updates: that are timed.
-        warm_up: that come before them.
+        updates: timed ones.
+        warm_up: updates before them.
     """
 
     kind: str
@@ -170,36 +143,11 @@ class MeasurementTask:
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the configuration."""
         return self.recipe.parallel.devices or 1
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """What a rank measured.
-
-    Attributes:
-        laps: of the timed updates.
-        memory: bytes at the peak, beyond what the process had before the network was built.
-        loss: this rank's part of the mean loss of the first update; the parts of all ranks add up to it.
-        overhead: seconds that taking the time has added to an update.
-        without: seconds of updates without exchange of gradients, where that is how the exchange is measured.
-        microbatches: of an update, that were this rank's.
-    """
-
-    laps: list[Lap]
-    memory: int
-    loss: float
-    overhead: float
-    without: list[float] = field(default_factory=list)
-    microbatches: int = 0
-
-
-_STATUS = Path("/proc/self/status")
-
-
 class MemoryPeak:
-    """The most that this process has had since, beyond what it had at the beginning."""
+    """The most bytes that this process has had since, beyond those that it had at the beginning."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -208,7 +156,6 @@ class MemoryPeak:
         self._before = self._now("VmRSS")
 
     def peak(self) -> int:
-        """Bytes."""
         return max(0, self._now("VmHWM") - self._before)
 
     def _now(self, name: str) -> int:

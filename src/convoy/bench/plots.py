@@ -3,24 +3,25 @@
 Those are over time and over updates, where they coincide (Yadan et al., 2013, Figure 1).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from convoy import units
-from convoy.bench.configuration import CONVOY, TORCH, short
 from convoy.bench.curves import Convergence, ErrorCurve
-from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
+from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
 from convoy.bench.results import Results, StudyRow
 from convoy.bench.table import signed
 from convoy.report import axes as ax
-from convoy.report.plots import Panel
+from convoy.report.pages import Panel
 from convoy.units import seconds as time_of
 
 COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
@@ -37,89 +38,72 @@ LEGEND, PLOT = 15, 170
 """In points: height of a line of a legend, and of a plot."""
 _ROW, _SIDE = 31, 8
 """In points: height of a row, and the margin left of rows."""
-_HANDLE, _PAD, _APART = 1.4, 0.6, 1.6
-"""In a legend, in sizes of its font: width of a handle, what lies between it and its word, and between columns."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Rows that differ by their devices only."""
-
-    name: str
-    rows: tuple[StudyRow, ...]
+_HANDLE = 1.4
+"""Width of a handle in a legend, in sizes of its font."""
 
 
 def panels(found: Results) -> list[Panel]:
     """All pictures, in the order of the report."""
     with ax.house_style():
-        return [speedups(found), parts(found), predictions(found)]
+        return [_speedups(found), _parts(found), _predictions(found)]
 
 
-def series_of(found: Results) -> list[Series]:
-    """The lines of the speed-up: each begins at one device, if that was measured."""
-    names = dict.fromkeys(row.series for row in found.rows if row.devices > 1)
+def _series(found: Results) -> dict[str, list[StudyRow]]:
+    """Rows that differ by their devices only, by name; each begins at one device, if that was measured."""
+    several = [row for row in found.rows if row.devices > 1]
     one = found.reference
-    lines = []
-    for name in names:
-        rows = sorted(
-            (row for row in found.rows if row.series == name and row.devices > 1), key=lambda row: row.devices
-        )
+    lines = {}
+    for series in dict.fromkeys(row.series for row in several):
+        rows = sorted((row for row in several if row.series == series), key=lambda row: row.devices)
         alone = [row for row in found.rows if row.devices == 1 and (row.kind == CONVOY) == (rows[0].kind == CONVOY)]
         first = alone[:1] or ([one] if one is not None and one.devices == 1 else [])
-        lines.append(Series(SHORT.get(name, short(name) if "\n" not in name else "plan"), (*first, *rows)))
-    return lines
+        lines[series] = [*first, *rows]
+    return {SHORT.get(name, short(name) if "\n" not in name else "plan"): rows for name, rows in lines.items()}
 
 
-def speedups(found: Results) -> Panel:
+def _speedups(found: Results) -> Panel:
     """Images per second over those of the reference, against the devices."""
     name, title = "speed-up", "Speed-up over devices"
-    lines = series_of(found)
+    lines = _series(found)
     if not lines:
         return Panel(name, title, "Nothing has been measured on several devices yet.", None)
-    numbers = sorted({row.devices for line in lines for row in line.rows})
-    columns, above = legend_room(["ideal", *(line.name for line in lines)], 3)
-    figure, axes = panel_axes(title, "devices", PLOT, above, ax.LEFT)
-    axes.grid(axis="y")
-    largest = numbers[-1]
-    ideals = {row.devices: row.ideal for line in lines for row in line.rows}
-    axes.plot(numbers, [ideals[number] for number in numbers], color=ax.MUTED, linestyle=DASHES[2], label="ideal")
-    for place, line in enumerate(lines):
-        _line(axes, line, place, 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1))
-    top = max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for line in lines for row in line.rows))
-    axes.set_ylim(0, 1.05 * top)
-    axes.set_xlim(numbers[0] - 0.04 * largest, 1.04 * largest)
-    axes.xaxis.set_major_locator(FixedLocator(numbers))
+    every = [row for rows in lines.values() for row in rows]
+    ideals = {row.devices: row.ideal for row in sorted(every, key=lambda row: row.devices)}
+    columns, above = legend_room(["ideal", *lines], 3)
+    figure, axes = _panel(title, "devices", PLOT, above)
+    axes.plot(list(ideals), list(ideals.values()), color=ax.MUTED, linestyle=DASHES[2], label="ideal")
+    smallest, largest = min(ideals), max(ideals)
+    for place, (label, rows) in enumerate(lines.items()):
+        # spreads stand aside, so that those of several series do not lie on each other
+        aside = 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1)
+        spread = [row.speedup_spread or 0.0 for row in rows]
+        axes.errorbar(
+            [row.devices + (aside if row.devices > 1 else 0) for row in rows],
+            [row.speedup for row in rows],
+            yerr=([min(row.speedup, width) for row, width in zip(rows, spread, strict=True)], spread),
+            color=COLORS[place % len(COLORS)],
+            marker=MARKERS[place % len(MARKERS)],
+            linestyle=DASHES[place // len(COLORS) % len(DASHES)],
+            linewidth=1.5,
+            elinewidth=1,
+            capsize=3,
+            markersize=5,
+            label=label,
+            clip_on=False,
+        )
+    axes.set_ylim(0, 1.05 * max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for row in every)))
+    axes.set_xlim(smallest - 0.04 * largest, 1.04 * largest)
+    ax.set_ticks(axes.yaxis, 6)
+    axes.xaxis.set_major_locator(FixedLocator(list(ideals)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
-    said = [
-        f"{line.name}: {row.speedup:.2f} on {row.devices}." for line in lines for row in line.rows if row.devices > 1
-    ]
+    several = ((label, row) for label, rows in lines.items() for row in rows if row.devices > 1)
+    said = (f"{label}: {row.speedup:.2f} on {row.devices}." for label, row in several)
     return Panel(name, title, " ".join(said), figure)
 
 
-def _line(axes: Axes, line: Series, place: int, aside: float) -> None:
-    """A series; its spreads stand `aside`, so that those of several series do not lie on each other."""
-    spread = [row.speedup_spread or 0.0 for row in line.rows]
-    axes.errorbar(
-        [row.devices + (aside if row.devices > 1 else 0) for row in line.rows],
-        [row.speedup for row in line.rows],
-        yerr=([min(row.speedup, width) for row, width in zip(line.rows, spread, strict=True)], spread),
-        color=COLORS[place % len(COLORS)],
-        marker=MARKERS[place % len(MARKERS)],
-        linestyle=DASHES[place // len(COLORS) % len(DASHES)],
-        linewidth=1.5,
-        elinewidth=1,
-        capsize=3,
-        markersize=5,
-        label=line.name,
-        clip_on=False,
-    )
-
-
-def parts(found: Results) -> Panel:
-    """A bar for each row: what an update's time goes to."""
+def _parts(found: Results) -> Panel:
+    """A bar for each row: the parts of an update's time."""
     name, title = "parts", "Where an update's time goes"
     if not found.rows:
         return Panel(name, title, "Nothing has been measured yet.", None)
@@ -132,8 +116,11 @@ def parts(found: Results) -> Panel:
             start += row.parts[part]
 
     figure, axes = _rows_figure(title, found.rows, longest, lambda row: time_of(row.seconds), draw)
-    handles = [axes.barh(-9, 0, color=color) for _, color in PARTS.values()]
-    legend_above(axes, handles, [word for word, _ in PARTS.values()])
+    legend_above(
+        axes,
+        [axes.barh(-9, 0, color=color) for _, color in PARTS.values()],
+        [word for word, _ in PARTS.values()],
+    )
     said = (
         f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
         for row in found.rows
@@ -141,8 +128,8 @@ def parts(found: Results) -> Panel:
     return Panel(name, title, " ".join(said), figure)
 
 
-def predictions(found: Results) -> Panel:
-    """For each row that was predicted: what was predicted, what was measured, and the spread of that."""
+def _predictions(found: Results) -> Panel:
+    """Predicted and measured time of an update, with its spread, for each row that has a prediction."""
     name, title = "predictions", "Predicted and measured"
     rows = [row for row in found.rows if row.predicted is not None]
     if not rows:
@@ -150,23 +137,26 @@ def predictions(found: Results) -> Panel:
     longest = max(max(row.seconds + (row.spread or 0), row.predicted or 0) for row in rows)
 
     def draw(axes: Axes, row: StudyRow, level: float) -> None:
-        assert row.predicted is not None
-        axes.plot([row.seconds, row.predicted], [level, level], color=ax.MUTED, linewidth=1)
-        axes.errorbar(
-            row.seconds, level, xerr=row.spread or 0, color=ax.TRAIN, marker="o", markersize=6, capsize=3, elinewidth=1
-        )
-        axes.plot(
-            row.predicted, level, color=ax.TEST, marker="D", markersize=6, markerfacecolor="none", markeredgewidth=1.5
-        )
+        axes.plot([row.seconds, row.predicted or 0], [level, level], color=ax.MUTED, linewidth=1)
+        _measured(axes, row.seconds, level, row.spread or 0)
+        _predicted(axes, row.predicted or 0, level)
 
     figure, axes = _rows_figure(title, rows, longest, lambda row: signed(row.error), draw)
-    measured = axes.errorbar([-1], [-9], xerr=[0], color=ax.TRAIN, marker="o", markersize=6, capsize=3, elinewidth=1)
-    predicted = axes.plot([-1], [-9], color=ax.TEST, marker="D", markerfacecolor="none", linestyle="none")[0]
-    legend_above(axes, [measured, predicted], ["measured, ± spread", "predicted"])
+    legend_above(axes, [_measured(axes, -1, -9, 0), _predicted(axes, -1, -9)], ["measured, ± spread", "predicted"])
     said = (
         f"{name_of(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows
     )
     return Panel(name, title, " ".join(said), figure)
+
+
+def _measured(axes: Axes, seconds: float, level: float, spread: float) -> ErrorbarContainer:
+    style = {"color": ax.TRAIN, "marker": "o", "markersize": 6, "capsize": 3, "elinewidth": 1}
+    return axes.errorbar([seconds], [level], xerr=[spread], **style)  # type: ignore[arg-type]
+
+
+def _predicted(axes: Axes, seconds: float, level: float) -> Line2D:
+    style = {"color": ax.TEST, "marker": "D", "markersize": 6, "markerfacecolor": "none", "markeredgewidth": 1.5}
+    return axes.plot([seconds], [level], linestyle="none", **style)[0]  # type: ignore[arg-type]
 
 
 def _rows_figure(
@@ -178,13 +168,11 @@ def _rows_figure(
 ) -> tuple[Figure, Axes]:
     """A panel with a line for each row, its name above what is drawn, on one axis of milliseconds or seconds."""
     unit, factor = ("s", 1.0) if longest >= 2 else ("ms", 1e3)
-    figure, axes = panel_axes(title, f"{unit} an update", _ROW * len(rows), ax.TOP + LEGEND, _SIDE)
+    figure, axes = _panel(title, f"{unit} an update", _ROW * len(rows), ax.TOP + LEGEND, left=_SIDE, grid="x")
     axes.set_xlim(0, 1.02 * longest)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.yaxis.set_major_locator(NullLocator())
-    axes.grid(axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(round(value * factor, 6))))
+    ax.set_ticks(axes.xaxis, 6, factor=factor)
     for level, row in enumerate(rows):
         axes.text(0, level - 0.14, name_of(row), va="bottom", ha="left", size=10.5)
         axes.text(1.02 * longest, level - 0.14, note(row), va="bottom", ha="right", size=10.5, color=ax.MUTED)
@@ -192,31 +180,23 @@ def _rows_figure(
     return figure, axes
 
 
-def panel_axes(title: str, xlabel: str, height: float, above: float, left: float) -> tuple[Figure, Axes]:
-    """A panel as wide as all, with axes of a height in points, `above` points under its upper edge."""
-    whole = above + height + ax.BOTTOM
-    figure = Figure(figsize=(ax.WIDTH / 72, whole / 72), dpi=144)
-    axes = figure.add_axes(
-        (left / ax.WIDTH, ax.BOTTOM / whole, (ax.WIDTH - left - ax.RIGHT) / ax.WIDTH, height / whole)
-    )
-    figure.text(2 / ax.WIDTH, 1 - 15 / whole, title, size=12, weight="bold")
-    axes.tick_params(length=0, pad=6)
-    axes.tick_params(axis="x", length=3, pad=4, width=0.8)
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(xlabel, labelpad=4)
-    return figure, axes
+def _panel(title: str, xlabel: str, height: float, above: float, **options: Any) -> tuple[Figure, Axes]:
+    """A panel with axes of a height in points, `above` points under its upper edge."""
+    figure = ax.new_figure(above + height + ax.BOTTOM)
+    return figure, ax.add_axes(figure, title, xlabel, above=above, **options)
 
 
 def legend_room(words: Sequence[str], most: int) -> tuple[int, float]:
     """How many columns of a legend fit beside each other, `most` at most, and the margin above the axes for it."""
     with ax.house_style():
         size = FontProperties().get_size_in_points()
-        widths = [size * (_HANDLE + _PAD) + TextPath((0, 0), word).get_extents().width for word in words]
+        handle, apart = size * (_HANDLE + ax.LEGEND["handletextpad"]), size * ax.LEGEND["columnspacing"]
+        widths = [handle + TextPath((0, 0), word).get_extents().width for word in words]
     columns = next(
         number
         for number in range(most, 0, -1)
         if number == 1
-        or sum(max(column, default=0) for column in np.array_split(widths, number)) + size * _APART * (number - 1)
+        or sum(max(column, default=0) for column in np.array_split(widths, number)) + apart * (number - 1)
         <= ax.WIDTH - _SIDE
     )
     return columns, ax.TOP + LEGEND * (-(-len(words) // columns) - 1)
@@ -234,19 +214,15 @@ def legend_above(
         loc="upper left",
         bbox_to_anchor=((2 - left) / (ax.WIDTH - left - ax.RIGHT), (1 - 24 / height - bottom) / (top - bottom)),
         ncols=columns,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
         handlelength=_HANDLE,
-        handletextpad=_PAD,
-        columnspacing=_APART,
+        **ax.LEGEND,
     )
 
 
 def name_of(row: StudyRow | ErrorCurve) -> str:
     """A row or its curve in a picture: short, with its devices."""
     devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
-    return f"{units.shorten(short(row.label), 38)}{devices}"
+    return f"{units.shorten(row.name, 38)}{devices}"
 
 
 _COLORS = tuple(color for color in COLORS if color != ax.INK)  # which the reference has
@@ -256,79 +232,83 @@ _STRIP, _GAP = 52, 40
 
 def convergence_panels(found: Convergence) -> list[Panel]:
     """Test error over time and over updates."""
+    names = {"error-time": "Test error over time", "error-updates": "Test error over updates"}
+    if not found.curves or found.reference is None:
+        return [Panel(name, title, "No configuration has been evaluated yet.", None) for name, title in names.items()]
     with ax.house_style():
-        return [_over_time(found), _over_updates(found)]
+        drawn = (_over_time(found), _over_updates(found, found.reference))
+        return [Panel(*one, *text_and_figure) for one, text_and_figure in zip(names.items(), drawn, strict=True)]
 
 
-def _over_time(found: Convergence) -> Panel:
-    name, title = "error-time", "Test error over time"
-    if not found.curves:
-        return Panel(name, title, "No configuration has been evaluated yet.", None)
-    size, unit = ax.time_unit(max(curve.seconds[-1] for curve in found.curves))
-    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
-    figure, axes = panel_axes(f"{title}, %", f"{unit} of training", PLOT, above, ax.LEFT)
-    axes.grid(axis="y")
-    for place, curve in enumerate(found.curves):
-        _draw(axes, found, place, [second / size for second in curve.seconds], wide=False)
-    _error_axis(axes, found)
-    ax.time_axis(axes, max(curve.seconds[-1] for curve in found.curves) / size)
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
+def _over_time(found: Convergence) -> tuple[str, Figure]:
+    last = max(curve.seconds[-1] for curve in found.curves)
+    size, unit = ax.time_unit(last)
+    times = [[second / size for second in curve.seconds] for curve in found.curves]
+    look = {"color": ax.INK, "linewidth": 1.6}
+    figure, axes = _curves(found, "Test error over time, %", f"{unit} of training", times, look)
+    ax.time_axis(axes, last / size)
     said = (
-        f"{name_of(curve)}: {_percent(curve.errors[-1])} after {units.duration(curve.seconds[-1])}."
+        f"{name_of(curve)}: {units.significant(100 * curve.errors[-1])}{units.SPACE}% after "
+        f"{units.duration(curve.seconds[-1])}."
         for curve in found.curves
     )
-    return Panel(name, title, " ".join(said), figure)
+    return " ".join(said), figure
 
 
-def _over_updates(found: Convergence) -> Panel:
-    """The curves, and under them how far each is from the serial one."""
-    name, title = "error-updates", "Test error over updates"
-    if not found.curves:
-        return Panel(name, title, "No configuration has been evaluated yet.", None)
-    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
-    figure, axes = panel_axes(f"{title}, %", "", PLOT + _GAP + _STRIP, above, ax.LEFT)
-    place = axes.get_position()
-    each = place.height / (PLOT + _GAP + _STRIP)
-    axes.set_position((place.x0, place.y0 + (_GAP + _STRIP) * each, place.width, PLOT * each))
-    strip = figure.add_axes((place.x0, place.y0, place.width, _STRIP * each))
-    last = max(curve.steps[-1] for curve in found.curves)
-    for number, curve in enumerate(found.curves):
-        _draw(axes, found, number, curve.steps, wide=True)
-    _error_axis(axes, found)
-    _draw_distances(strip, found)
+def _over_updates(found: Convergence, reference: ErrorCurve) -> tuple[str, Figure]:
+    """The curves, and under them how far each is from the serial one.
+
+    The reference is a wide pale line, so that it is seen with those that lie on it.
+    """
+    steps, look = [curve.steps for curve in found.curves], {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
+    figure, axes = _curves(found, "Test error over updates, %", "", steps, look, below=_GAP + _STRIP)
+    whole, place = figure.get_figheight() * 72, axes.get_position()
+    strip = figure.add_axes((place.x0, ax.BOTTOM / whole, place.width, _STRIP / whole))
+    _draw_distances(strip, found, reference)
     for one in (axes, strip):
-        one.grid(axis="y")
-        ax.count_axis(one, last)
+        ax.count_axis(one, max(curve.steps[-1] for curve in found.curves))
     axes.tick_params(labelbottom=False)
     strip.set_xlabel("updates", labelpad=4)
-    whole = figure.get_figheight() * 72
-    figure.text(
-        2 / ax.WIDTH, place.y0 + (_STRIP + 11) / whole, f"Distance from {_of(found)}, percentage points", size=10.5
-    )
-    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
+    heading = f"Distance from {name_of(reference)}, percentage points"
+    figure.text(2 / ax.WIDTH, (ax.BOTTOM + _STRIP + 11) / whole, heading, size=10.5)
     said = (
-        f"{name_of(curve)}: at most {units.significant(100 * curve.distance.error)} points from {_of(found)}."
-        for curve in found.others
-        if curve.distance is not None
+        f"{name_of(curve)}: at most {units.significant(100 * distance.error)} points from {name_of(reference)}."
+        for curve, distance in found.compared
     )
-    return Panel(name, title, " ".join(said), figure)
+    return " ".join(said), figure
 
 
-def _draw(axes: Axes, found: Convergence, number: int, places: Sequence[float], wide: bool) -> None:
-    """A curve; where others lie on it the reference is a wide pale line, so that they are seen with it."""
-    curve = found.curves[number]
-    errors = [100 * error for error in curve.errors]
-    if curve.distance is None and len(found.curves) > 1:
-        look = {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6} if wide else {"color": ax.INK, "linewidth": 1.6}
-        axes.plot(places, errors, label=name_of(curve), clip_on=False, **look)  # type: ignore[arg-type]
-        return
-    axes.plot(places, errors, label=name_of(curve), clip_on=False, **_look(found, number, len(places)))  # type: ignore[arg-type]
+def _curves(
+    found: Convergence,
+    title: str,
+    xlabel: str,
+    places: Sequence[Sequence[float]],
+    reference: Mapping[str, Any],
+    below: float = 0,
+) -> tuple[Figure, Axes]:
+    """A panel of all curves.
+
+    Args:
+        places: of the evaluations of each curve, on the x axis.
+        reference: look of the curve that others are compared to.
+        below: points that stay free under the axes.
+    """
+    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
+    figure = ax.new_figure(above + PLOT + below + ax.BOTTOM)
+    axes = ax.add_axes(figure, title, xlabel, above=above, height=PLOT)
+    for number, (curve, x) in enumerate(zip(found.curves, places, strict=True)):
+        is_reference = curve.distance is None and len(found.curves) > 1
+        look = reference if is_reference else _look(found, number, len(x))
+        axes.plot(x, [100 * error for error in curve.errors], label=name_of(curve), clip_on=False, **look)
+    ax.wide_axis(axes, np.array([100 * error for curve in found.curves for error in curve.errors]))
+    legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
+    return figure, axes
 
 
-def _look(found: Convergence, number: int, points: int) -> dict[str, object]:
+def _look(found: Convergence, number: int, points: int) -> dict[str, Any]:
     """Color, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
     place = number - sum(curve.distance is None for curve in found.curves[:number])
-    apart = min(len(found.others), max(1, points // 3)) or 1
+    apart = min(len(found.compared), max(1, points // 3)) or 1
     return {
         "color": _COLORS[place % len(_COLORS)],
         "linestyle": DASHES[place // len(_COLORS) % len(DASHES)],
@@ -339,39 +319,17 @@ def _look(found: Convergence, number: int, points: int) -> dict[str, object]:
     }
 
 
-def _draw_distances(axes: Axes, found: Convergence) -> None:
-    axes.tick_params(length=0, pad=6)
-    axes.tick_params(axis="x", length=3, pad=4, width=0.8)
-    axes.spines["left"].set_visible(False)
+def _draw_distances(axes: Axes, found: Convergence, reference: ErrorCurve) -> None:
+    ax.quiet(axes)
+    axes.grid(visible=True, axis="y")
     axes.spines["bottom"].set_visible(False)
-    assert found.reference is not None
     axes.axhline(0, color=ax.MUTED, alpha=0.45, linewidth=4)
-    serial = dict(zip(found.reference.steps, found.reference.errors, strict=True))
-    largest = 0.0
+    serial = dict(zip(reference.steps, reference.errors, strict=True))
     for number, curve in enumerate(found.curves):
-        both = [
-            (step, 100 * (error - serial[step]))
-            for step, error in zip(curve.steps, curve.errors, strict=True)
-            if step in serial
-        ]
-        if curve.distance is None or not both:
-            continue
-        steps, apart = zip(*both, strict=True)
-        largest = max(largest, float(np.abs(apart).max()))
-        axes.plot(steps, apart, clip_on=False, **_look(found, number, len(steps)))  # type: ignore[arg-type]
+        if curve.distance is not None:
+            both = zip(curve.steps, curve.errors, strict=True)
+            apart = {step: 100 * (error - serial[step]) for step, error in both if step in serial}
+            axes.plot(list(apart), list(apart.values()), clip_on=False, **_look(found, number, len(apart)))
+    largest = 100 * max((distance.error for _, distance in found.compared), default=0.0)
     axes.set_ylim(-1.15 * largest or -1, 1.15 * largest or 1)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=3, symmetric=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(round(value, 9))))
-
-
-def _error_axis(axes: Axes, found: Convergence) -> None:
-    ax.wide_axis(axes, np.array([100 * error for curve in found.curves for error in curve.errors]))
-
-
-def _of(found: Convergence) -> str:
-    assert found.reference is not None
-    return name_of(found.reference)
-
-
-def _percent(share: float) -> str:
-    return f"{units.significant(100 * share)}{units.SPACE}%"
+    ax.set_ticks(axes.yaxis, 3, None, symmetric=True)

@@ -36,10 +36,10 @@ PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "c
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
     """A rank raised an unexpected error, was killed or did not come back."""
 
-    @property
-    def reason(self) -> str:
-        """The first line of it, without where in the code that was."""
-        return str(self).strip().partition("\n")[0]
+
+def reason_of(error: Exception) -> str:
+    """Why ranks did not do their work, without where in the code that was."""
+    return str(error).strip().partition("\n")[0] if isinstance(error, RankFailed) else str(error)
 
 
 class Location(Protocol):
@@ -50,7 +50,7 @@ class Location(Protocol):
         """Variables for the rank."""
 
     def enter(self) -> None:
-        """Go there, in the rank's own process."""
+        """Move the calling process there."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +94,21 @@ def run_ranks(
     slots: Sequence[RankSlot],
     *args: Any,
     seconds: float = 600.0,
-    renewed: bool = False,
+    lasting: bool = False,
     say: Say | None = None,
     quiet: bool = False,
-    end_softly: bool = False,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """What `function(*args, say)` returns on each of the ranks.
+    """Run `function(*args, say)` on each of the ranks, and give all results.
 
     Args:
         function: of a module's top level.
         slots: of all ranks.
         args: for the function; they and the results are pickled.
         seconds: until all are ended.
-        renewed: the seconds begin again with all that rank 0 says.
+        lasting: the seconds begin again with all that rank 0 says, and on Ctrl-C the ranks have time to save.
         say: is told what rank 0 says.
-        quiet: what the ranks print is lost. Otherwise it goes to the standard error, all of it.
-        end_softly: on Ctrl-C the ranks have it too, and some time to save what they have.
+        quiet: drop all that the ranks print. Otherwise it goes to the standard error.
         preload: modules that the server has imported which forks the processes; the first call decides.
 
     Raises:
@@ -119,7 +117,9 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
@@ -134,9 +134,9 @@ def run_ranks(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, processes, seconds, renewed, say or (lambda *_: None))
+        return _collect(pipes, processes, seconds, lasting, say or (lambda *_: None))
     except KeyboardInterrupt:
-        if end_softly:
+        if lasting:
             _end_softly(pipes, processes)
         raise
     finally:
@@ -164,7 +164,7 @@ def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
 
 
 def _collect(
-    pipes: list[Connection], processes: list[BaseProcess], seconds: float, renewed: bool, say: Say
+    pipes: list[Connection], processes: list[BaseProcess], seconds: float, lasting: bool, say: Say
 ) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + seconds
@@ -183,7 +183,7 @@ def _collect(
                 raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
             if kind == "says":
                 say(*value)
-                deadline = time.monotonic() + seconds if renewed else deadline
+                deadline = time.monotonic() + seconds if lasting else deadline
             elif kind == "mistake":
                 raise ConvoyError(value)
             elif kind == "failed":
@@ -197,75 +197,51 @@ def _serve(
     pipe: Connection, slot: RankSlot, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """A rank's whole life."""
-    _redirect(quiet)
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)  # the standard output is for the table
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
     end_with_parent()
     faulthandler.enable()
+
+    def say(what: str, done: int, total: int) -> None:
+        if slot.rank == 0:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(("says", (what, done, total)))
+
+    def follow_parent() -> None:
+        # the server that forked this process stays as long as it has such children, so its end is none of theirs
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
     answer: tuple[str, Any]
     try:
         if slot.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, slot.cores)
         if slot.location is not None:
             slot.location.enter()
-        _follow_parent()
+        threading.Thread(target=follow_parent, daemon=True, name="convoy-follow").start()
         os.environ.update(slot.environment(port))
+        import torch
+        import torch.distributed as dist
 
-        def say(what: str, done: int, total: int) -> None:
-            if slot.rank == 0:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.send(("says", (what, done, total)))
-
-        answer = "done", _call(function, args, say, slot)
+        threads = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
+        torch.set_num_threads(int(threads) if threads else len(own_cores()))
+        torch.manual_seed(0)
+        answer = "done", function(*args, say)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early would cut the connections of the others
+            dist.destroy_process_group()
     except ConvoyError as error:
         answer = "mistake", str(error)
     except BaseException as error:
         answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     with contextlib.suppress(BrokenPipeError):
         pipe.send(answer)
-
-
-def _redirect(quiet: bool) -> None:
-    """Keep the standard output for the table."""
-    if quiet:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    os.dup2(2, 1)
-
-
-def _follow_parent() -> None:
-    """End with the process that wants the result, however that ended.
-
-    The server that forked this one, whose end ends it too, stays as long as it has such children.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True, name="convoy-follow").start()
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say, slot: RankSlot) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    said = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
-    torch.set_num_threads(int(said) if said else len(own_cores()))
-    torch.manual_seed(0)
-    result = function(*args, say)
-    if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early would cut the connections of the others
-        dist.destroy_process_group()
-    return result
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -290,10 +266,7 @@ class RankSlots:
         """
         if self.locations:
             return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
-        each = self.cores_per_device
-        if not each:
-            return [RankSlot(rank, num) for rank in range(num)]
-        cores = own_cores()
-        blocks = len(cores) // each
+        cores, each = own_cores(), self.cores_per_device
+        blocks = len(cores) // each if each else 1
         begins = [(rank + first + round_ - 1) % blocks * each for rank in range(num)]
         return [RankSlot(rank, num, tuple(cores[begin : begin + each])) for rank, begin in enumerate(begins)]

@@ -1,15 +1,23 @@
-"""From the document of a study to the rows of its table, and how far a median of a few rounds can be trusted."""
+"""From the file of a study to the rows of its table, and how far a median of a few rounds can be trusted."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from convoy.bench.configuration import AUTO, CONVOY, PEERS
-from convoy.bench.curves import where
-from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.store import found_shares, plan_of
+from convoy.bench.records import (
+    AUTO,
+    COMMUNICATION,
+    COMPUTE,
+    CONVOY,
+    INPUT,
+    OPTIMIZER,
+    PEERS,
+    Configuration,
+    Forecast,
+    Measurement,
+    short,
+)
+from convoy.bench.store import Store
 from convoy.units import plural
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -19,7 +27,7 @@ _EFFICIENCY = math.sqrt(math.pi / 2)
 
 
 def repeatability(values: Sequence[float]) -> float | None:
-    """What the medians of two series like this one differ by at most, in 95 of 100 cases (ISO 5725-6, 4.1.4).
+    """The largest difference of the medians of two series like this one, in 95 of 100 cases (ISO 5725-6, 4.1.4).
 
     t · √2 · √(π/2) · s / √n, for the standard deviation s of n values; None of fewer than two.
     """
@@ -33,61 +41,58 @@ def repeatability(values: Sequence[float]) -> float | None:
 DAY_S = 86_400
 
 
-@dataclass(frozen=True)
 class StudyRow:
-    """A configuration that was measured.
+    """A configuration that was measured; seconds are those of an update.
 
     Attributes:
-        key: different for every row.
-        label: for people.
-        kind, devices: of the configuration.
-        plan: that ran; None for peers.
-        series: rows of one series differ by their devices only; empty on one device.
+        key, label, kind, devices, series, place: of the configuration.
+        plan: the plan that ran; None for peers.
         batch: samples of an update.
-        seconds: of an update: the median over the rounds of each round's median.
+        seconds: the median over the rounds of each round's median.
         spread: by which two such medians differ at most; None of one round.
-        place: of one device alone, which one it is, from 0.
-        microbatches: of an update, that each rank had in the last round; empty where that is not known.
-        uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
         speedup: images per second over those of the reference.
-        speedup_spread: by which that would differ at most.
-        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
+        speedup_spread: by which that would differ at most; None of the reference itself.
         ideal: the number of devices by that of the reference; of unequal ones, the sum of their speeds by the
             first one's, as they were measured one by one or else as the emulated cluster's file says.
-        days: that the training would take; None where nobody asked.
-        parts: seconds of an update that go to what, on the rank that waits least for others.
+        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
+        days: of the training; None where nobody asked.
+        parts: seconds by what they go to, on the rank that waits least for others.
         memory: bytes of the rank that needs most.
-        predicted: seconds of an update; None where nothing is.
-        predicted_parts: the same by what they go to.
+        predicted: seconds; None where nothing is.
         predicted_memory: bytes.
-        rounds: so many.
-        overhead: seconds that taking the time adds to an update.
+        overhead: seconds that taking the time adds.
+        microbatches: of each rank in the last round; 0 where that is not known.
+        uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
     """
 
-    key: str
-    label: str
-    kind: str
-    devices: int
-    plan: str | None
-    series: str
-    batch: int
-    seconds: float
-    spread: float | None
-    speedup: float
-    speedup_spread: float | None
-    efficiency: float | None
-    ideal: float
-    days: float | None
-    parts: Mapping[str, float]
-    memory: int
-    predicted: float | None
-    predicted_parts: Mapping[str, float]
-    predicted_memory: int | None
-    rounds: int
-    overhead: float
-    place: int = 0
-    microbatches: tuple[int, ...] = ()
-    uneven: bool = False
+    def __init__(self, store: Store, row: Configuration, reference: Configuration, alone: Sequence[float]) -> None:
+        self.key, self.label, self.kind, self.series = row.key, row.label, row.kind, row.series
+        self.devices, self.place, self.rounds = row.devices, row.place, len(row.visits)
+        self.plan, self.batch = store.plan_of(row), store.study.batch_on(row.devices)
+        each = [_seconds(measurement) for measurement in row.visits]
+        self.seconds, self.spread = statistics.median(each), repeatability(each)
+        base, own = _rates(store, reference), _rates(store, row)
+        ratios = [own[number] / base[number] for number in own if number in base]
+        self.speedup = statistics.median(own.values()) / statistics.median(base.values())
+        self.speedup_spread = repeatability(ratios) if row.key != reference.key else None
+        self.ideal = _together(store, row.devices, alone) / _together(store, reference.devices, alone)
+        self.efficiency = self.speedup / self.ideal if reference.devices == 1 else None
+        epochs, images = store.table.epochs, store.table.dataset_size
+        self.days = epochs * images / self.batch * self.seconds / DAY_S if epochs is not None else None
+        self.parts = _parts(row, self.seconds)
+        ranks = [rank for measurement in row.visits for rank in measurement.ranks]
+        self.memory = max(rank.memory for rank in ranks)
+        self.overhead = statistics.median(rank.overhead for rank in ranks)
+        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]
+        by_speed = store.found_shares(row) is not None
+        self.uneven = ", shares" in row.series or by_speed
+        prediction = None
+        shares = row.shares or store.study.recipe["parallel"].get("shares")
+        if row.kind == CONVOY and not row.place and (row.devices == 1 or not shares):
+            known = store.forecasts.get(row.devices, Forecast()).predictions
+            prediction = known.get(AUTO if by_speed else self.plan or "")
+        self.predicted = prediction.seconds if prediction else None
+        self.predicted_memory = prediction.memory if prediction else None
 
     @property
     def images_per_s(self) -> float:
@@ -99,23 +104,22 @@ class StudyRow:
         """Of the prediction, as a part of what was measured."""
         return None if self.predicted is None else self.predicted / self.seconds - 1
 
+    @property
+    def found_plan(self) -> str:
+        """The plan that the planner took; empty where it was not asked."""
+        return self.plan if self.plan and self.label.startswith(AUTO) else ""
 
-@dataclass(frozen=True)
-class Cost:
-    """What the measuring took.
+    @property
+    def name(self) -> str:
+        """The label in short."""
+        return short(self.label)
 
-    Attributes:
-        wall: seconds of all calls of the command, without those of trainings.
-        planning: of these, of predictions.
-        timed: of these, of the updates that count.
-    """
-
-    wall: float
-    planning: float
-    timed: float
+    @property
+    def plan_label(self) -> str:
+        """The name with the plan that the planner took, if that is one line."""
+        return self.name if "\n" in self.found_plan or not self.found_plan else f"{self.name}: {short(self.found_plan)}"
 
 
-@dataclass(frozen=True)
 class Results:
     """All rows of a study.
 
@@ -125,179 +129,83 @@ class Results:
         failed: label and reason of those that could not be measured.
         waiting: labels of those that have not had a turn yet.
         loss_difference: largest difference of the first update's loss between rows of Convoy, as a part of it.
-        notes: of the planner, by number of devices.
+        wall: seconds of all calls of the command, without those of trainings.
+        planning: of these, seconds of predictions.
+        timed: of these, seconds of the updates that count.
+        notes: of the planner, with the number of devices.
     """
 
-    rows: tuple[StudyRow, ...]
-    reference: StudyRow | None
-    alone: tuple[float, ...]
-    failed: tuple[tuple[str, str], ...]
-    waiting: tuple[str, ...]
-    loss_difference: float | None
-    cost: Cost
-    notes: tuple[str, ...]
+    def __init__(self, store: Store) -> None:
+        measured = [row for row in store.configurations if row.visits]
+        reference = _reference(measured)
+        self.alone = _alone(store, measured)
+        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured if reference is not None]
+        self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
+        self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
+        waiting = [row.where for row in store.configurations if not row.visits and not row.failed]
+        self.waiting = waiting if store.table.rounds else []
+        losses = [one.loss for row in measured if row.kind == CONVOY for one in row.visits]
+        largest = max(map(abs, losses), default=0.0)
+        is_compared = len(losses) > 1 and largest and not store.study.weak
+        self.loss_difference = (max(losses) - min(losses)) / largest if is_compared else None
+        self.wall = sum(session.wall_s - session.training_s for session in store.sessions)
+        self.planning = sum(session.planning_s for session in store.sessions)
+        visits = [one for row in measured for one in row.visits]
+        self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in one.ranks) for one in visits)
+        self.notes = [
+            f"{plural(devices, 'device')}: {note}" for devices, one in store.forecasts.items() for note in one.notes
+        ]
+
+    @property
+    def has_one_reference(self) -> bool:
+        """Whether one row alone was measured on one device, which needs no explanation as the reference."""
+        return sum(row.devices == 1 and not row.place for row in self.rows) == 1
 
 
-def results(document: Mapping[str, Any], epochs: float | None, dataset_size: int) -> Results:
-    """The rows of a document.
-
-    Args:
-        document: as `Store` keeps it.
-        epochs: for the days that training would take; None leaves them out.
-        dataset_size: images of an epoch.
-    """
-    configurations: list[dict[str, Any]] = document["configurations"]
-    measured = [row for row in configurations if row["visits"]]
-    reference = _reference(measured)
-    rates = {row["key"]: _rates(row, _batch(document, row)) for row in measured}
-    alone = _alone(measured, rates)
-    rows = []
-    for row in measured:
-        rows.append(_row(document, row, rates, reference, alone, epochs and epochs * dataset_size))
-    sessions = document["sessions"]
-    wall = sum(session["wall_s"] - session.get("training_s", 0.0) for session in sessions)
-    timed = sum(_timed(one) for row in measured for one in row["visits"])
-    return Results(
-        rows=tuple(rows),
-        reference=next((row for row in rows if reference is not None and row.key == reference["key"]), None),
-        alone=tuple(alone),
-        failed=tuple((where(row), str(row["failed"])) for row in configurations if row["failed"]),
-        waiting=tuple(where(row) for row in configurations if not row["visits"] and not row["failed"])
-        if document["table"].get("rounds", 1)
-        else (),
-        loss_difference=None if document["study"]["weak"] else _loss_difference(measured),
-        cost=Cost(wall, sum(session["planning_s"] for session in sessions), timed),
-        notes=tuple(
-            f"{plural(int(number), 'device')}: {note}"
-            for number, found in document["forecasts"].items()
-            for note in found["notes"]
-        ),
-    )
+def _reference(rows: Sequence[Configuration]) -> Configuration | None:
+    """The fastest on one device, whatever it is, as a slow start would flatter all that comes after it; where nothing
+    was measured on one, the first of those on the fewest."""
+    usual = [row for row in rows if not row.place]
+    ones = [row for row in usual if row.devices == 1]
+    if ones:
+        return min(ones, key=lambda row: statistics.median(map(_seconds, row.visits)))
+    return min(usual or rows, key=lambda row: row.devices, default=None)
 
 
-def _batch(document: Mapping[str, Any], row: Mapping[str, Any]) -> int:
-    study = document["study"]
-    return int(study["batch"]) * (int(row["devices"]) if study["weak"] else 1)
+def _seconds(measurement: Measurement) -> float:
+    return max(statistics.median(rank.seconds) for rank in measurement.ranks)
 
 
-def _reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What is fastest on one device, whoever it is, as a slow start would flatter all that comes after it; where
-    nothing was measured on one, what was asked for first on the fewest."""
-    usual = [row for row in rows if not row.get("place")]
-    first = min(usual or rows, key=lambda row: int(row["devices"]), default=None)
-    ones = [row for row in usual if row["devices"] == 1]
-    return min(ones, key=_seconds) if ones else first
+def _rates(store: Store, row: Configuration) -> dict[int, float]:
+    """Images per second by round."""
+    return {one.round: store.study.batch_on(row.devices) / _seconds(one) for one in row.visits}
 
 
-def _seconds(row: Mapping[str, Any]) -> float:
-    return float(statistics.median(_seconds_of(measurement) for measurement in row["visits"]))
-
-
-def _seconds_of(measurement: Mapping[str, Any]) -> float:
-    return max(float(statistics.median(rank["seconds"])) for rank in measurement["ranks"])
-
-
-def _timed(measurement: Mapping[str, Any]) -> float:
-    return max(float(sum(rank["seconds"]) + sum(rank.get("without", ()))) for rank in measurement["ranks"])
-
-
-def _rates(row: Mapping[str, Any], batch: int) -> dict[int, float]:
-    return {measurement["round"]: batch / _seconds_of(measurement) for measurement in row["visits"]}
-
-
-def _row(
-    document: Mapping[str, Any],
-    row: Mapping[str, Any],
-    rates: Mapping[str, Mapping[int, float]],
-    reference: Mapping[str, Any] | None,
-    alone: Sequence[float],
-    images: float | None,
-) -> StudyRow:
-    devices, batch, measurements = int(row["devices"]), _batch(document, row), row["visits"]
-    each = [_seconds_of(measurement) for measurement in measurements]
-    seconds = statistics.median(each)
-    assert reference is not None
-    base = rates[reference["key"]]
-    own = rates[row["key"]]
-    ideal = _together(document, devices, alone) / _together(document, int(reference["devices"]), alone)
-    ratios = [own[number] / base[number] for number in own if number in base]
-    speedup = statistics.median(own.values()) / statistics.median(base.values())
-    forecast = document["forecasts"].get(str(devices)) or {"predictions": {}}
-    plan = plan_of(document, row)
-    by_speed = found_shares(document, row) is not None
-    foretold = row["kind"] == CONVOY and _foretold(document, row)
-    predicted = forecast["predictions"].get(AUTO if by_speed else plan) if foretold else None
-    return StudyRow(
-        key=row["key"],
-        label=row["label"],
-        kind=row["kind"],
-        devices=devices,
-        plan=plan,
-        series=row["series"],
-        batch=batch,
-        seconds=seconds,
-        spread=repeatability(each),
-        speedup=speedup,
-        speedup_spread=repeatability(ratios) if row["key"] != reference["key"] else None,
-        efficiency=speedup / ideal if reference["devices"] == 1 else None,
-        ideal=ideal,
-        days=images / batch * seconds / DAY_S if images is not None else None,
-        parts=_parts(row["kind"], measurements, seconds),
-        memory=max(rank["memory"] for measurement in measurements for rank in measurement["ranks"]),
-        predicted=predicted["seconds"] if predicted else None,
-        predicted_parts=predicted["parts"] if predicted else {},
-        predicted_memory=predicted["memory"] if predicted else None,
-        rounds=len(measurements),
-        overhead=statistics.median(rank["overhead"] for measurement in measurements for rank in measurement["ranks"]),
-        place=row.get("place", 0),
-        microbatches=tuple(rank.get("microbatches", 0) for rank in measurements[-1]["ranks"]),
-        uneven=", shares" in row["series"] or by_speed,
-    )
-
-
-def _together(document: Mapping[str, Any], devices: int, alone: Sequence[float]) -> float:
-    speeds = alone if len(alone) >= devices > 1 else document["study"].get("speeds") or [1.0] * devices
+def _together(store: Store, devices: int, alone: Sequence[float]) -> float:
+    speeds = alone if len(alone) >= devices > 1 else store.study.speeds or [1.0] * devices
     return sum(speeds[:devices]) / speeds[0]
 
 
-def _foretold(document: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    own = row.get("shares") or document["study"]["recipe"]["parallel"].get("shares")
-    return not row.get("place") and (int(row["devices"]) == 1 or not own)
-
-
-def _alone(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[int, float]]) -> list[float]:
+def _alone(store: Store, rows: Sequence[Configuration]) -> list[float]:
     """Images per second of each device by itself, as far as they were measured without a gap; none of one alone."""
-    ones = [row for row in rows if row["kind"] == CONVOY and row["devices"] == 1]
-    found = {row.get("place", 0): statistics.median(rates[row["key"]].values()) for row in reversed(ones)}
+    ones = [row for row in rows if row.kind == CONVOY and row.devices == 1]
+    found = {row.place: statistics.median(_rates(store, row).values()) for row in reversed(ones)}
     known = [found[place] for place in range(len(found)) if place in found]
     return known if len(known) > 1 else []
 
 
-def _parts(kind: str, measurements: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+def _parts(row: Configuration, seconds: float) -> dict[str, float]:
     """Medians over the rounds; computing is what the others leave of the time of an update."""
-    found: dict[str, list[float]] = {COMMUNICATION: [], INPUT: [], OPTIMIZER: []}
-    for measurement in measurements:
-        medians = [
-            {part: statistics.median(rank[part]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
-            for rank in measurement["ranks"]
-        ]
+    names = (COMMUNICATION, INPUT, OPTIMIZER)
+    rounds = []
+    for measurement in row.visits:
+        medians = [{part: statistics.median(getattr(rank, part)) for part in names} for rank in measurement.ranks]
         busiest = min(medians, key=lambda rank: rank[COMMUNICATION])
-        if kind in PEERS:
-            alone = max(statistics.median(rank["without"]) for rank in measurement["ranks"])
-            busiest = {**busiest, COMMUNICATION: max(0.0, _seconds_of(measurement) - alone)}
-        for part, values in found.items():
-            values.append(busiest[part])
-    parts = {part: statistics.median(values) for part, values in found.items()}
+        if row.kind in PEERS:
+            alone = max(statistics.median(rank.without) for rank in measurement.ranks)
+            busiest[COMMUNICATION] = max(0.0, _seconds(measurement) - alone)
+        rounds.append(busiest)
+    parts = {part: statistics.median(one[part] for one in rounds) for part in names}
     scale = min(1.0, seconds / max(sum(parts.values()), 1e-12))  # medians need not add up
     parts = {part: scale * value for part, value in parts.items()}
     return {COMPUTE: max(0.0, seconds - sum(parts.values())), **parts}
-
-
-def _loss_difference(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """By how much the first losses of Convoy's rows differ: all do the same work."""
-    losses: list[float] = [
-        measurement["loss"] for row in rows if row["kind"] == CONVOY for measurement in row["visits"]
-    ]
-    if len(losses) < 2 or not max(map(abs, losses)):
-        return None
-    return (max(losses) - min(losses)) / max(map(abs, losses))

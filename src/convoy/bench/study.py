@@ -1,8 +1,8 @@
-"""What all configurations of a study share: recipe, made-up pictures, machine, and how much of it a device is."""
+"""The set-up of a study: recipe, made-up pictures, machine, and the cores of a device."""
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import nn
 
 from convoy import models, units
 from convoy.bench.ask import Ask
-from convoy.bench.configuration import Configuration, check_recipe, configurations
+from convoy.bench.configuration import check_recipe, configurations
 from convoy.bench.emulated import Cluster
+from convoy.bench.records import Configuration, Made, StudyFacts
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
@@ -24,14 +25,6 @@ from convoy.training.recipe import Recipe
 
 NAME = "made-up pictures in memory"
 _USUAL_SIZE, _USUAL_CLASSES = 224, 1000
-
-
-@dataclass(frozen=True)
-class Made:
-    """Made-up pictures: channels, height and width, and the number of classes."""
-
-    shape: tuple[int, int, int]
-    num_classes: int
 
 
 def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Made:
@@ -51,8 +44,9 @@ def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Mad
             settings.setdefault("image_size", size)
         model = models.create(recipe.model.name, num_classes=classes, in_channels=channels, **settings)
         channels = channels or models.image_channels(model)
-        num_classes = num_classes or _classes(model)
-    return Made((channels, size, size), num_classes)
+        layers = [int(layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
+        num_classes = num_classes or (layers[-1] if layers else _USUAL_CLASSES)
+    return Made(shape=(channels, size, size), classes=num_classes)
 
 
 def assumed(recipe: Recipe, made: Made, image_size: int | None) -> str:
@@ -61,33 +55,24 @@ def assumed(recipe: Recipe, made: Made, image_size: int | None) -> str:
         return ""
     channels, height, width = made.shape
     return (
-        f"{recipe.model.name} does not say what pictures it takes: {channels}×{height}×{width} and {made.num_classes} "
+        f"{recipe.model.name} does not say what pictures it takes: {channels}×{height}×{width} and {made.classes} "
         "classes are assumed (--image-size and --classes say otherwise)"
     )
 
 
 def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
-    """The made-up pictures of an update; None where the recipe's data are read."""
-    return made_data(made.shape, made.num_classes, recipe.batch) if made is not None else None
-
-
-def made_data(shape: tuple[int, int, int], num_classes: int, num_images: int) -> DataSet:
-    """Random pictures with random labels, the same in every process.
-
-    Args:
-        shape: channels, height and width; height and width are equal.
-        num_classes: labels are below it.
-        num_images: for training; nothing is evaluated.
-    """
-    channels, size, _ = shape
+    """Random pictures of an update with random labels, the same in every process, of which nothing is evaluated; None
+    where the recipe's data are read."""
+    if made is None:
+        return None
+    channels, size, _ = made.shape
     random = np.random.default_rng(0)
-    pixels = random.integers(0, 256, (num_images, size, size, channels), dtype=np.uint8)
-    labels = random.integers(0, num_classes, num_images)
-    train = PixelSource(pixels, labels, NAME)
+    pixels = random.integers(0, 256, (recipe.batch, size, size, channels), dtype=np.uint8)
+    labels = random.integers(0, made.classes, recipe.batch)
     return DataSet(
         name=NAME,
-        classes=[str(number) for number in range(num_classes)],
-        train=train,
+        classes=[str(number) for number in range(made.classes)],
+        train=PixelSource(pixels, labels, NAME),
         test=PixelSource(pixels[:1], labels[:1], NAME),
         image_size=size,
         channels=channels,
@@ -97,23 +82,18 @@ def made_data(shape: tuple[int, int, int], num_classes: int, num_images: int) ->
     )
 
 
-def _classes(model: nn.Module) -> int:
-    found = [int(layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return found[-1] if found else _USUAL_CLASSES
-
-
 GOAL = 0.98
 """Parts that let the devices reach so much of the sum of their speeds are fine enough."""
 
 
 def reach(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """What devices with so many microbatches each do at most, as a part of the sum of their speeds."""
+    """The largest speed of devices with so many microbatches each, as a part of the sum of their speeds."""
     slowest = max(count / speed for count, speed in zip(counts, speeds, strict=True))
     return sum(counts) / sum(speeds) / slowest
 
 
 def best_reach(num: int, speeds: Sequence[float]) -> float:
-    """The same of the best parts of so many microbatches; 0 where there are fewer than devices."""
+    """`reach` of the best division of so many microbatches; 0 where there are fewer than devices."""
     return reach(soonest(num, [1 / speed for speed in speeds]), speeds) if num >= len(speeds) else 0.0
 
 
@@ -142,73 +122,10 @@ def too_coarse(batch: int, num: int, speeds: Sequence[float]) -> str:
     )
 
 
-IMAGENET = 1_281_167
-
-
-@dataclass(frozen=True)
-class Study:
-    """What is the same for every row.
-
-    Attributes:
-        recipe: how the network is trained; its batch is that of a device where `weak`.
-        made: the pictures, where they are made up; None for those of the recipe.
-        weak: the batch grows with the devices.
-        device_type: `cpu` or `cuda`.
-        cores_per_device: on a CPU; 0 on others, and in an emulated cluster.
-        cluster: the text of the emulated cluster's file; empty without one.
-        speeds: of its devices, as shares of a core; empty without one.
-        updates: that are timed in a round of a configuration; None to choose.
-        warm_up: updates before them.
-    """
-
-    recipe: Recipe
-    made: Made | None
-    weak: bool
-    device_type: str
-    cores_per_device: int
-    cluster: str
-    updates: int | None
-    warm_up: int
-    speeds: tuple[float, ...] = ()
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether devices are cores, or shares of them."""
-        return self.device_type == "cpu"
-
-    def batch(self, devices: int) -> int:
-        """Samples of an update on all of some devices."""
-        return self.recipe.batch * (devices if self.weak else 1)
-
-    def recipe_for(self, row: Configuration, plan: str | None, shares: str = "") -> Recipe:
-        """The recipe of a row, under a plan and with shares, as a row has them."""
-        changes: dict[str, Any] = {"devices": row.devices, "plan": plan, **in_recipe(shares)}
-        parallel = self.recipe.parallel.model_copy(update=changes)
-        return self.recipe.model_copy(update={"batch": self.batch(row.devices), "parallel": parallel})
-
-    def with_updates(self, updates: int) -> "Study":
-        """The same with a number of updates."""
-        return replace(self, updates=updates)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, and to tell whether two studies can share a file."""
-        recipe = self.recipe.model_dump(mode="json")
-        recipe["parallel"] = {key: value for key, value in recipe["parallel"].items() if key not in ("devices", "plan")}
-        if self.made is not None:
-            recipe["data"] = {key: recipe["data"][key] for key in ("augment", "mix", "workers")}
-        return {
-            "model": self.recipe.model.name,
-            "recipe": recipe,
-            "images": {"shape": list(self.made.shape), "classes": self.made.num_classes} if self.made else None,
-            "weak": self.weak,
-            "batch": self.recipe.batch,
-            "device_type": self.device_type,
-            "cores_per_device": self.cores_per_device,
-            "cluster": self.cluster,
-            "speeds": list(self.speeds),
-            "updates": self.updates,
-            "warm_up": self.warm_up,
-        }
+def recipe_for(recipe: Recipe, study: StudyFacts, row: Configuration, plan: str | None, shares: str = "") -> Recipe:
+    """The recipe of a row, under a plan and with shares, as a row has them."""
+    parallel = recipe.parallel.model_copy(update={"devices": row.devices, "plan": plan, **in_recipe(shares)})
+    return recipe.model_copy(update={"batch": study.batch_on(row.devices), "parallel": parallel})
 
 
 def in_recipe(shares: str) -> dict[str, Any]:
@@ -218,11 +135,20 @@ def in_recipe(shares: str) -> dict[str, Any]:
     return {"shares": shares if shares == "auto" else tuple(float(part) for part in shares.split(","))}
 
 
+def plain_recipe(recipe: Recipe, made: Made | None) -> dict[str, Any]:
+    """A recipe as a study keeps it: without what its rows decide, and what made-up pictures do not ask."""
+    found = recipe.model_dump(mode="json")
+    found["parallel"] = {key: value for key, value in found["parallel"].items() if key not in ("devices", "plan")}
+    if made is not None:
+        found["data"] = {key: found["data"][key] for key in ("augment", "mix", "workers")}
+    return found
+
+
 _PACKAGES = ("lightning", "accelerate", "timm", "torchvision", "numpy")
 
 
-def machine_of(device: torch.device) -> dict[str, Any]:
-    """The facts, by name."""
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Facts of this machine, by name."""
     about = describe("", device)
     found: dict[str, Any] = {key: about[key] for key in ("machine", "convoy", "torch", "python")}
     found |= {"cores": len(own_cores()), "device": device.type}
@@ -236,13 +162,25 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def cores_per_device(devices: Sequence[int], asked: int | None) -> int:
-    """CPU cores of each device, the same in every configuration: all divided by the largest number of devices.
+def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
+    """CPU cores of each device, the same in every configuration: all divided by the largest number of devices; 0 on
+    GPUs.
 
     Raises:
-        ConvoyError: there are too few.
+        ConvoyError: there are too few cores or GPUs.
     """
-    num, largest = len(own_cores()), max(devices)
+    asked = ask.cores_per_device
+    if not on_cpu:
+        if asked is not None:
+            raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
+        num = torch.cuda.device_count()
+        if largest > num:
+            raise ConvoyError(
+                f"--devices {largest} needs {largest} GPUs, but here {'is' if num == 1 else 'are'} {num}: use "
+                f"at most {num}, or --device cpu"
+            )
+        return 0
+    num = len(own_cores())
     if largest > num:
         raise ConvoyError(
             f"--devices {largest} needs {largest} cores, but here are {num}: devices that take turns on a core say "
@@ -256,38 +194,26 @@ def cores_per_device(devices: Sequence[int], asked: int | None) -> int:
     return asked or num // largest
 
 
-def check_gpus(devices: Sequence[int]) -> None:
-    """Refuse more devices than there are GPUs.
-
-    Raises:
-        ConvoyError: there are too few.
-    """
-    num = torch.cuda.device_count()
-    if max(devices) > num:
-        raise ConvoyError(
-            f"--devices {max(devices)} needs {max(devices)} GPUs, but here {'is' if num == 1 else 'are'} {num}: use "
-            f"at most {num}, or --device cpu"
-        )
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A study that can be measured.
 
     Attributes:
+        recipe: its batch is that of a device where the study has weak scaling.
         rows: in the order of the table.
         machine: facts of it, by name.
-        cluster: that is to be emulated.
+        cluster: to be emulated; None for this machine's own devices.
     """
 
-    study: Study
+    recipe: Recipe
+    study: StudyFacts
     rows: list[Configuration]
     machine: dict[str, Any]
     cluster: Cluster | None
 
 
 def prepare(ask: Ask) -> Prepared:
-    """The study that is asked for.
+    """The study of a command.
 
     Args:
         ask: checked.
@@ -295,63 +221,41 @@ def prepare(ask: Ask) -> Prepared:
     Raises:
         ConvoyError: there is no such recipe or network, or the machine has too few devices.
     """
-    recipe = ask.recipe_of()
-    if ask.peers_of():
+    recipe, peers = ask.recipe_of(), ask.peers_of()
+    if peers:
         check_recipe(recipe)
     device = choose_device(ask.device)
     cluster, text = ask.cluster()
-    speeds = tuple(one.speed for one in cluster.devices) if cluster is not None else ()
+    speeds = [one.speed for one in cluster.devices] if cluster is not None else []
     on_cpu = device.type == "cpu"
     numbers = ask.numbers(len(speeds) or (len(own_cores()) if on_cpu else torch.cuda.device_count()))
-    each = _share(ask, numbers, len(speeds), on_cpu)
-    alone = len(speeds) or torch.cuda.device_count()
+    largest = max(numbers)
+    each = 0 if speeds else _cores_each(ask, largest, on_cpu)
     unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
-    rows = configurations(
-        numbers, ask.plans_of(), ask.peers_of(), ask.shares_of(), min(alone, max(numbers)) if unequal else 1
-    )
-    recipe = _divisible(ask, recipe, max(numbers))
-    study = Study(
-        recipe=recipe,
-        made=made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None,
-        weak=ask.batch_per_device is not None,
+    alone = min(len(speeds) or torch.cuda.device_count(), largest) if unequal else 1
+    rows = configurations(numbers, ask.plans_of(), peers, ask.shares_of(), alone)
+    weak = ask.batch_per_device is not None
+    own = recipe.batch if weak else recipe.batch // largest
+    if recipe.microbatch is not None and own and not ask.says("microbatch"):
+        # so small that every device can have one; all rows have the same, over which batch norm takes its statistics
+        recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
+    made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+    study = StudyFacts(
+        model=recipe.model.name,
+        recipe=plain_recipe(recipe, made),
+        images=made,
+        weak=weak,
+        batch=recipe.batch,
         device_type=device.type,
         cores_per_device=each,
         cluster=text,
+        speeds=speeds,
         updates=ask.updates,
         warm_up=ask.warm_up,
-        speeds=speeds,
     )
-    _check_batches(study, rows)
-    return Prepared(study, rows, machine_of(device), cluster)
-
-
-def _share(ask: Ask, numbers: list[int], emulated: int, on_cpu: bool) -> int:
-    """Cores of each device; 0 where that is settled otherwise, as by a cluster of emulated ones."""
-    if emulated:
-        return 0
-    if on_cpu:
-        return cores_per_device(numbers, ask.cores_per_device)
-    if ask.cores_per_device is not None:
-        raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
-    check_gpus(numbers)
-    return 0
-
-
-def _divisible(ask: Ask, recipe: Recipe, devices: int) -> Recipe:
-    """The recipe with microbatches so small that every device can have one, unless the command says how large they are.
-
-    All rows have the same ones: batch norm takes its statistics over them.
-    """
-    said = any(setting.startswith("microbatch") for setting in ask.settings)
-    own = recipe.batch if ask.batch_per_device is not None else recipe.batch // devices
-    if said or recipe.microbatch is None or not own:
-        return recipe
-    return recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
-
-
-def _check_batches(study: Study, rows: list[Configuration]) -> None:
     for row in rows:
-        if study.batch(row.devices) < row.devices:
+        if study.batch_on(row.devices) < row.devices:
             raise ConvoyError(
-                f"a batch of {study.batch(row.devices)} is too small for {row.devices} devices: raise --batch"
+                f"a batch of {study.batch_on(row.devices)} is too small for {row.devices} devices: raise --batch"
             )
+    return Prepared(recipe, study, rows, _machine(device), cluster)

@@ -2,15 +2,14 @@
 
 import csv
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from convoy import units
-from convoy.bench.configuration import short
 from convoy.bench.curves import Convergence, ErrorCurve
-from convoy.bench.measurement import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.results import Results, StudyRow
+from convoy.bench.records import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
+from convoy.bench.results import Results
+from convoy.bench.store import Store
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size
@@ -22,16 +21,8 @@ _LATEX = {
     "^": r"\textasciicircum{}",
 }
 NUMBERS = (
-    "devices",
-    "step",
-    "images/s",
-    "speed-up",
-    "efficiency",
-    "days",
-    "exposed",
-    "data wait",
-    "memory",
-    "predicted",
+    *("devices", "step", "images/s", "speed-up", "efficiency"),
+    *("days", "exposed", "data wait", "memory", "predicted"),
 )
 """Columns that are aligned to the right."""
 
@@ -69,31 +60,22 @@ def records(found: Results) -> list[dict[str, Any]]:
 
 def lines(found: Results) -> list[dict[str, str]]:
     """The rows for people, in few characters."""
-    return [_line(row) for row in found.rows]
-
-
-def _line(row: StudyRow) -> dict[str, str]:
-    return {
-        "configuration": plan_label(row),
-        "devices": str(row.devices),
-        "step": plus_minus(row.seconds, row.spread),
-        "images/s": units.significant(row.images_per_s),
-        "speed-up": _ratio(row.speedup, row.speedup_spread),
-        "efficiency": units.percent(row.efficiency, 0),
-        **({} if row.days is None else {"days": units.significant(row.days)}),
-        "exposed": time_of(row.parts[COMMUNICATION]),
-        "data wait": time_of(row.parts[INPUT]),
-        "memory": size(row.memory),
-        "predicted": "–" if row.predicted is None else f"{time_of(row.predicted)} ({signed(row.error)})",
-    }
-
-
-def plan_label(row: StudyRow) -> str:
-    """The row with the plan that the planner took for it."""
-    label = short(row.label)
-    return (
-        f"{label}: {short(row.plan)}" if row.plan and row.label.startswith("auto") and "\n" not in row.plan else label
-    )
+    return [
+        {
+            "configuration": row.plan_label,
+            "devices": str(row.devices),
+            "step": plus_minus(row.seconds, row.spread),
+            "images/s": units.significant(row.images_per_s),
+            "speed-up": f"{row.speedup:.2f}" + ("" if row.speedup_spread is None else f" ± {row.speedup_spread:.2f}"),
+            "efficiency": units.percent(row.efficiency, 0),
+            **({} if row.days is None else {"days": units.significant(row.days)}),
+            "exposed": time_of(row.parts[COMMUNICATION]),
+            "data wait": time_of(row.parts[INPUT]),
+            "memory": size(row.memory),
+            "predicted": "–" if row.predicted is None else f"{time_of(row.predicted)} ({signed(row.error)})",
+        }
+        for row in found.rows
+    ]
 
 
 def plus_minus(seconds: float, spread: float | None) -> str:
@@ -109,20 +91,11 @@ def plus_minus(seconds: float, spread: float | None) -> str:
     return f"{number} ± {spread * scale:.{places}f} {unit}"
 
 
-def _ratio(value: float, spread: float | None) -> str:
-    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
-
-
 def signed(share: float | None) -> str:
     """A relative error: `+3.1 %`."""
     if share is None:
         return "–"
     return f"{'+' if share >= 0 else units.MINUS}{100 * abs(share):.1f}{units.SPACE}%"
-
-
-def csv_text(found: Results) -> str:
-    """The table as CSV, with a heading."""
-    return csv_of(records(found))
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -141,17 +114,15 @@ def _no_formula(value: Any) -> Any:
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
-def latex_text(found: Results, document: Mapping[str, Any]) -> str:
+def latex_text(found: Results, store: Store) -> str:
     """The table as LaTeX, for the package booktabs."""
-    study = document["study"]
-    batch = f"{study['batch']} {'a device' if study['weak'] else 'in all'}"
+    batch = f"{store.study.batch} {'a device' if store.study.weak else 'in all'}"
     columns = ["configuration", "devices", "step", "images/s", "speed-up", "efficiency", "days", "predicted"]
     if any(row.days is None for row in found.rows):
         columns.remove("days")
-    note = f"{printable(study['model'])}, batch {batch}"
-    return _tabular(
-        note, f"l{'r' * (len(columns) - 1)}", columns, [[line[key] for key in columns] for line in lines(found)]
-    )
+    note = f"{printable(store.study.model)}, batch {batch}"
+    cells = [[line[key] for key in columns] for line in lines(found)]
+    return _tabular(note, f"l{'r' * (len(columns) - 1)}", columns, cells)
 
 
 def _tabular(note: str, alignment: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -205,163 +176,48 @@ def convergence_records(found: Convergence) -> list[dict[str, Any]]:
 
 
 def convergence_lines(found: Convergence) -> list[dict[str, str]]:
-    """The same for people, in few characters."""
+    """The trainings for people, in few characters."""
     return [dict(zip(_COLUMNS, _cells(found, curve), strict=True)) for curve in found.curves]
 
 
 def _cells(found: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
     distance = curve.distance
-    places = units.percent_places(found.images)
-    reference = curve is found.reference
+    weights = "the same bits" if found.same_weights(curve) else "other bits"
     return (
-        short(curve.label),
+        curve.name,
         str(curve.devices),
         units.count(curve.steps[-1]),
-        f"{units.decimal(100 * curve.errors[-1], places)}{units.SPACE}%",
+        f"{units.decimal(100 * curve.errors[-1], units.percent_places(found.images))}{units.SPACE}%",
         units.significant(curve.losses[-1]),
         units.duration(curve.seconds[-1]),
         units.UNKNOWN if distance is None else points(distance.error),
-        units.UNKNOWN if distance is None else _exactly(distance.loss),
-        "the reference" if reference else _weights(found, curve),
+        units.UNKNOWN if distance is None else units.significant(distance.loss, 2),
+        "the reference" if curve is found.reference else weights if curve.finished else "not finished",
     )
-
-
-def _weights(found: Convergence, curve: ErrorCurve) -> str:
-    if not curve.finished:
-        return "not finished"
-    return "the same bits" if found.same_weights(curve) else "other bits"
 
 
 def points(share: float) -> str:
     """A difference of two test errors, in percentage points."""
-    return f"{_exactly(100 * share)}{units.SPACE}points" if share else "0"
+    return f"{units.significant(100 * share, 2)}{units.SPACE}points" if share else "0"
 
 
-def _exactly(value: float) -> str:
-    return units.significant(value, 2) if value else "0"
+def curve_records(found: Convergence) -> list[dict[str, Any]]:
+    """A record for each evaluation of each training, as in the pictures."""
+    return [
+        {
+            "configuration": curve.label,
+            "devices": curve.devices,
+            "updates": step,
+            "train_s": second,
+            "test_error": error,
+            "test_loss": loss,
+        }
+        for curve in found.curves
+        for step, second, error, loss in zip(curve.steps, curve.seconds, curve.errors, curve.losses, strict=True)
+    ]
 
 
-def convergence_remarks(found: Convergence) -> list[str]:
-    """Sentences on how far the curves are from each other, the most important first."""
-    if not found.curves:
-        return []
-    return [one for one in (_distance(found), _bits(found), _scale(found), _how(found)) if one]
-
-
-def convergence_missing(found: Convergence) -> list[str]:
-    """Sentences on configurations that could not be trained, or not yet."""
-    said = [f"{label} was not trained: {reason.rstrip('.')}." for label, reason in found.failed]
-    if found.waiting:
-        said.append(f"Not trained to the end yet: {', '.join(found.waiting)}; the same command goes on.")
-    return said
-
-
-def _distance(found: Convergence) -> str:
-    error, loss, reference = found.worst_error, found.worst_loss, found.reference
-    if error is None or loss is None or reference is None or error.distance is None or loss.distance is None:
-        return ""
-    number = _evaluations(found)
-    apart = _not_compared(found)
-    base = "the serial run's" if reference.devices == 1 else f"those of {_where(reference)}"
-    if not error.distance.error and not loss.distance.loss:
-        return (
-            f"Over updates the curves are one: in all {number} evaluations of "
-            f"{_configurations(found, len(found.others))} test error and test loss are {base} to the last bit, "
-            f"distance 0.{apart}"
-        )
-    return (
-        f"Over updates the test error is never farther from {base} than {points(error.distance.error)} "
-        f"({_where(error)}, after {units.count(error.distance.error_at)} updates), the test loss never farther than "
-        f"{_exactly(loss.distance.loss)} ({_where(loss)}, after {units.count(loss.distance.loss_at)}), over {number} "
-        f"evaluations of {units.plural(len(found.others), 'other configuration')}.{apart}"
-    )
-
-
-def _evaluations(found: Convergence) -> str:
-    numbers = sorted({curve.distance.evaluations for curve in found.others if curve.distance is not None})
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _configurations(found: Convergence, others: int) -> str:
-    everything = others + 1 == len(found.curves) and not found.failed and not found.waiting
-    return f"{'all ' if everything else ''}{others + 1} configurations"
-
-
-def _not_compared(found: Convergence) -> str:
-    names = [_where(curve) for curve in found.curves if curve.distance is None and curve is not found.reference]
-    return f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
-
-
-def _where(curve: ErrorCurve) -> str:
-    devices = "" if curve.devices == 1 or "=" in curve.label else f" on {curve.devices}"
-    return f"{short(curve.label)}{devices}"
-
-
-def _bits(found: Convergence) -> str:
-    done = [curve for curve in found.curves if curve.finished and curve is not found.reference]
-    if found.reference is None or not found.reference.sha256 or not done:
-        return ""
-    same = [curve for curve in done if found.same_weights(curve)]
-    other = [_where(curve) for curve in done if curve not in same]
-    if not same:
-        return (
-            "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
-        )
-    checksum = f"SHA-256 {found.reference.sha256}"
-    if not other:
-        return f"The final weights of {_configurations(found, len(done))} are the same bit for bit: {checksum}."
-    exact = ", the reproducible mode's promise being for plans by sample" if found.reproducible else ""
-    return (
-        f"The final weights of {', '.join(_where(curve) for curve in same)} are the reference's bit for bit, "
-        f"{checksum}; those of {', '.join(other)} are not{exact}."
-    )
-
-
-def _scale(found: Convergence) -> str:
-    """What a distance is to be held against."""
-    if found.reference is None or not found.images or not any(c.distance and c.distance.error for c in found.others):
-        return ""
-    share = found.reference.errors[-1]
-    deviation = math.sqrt(share * (1 - share) / found.images)
-    return (
-        f"To compare: {units.percent(share, units.percent_places(found.images))} of {units.count(found.images)} "
-        f"test images is known to ± {points(deviation)} (one standard deviation), and one image is "
-        f"{points(1 / found.images)}."
-    )
-
-
-def _how(found: Convergence) -> str:
-    return (
-        f"Each configuration was trained once, for {units.value(found.epochs)} epochs from the same seed, by the "
-        "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
-        "are left out."
-    )
-
-
-def convergence_csv(found: Convergence) -> str:
-    """A line for each configuration."""
-    return csv_of(convergence_records(found))
-
-
-def curves_csv(found: Convergence) -> str:
-    """A line for each evaluation of each configuration: what the pictures are drawn from."""
-    return csv_of(
-        [
-            {
-                "configuration": curve.label,
-                "devices": curve.devices,
-                "updates": step,
-                "train_s": second,
-                "test_error": error,
-                "test_loss": loss,
-            }
-            for curve in found.curves
-            for step, second, error, loss in zip(curve.steps, curve.seconds, curve.errors, curve.losses, strict=True)
-        ]
-    )
-
-
-def convergence_latex(found: Convergence, document: Mapping[str, Any]) -> str:
+def convergence_latex(found: Convergence, store: Store) -> str:
     """The table for the package booktabs."""
-    note = f"{printable(document['study']['model'])}, {found.epochs:g} epochs"
+    note = f"{printable(store.study.model)}, {found.epochs:g} epochs"
     return _tabular(note, "lrrrrrrrl", _COLUMNS, (line.values() for line in convergence_lines(found)))

@@ -1,28 +1,20 @@
-"""The trainings of a study: each configuration once, by the trainer itself, stopped and gone on with as any run."""
+"""A training within a study: by the trainer itself, heard of as it goes, and taken over from the folder of its run."""
 
-import re
-import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from convoy.bench.configuration import CONVOY, Configuration
-from convoy.bench.curves import training_facts, where
+import numpy as np
+
 from convoy.bench.measurement import MeasurementTask, join
-from convoy.bench.processes import RankFailed, RankSlots, Say, run_ranks
-from convoy.bench.store import Store
-from convoy.bench.study import Study
+from convoy.bench.processes import Say
+from convoy.bench.records import Evaluation, Training
 from convoy.comm.position import current
-from convoy.data import open_data
-from convoy.errors import ConvoyError
-from convoy.report.report import write_report
+from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, Reporter, train
 from convoy.training.config import Duration
-from convoy.training.derived import resolve
 
 _BEAT_S = 1.0
 
@@ -103,10 +95,6 @@ class Heard(Reporter):
             self._tell(*self._latest)
 
 
-FOLDER = "training"
-"""In the folder of a study: the folders of the runs."""
-
-_LONGEST = 80
 _FEW, _OFTEN = 10, Duration(5, "%")
 """Where a run would be evaluated less often than so many times, it is this often."""
 
@@ -116,7 +104,7 @@ def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
 
     Args:
         recipe: of the study.
-        epochs: that are trained.
+        epochs: of each training.
         said: the user has said how often to evaluate.
     """
     changes: dict[str, Duration] = {"epochs": Duration(epochs, "ep")}
@@ -126,94 +114,29 @@ def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-@dataclass
-class TrainingRuns:
-    """Trains what is not finished yet; the store is saved after every run.
+def add_evaluations(kept: Training, run: Path, batch: int) -> None:
+    """Take over what a run has written so far.
 
-    Attributes:
-        study: its recipe is that of the trainings.
-        folder: of the study.
-        slots: where ranks run.
-        timeout: seconds without a word from a run after which it is given up.
-        command: that repeats the study.
-        progress: is told of the work as a whole, in updates.
-        tell: is told what was found, in sentences.
+    Args:
+        kept: the training's record.
+        run: its folder.
+        batch: images of an update.
     """
-
-    study: Study
-    configurations: Sequence[Configuration]
-    store: Store
-    folder: Path
-    slots: RankSlots
-    timeout: float
-    command: str
-    progress: Say
-    tell: Callable[[str], None]
-
-    def __call__(self) -> None:
-        """Train.
-
-        Raises:
-            ConvoyError: no configuration at all can be trained, through a mistake of the user.
-        """
-        rows = [row for row in self.configurations if row.kind == CONVOY and not row.place]
-        for row in rows:
-            self.store.add_training(row)
-        self._began = time.perf_counter()
-        updates = resolve(self.study.recipe, len(open_data(self.study.recipe.data).train)).total_updates
-        for number, row in enumerate(rows):
-            self._train(row, number * updates, len(rows) * updates)
-        self.progress("trained", len(rows) * updates, len(rows) * updates)
-        failed = [self.store.row(row)["training"]["failed"] for row in rows]
-        if rows and all(failed):
-            raise ConvoyError(str(failed[0]))
-
-    def _train(self, row: Configuration, before: int, total: int) -> None:
-        kept = self.store.row(row)["training"]
-        if kept["finished"]:
-            return
-        out = self.folder / FOLDER / _folder_name(row.key)
-        if out.is_dir() and not (out / "config.yaml").is_file():
-            shutil.rmtree(out)  # ended before it had begun
-        name = where(self.store.row(row))
-        recipe = self.study.recipe_for(row, self.store.plan_of(row), self.store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, self.study.device_type, updates=0, warm_up=0)
-        began, took = time.perf_counter(), kept["wall_s"]
-        try:
-            signals: list[str | None] = run_ranks(
-                train_run,
-                self.slots.of(row.devices),
-                task,
-                out,
-                self.command,
-                not self.study.cluster,  # times on emulated devices are not those of this machine
-                seconds=self.timeout,
-                renewed=True,
-                end_softly=True,
-                say=lambda said, done, _: self.progress(f"training {name}: {said}", before + done, total),
-            )
-            kept["finished"] = not any(signals)
-        except ConvoyError as error:
-            kept["failed"] = str(error)
-        except RankFailed as error:
-            kept["failed"] = error.reason
-        finally:
-            kept["wall_s"] = round(took + time.perf_counter() - began, 3)
-            if (out / "metrics.jsonl").is_file():
-                kept |= training_facts(out, self.study.batch(row.devices))
-            self.store.spent_on_training(time.perf_counter() - self._began)
-            self.store.save()
-        if (out / "config.yaml").is_file():
-            try:
-                write_report(out)
-            except ConvoyError as error:
-                self.tell(str(error))
-        if kept["failed"]:
-            self.tell(f"{name} was not trained: {kept['failed']}")
-        elif not kept["finished"]:
-            self.tell(f"the training of {name} was stopped by {next(filter(None, signals))}; the same command goes on")
-
-
-def _folder_name(key: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", key)
-    return name if len(name) <= _LONGEST and "\n" not in key else f"{name[:30]}-{sha256(key.encode()).hexdigest()[:10]}"
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
+    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
+    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends])
+    kept.run = run.name
+    kept.images = max((line.images or 0 for line in metrics.test), default=0)
+    kept.evaluations = [
+        Evaluation(
+            step=line.step,
+            epoch=line.epoch,
+            error=None if line.top1 is None else round(1 - line.top1, 9),
+            loss=line.loss,
+            train_s=round(float(second), 3),
+        )
+        for line, second in zip(metrics.test, seconds, strict=True)
+    ]
+    weights = run / "weights.safetensors"
+    kept.sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""

@@ -1,9 +1,13 @@
 """Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, field
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic.dataclasses import dataclass
+
+from convoy.files import finite
 from convoy.plans.place import Placement
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary
 from convoy.units import seconds, table
@@ -53,17 +57,27 @@ def _cut(layer: str, depth: int) -> str:
     return ".".join(layer.split(".")[:depth])
 
 
-VERSION = 1
-"""Of `prediction.json`."""
 GRADIENTS = "gradients of all layers"
+Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]
+"""None where there is nothing."""
 
 
 @dataclass(frozen=True)
 class Both:
-    """Seconds; None where there is nothing."""
+    """Seconds of something, predicted and measured."""
 
-    predicted_s: float | None
-    measured_s: float | None
+    predicted_s: Seconds = None
+    measured_s: Seconds = None
+
+    @property
+    def longest(self) -> float:
+        """The larger of both; 0 where there is nothing."""
+        return max(self.predicted_s or 0.0, self.measured_s or 0.0)
+
+    @property
+    def error(self) -> float | None:
+        """By which part of the measured time the predicted one is longer; None where one of them is not known."""
+        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An update as it was predicted and as it was measured; seconds are those of one rank.
+    """An update as it was predicted and as it was measured, which `prediction.json` keeps; seconds of one rank.
 
     Attributes:
         batch: samples of an update.
@@ -96,29 +110,37 @@ class Comparison:
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
     """
 
-    model: str
-    plan: str
-    devices: int
-    batch: int
-    rank: int
-    timed: int
-    watched: int
-    learned: int
-    update: Both
-    parts: Mapping[str, Both]
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
-    one_device_s: float | None = None
+    model: str = ""
+    plan: str = ""
+    devices: int = 1
+    batch: int = 0
+    rank: int = 0
+    timed: int = 0
+    watched: int = 0
+    learned: int = 0
+    update: Both = Both()
+    parts: Mapping[str, Both] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    notes: tuple[str, ...] = ()
+    one_device_s: Seconds = None
+    version: Literal[1] = 1
+
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _older_spelling(cls, parts: object) -> object:
+        return {_OLDER.get(name, name): part for name, part in parts.items()} if isinstance(parts, dict) else parts
 
     @property
     def error(self) -> float | None:
-        """By which part of the measured update the predicted one is longer; None where one of them is not known."""
-        predicted, measured = self.update.predicted_s, self.update.measured_s
-        return None if predicted is None or not measured else predicted / measured - 1
+        """Of the predicted update."""
+        return self.update.error
 
     def to_document(self) -> dict[str, Any]:
         """As `prediction.json` has it, in seconds."""
-        return {"version": VERSION, **asdict(self)}
+        return asdict(self)
+
+
+_OLDER = {"optimiser": "optimizer"}
 
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
@@ -211,7 +233,7 @@ def _lines(found: Comparison) -> Iterator[str]:
     if found.watched:
         has_both = found.update.predicted_s is not None
         names = ("predicted", "measured") if has_both else ("measured",)
-        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if _counts(both)]
+        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if both.longest]
         yield from table(("time", *names), rows, names)
         total = sum(both.measured_s or 0.0 for both in found.parts.values())
         others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
@@ -228,7 +250,3 @@ def _lines(found: Comparison) -> Iterator[str]:
 
 def _cells(both: Both, has_both: bool) -> tuple[str, ...]:
     return (shown(both.predicted_s), shown(both.measured_s)) if has_both else (shown(both.measured_s),)
-
-
-def _counts(both: Both) -> bool:
-    return bool(both.predicted_s or both.measured_s)

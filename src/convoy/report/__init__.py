@@ -1,1 +1,1 @@
-"""What comes after training: the report of a run and its plots, and scaling studies."""
+"""The pages of a run and of a plan, and their plots."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -58,50 +60,77 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure() -> Figure:
-    """An empty panel."""
-    return Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=144)
+def new_figure(height: float = HEIGHT) -> Figure:
+    """An empty panel of a height in points."""
+    return Figure(figsize=(WIDTH / 72, height / 72), dpi=144)
 
 
 def add_axes(
-    figure: Figure, title: str, xlabel: str = "", *, top: float = 0, above: float = TOP, height: float = 0
+    figure: Figure,
+    title: str,
+    xlabel: str = "",
+    *,
+    top: float = 0,
+    above: float = TOP,
+    height: float = 0,
+    left: float = LEFT,
+    grid: Literal["x", "y"] = "y",
 ) -> Axes:
     """Axes that begin `above` points under `top` (points from the edge of the panel), with their title at `top`.
 
     They reach down to the margin of the panel, or have the `height` that is given.
     """
-    height = height or HEIGHT - BOTTOM - top - above
-    lower = HEIGHT - top - above - height
-    axes = figure.add_axes((LEFT / WIDTH, lower / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, height / HEIGHT))
-    figure.text(2 / WIDTH, 1 - (top + 15) / HEIGHT, title, size=12, weight="bold")
+    whole = figure.get_figheight() * 72
+    height = height or whole - BOTTOM - top - above
+    lower = whole - top - above - height
+    axes = figure.add_axes((left / WIDTH, lower / whole, (WIDTH - left - RIGHT) / WIDTH, height / whole))
+    figure.text(2 / WIDTH, 1 - (top + 15) / whole, title, size=12, weight="bold")
+    axes.grid(visible=True, axis=grid)
+    axes.set_xlabel(xlabel, labelpad=4)
+    quiet(axes)
+    return axes
+
+
+def quiet(axes: Axes) -> None:
+    """No line beside the axes, and marks below them alone."""
     axes.tick_params(length=0, pad=6)
     axes.tick_params(axis="x", length=3, pad=4, width=0.8)
     axes.spines["left"].set_visible(False)
-    axes.grid(axis="y")
-    axes.set_xlabel(xlabel, labelpad=4)
-    return axes
+
+
+LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "borderpad": 0,
+    "borderaxespad": 0,
+    "handletextpad": 0.6,
+    "columnspacing": 1.6,
+}
+"""Distances in sizes of the font."""
 
 
 def legend(axes: Axes) -> None:
     """Names the lines of the panel between title and axes, where no curve can run under them."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(-(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06),
-        ncols=3,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=2.6,
-        handletextpad=0.6,
-        columnspacing=1.6,
+    corner = -(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06
+    axes.legend(loc="lower left", bbox_to_anchor=corner, ncols=3, handlelength=2.6, **LEGEND)
+
+
+def set_ticks(
+    axis: Axis, most: int, steps: Sequence[float] | None = (1, 2, 5, 10), factor: float = 1, **options: Any
+) -> None:
+    """At most so many ticks at round numbers of `factor` times the value."""
+    axis.set_major_locator(MaxNLocator(nbins=most, steps=steps, **options))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: units.tick(value if factor == 1 else round(value * factor, 6)))
     )
+
+
+_FINE = (1, 2, 2.5, 5, 10)
 
 
 def count_axis(axes: Axes, last: float) -> None:
     """An x axis of updates from 0 to `last`."""
     axes.set_xlim(0, max(last, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.xaxis, 5, _FINE, integer=True)
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -115,8 +144,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 def time_axis(axes: Axes, last: float) -> None:
     """An x axis of time from 0 to `last`, in the unit of `time_unit`."""
     axes.set_xlim(0, last if last > 0 else 1)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.xaxis, 5, _FINE)
 
 
 def linear_axis(
@@ -126,8 +154,7 @@ def linear_axis(
     finite = values[np.isfinite(values)]
     top, low = max(finite, default=0.0), min(finite, default=0.0)
     axes.set_ylim(min(0, 1.08 * low), min(max(1.08 * top, at_least), at_most) or 1)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    set_ticks(axes.yaxis, ticks)
 
 
 def wide_axis(axes: Axes, values: np.ndarray) -> None:
@@ -168,44 +195,3 @@ def _ticks(low: float, high: float) -> list[float]:
         return inside
     step = 1 + (last - first) // 7
     return [10.0**power for power in range(first, last + 1, step) if 10.0**power <= high * 1.15]
-
-
-def draw(
-    axes: Axes,
-    x: np.ndarray,
-    y: np.ndarray,
-    *,
-    color: str,
-    label: str = "",
-    style: str | tuple[float, Sequence[float]] = "-",
-    marker: str = "",
-    width: float = 1.5,
-) -> None:
-    """One curve [points]; NaN makes a gap, and a point between gaps is drawn as a dot so that it is not lost.
-
-    Long curves are drawn as the mean of each of 300 pieces with the range of the piece as a band behind it.
-    """
-    if len(x) > 600:
-        x, y, low, high = in_pieces(x, y)
-        axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0)
-    few = marker if len(x) <= 60 else ""
-    size = 3.4 if len(x) <= 25 else 2.4
-    axes.plot(
-        x, y, color=color, linestyle=style, linewidth=width, marker=few, markersize=size, label=label, clip_on=False
-    )
-    padded = np.concatenate(([np.nan], y, [np.nan]))
-    alone = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
-    if alone.any() and not few:
-        axes.plot(x[alone], y[alone], color=color, linestyle="none", marker="o", markersize=3.4, clip_on=False)
-
-
-def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A curve [points] in equal pieces: mean x, and mean, smallest and largest y; a NaN makes its piece NaN."""
-    edges = np.linspace(0, len(x), pieces + 1).astype(int)[:-1]
-    sizes = np.diff(np.append(edges, len(x)))
-    return (
-        np.add.reduceat(x, edges) / sizes,
-        np.add.reduceat(y, edges) / sizes,
-        np.minimum.reduceat(y, edges),
-        np.maximum.reduceat(y, edges),
-    )

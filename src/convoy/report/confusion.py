@@ -1,10 +1,10 @@
-"""What the net confuses with what: a matrix for few classes, the worst pairs and the hardest classes for many."""
+"""Classes that the network confuses: a matrix for few classes, the worst pairs and the hardest classes for many."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.report.run_directory import EvaluationOfRun
+from convoy.training.records import EvaluationFile
 
 LARGEST_MATRIX = 20
 """More classes than this are not readable as a table on a page."""
@@ -60,87 +60,76 @@ class Class:
     mostly: str
 
 
-def matrix(evaluation: EvaluationOfRun) -> list[ConfusionRow] | None:
-    """The rows of the confusion matrix, or None if there is none or it has too many classes for a table.
+class Confusion:
+    """The counts of an evaluation, int64 [true class, predicted class], ready to be shown."""
 
-    Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that rare
-    ones are still seen.
-    """
-    table = evaluation.confusion
-    if table is None or len(table) > LARGEST_MATRIX:
-        return None
-    shares = _shares(table)
-    mistakes = shares - np.diag(np.diag(shares))
-    depth = np.sqrt(mistakes / mistakes.max()) if mistakes.max() > 0 else mistakes
-    rows = []
-    for true, name in enumerate(evaluation.classes):
-        cells = [
-            Cell(
-                count=int(number),
-                right=true == predicted,
-                shade=round(float(shares[true, true] if true == predicted else depth[true, predicted]), 3),
-                text=_cell_text(int(number), name, evaluation.classes[predicted]),
+    def __init__(self, evaluation: EvaluationFile) -> None:
+        self._names = evaluation.classes if evaluation.confusion else []
+        self._counts = np.array(evaluation.confusion, dtype=np.int64).reshape(len(self._names), len(self._names))
+        self._wrong = self._counts - np.diag(np.diag(self._counts))
+        self._shares = self._counts / np.maximum(self._counts.sum(1, keepdims=True), 1)
+
+    def matrix(self) -> list[ConfusionRow] | None:
+        """The rows of the matrix, or None if there is none or it has too many classes for a table.
+
+        Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that
+        rare ones are still seen.
+        """
+        if not 0 < len(self._names) <= LARGEST_MATRIX:
+            return None
+        right = np.diag(np.diag(self._shares))
+        mistakes = self._shares - right
+        shades = right + (np.sqrt(mistakes / mistakes.max()) if mistakes.max() > 0 else mistakes)
+        return [
+            ConfusionRow(
+                one.name,
+                [
+                    Cell(
+                        count=int(number),
+                        right=true == predicted,
+                        shade=round(float(shades[true, predicted]), 3),
+                        text=f"{one.name}: {number} right"
+                        if true == predicted
+                        else f"{one.name} taken for {self._names[predicted]}: {number}",
+                    )
+                    for predicted, number in enumerate(self._counts[true])
+                ],
+                one.images,
+                one.recall,
             )
-            for predicted, number in enumerate(table[true])
+            for true, one in enumerate(self.classes())
         ]
-        images = int(table[true].sum())
-        rows.append(ConfusionRow(name, cells, images, float(shares[true, true]) if images else None))
-    return rows
 
+    def pairs(self, most: int) -> list[Pair]:
+        """The `most` pairs of different classes that were confused most often, the most frequent first."""
+        order = np.argsort(-self._wrong, axis=None, kind="stable")[:most]
+        places = [divmod(int(place), len(self._names)) for place in order]
+        return [
+            Pair(self._names[true], self._names[other], int(self._wrong[true, other]), self._shares[true, other])
+            for true, other in places
+            if self._wrong[true, other] > 0
+        ]
 
-def confused_pairs(evaluation: EvaluationOfRun, most: int) -> list[Pair]:
-    """The `most` pairs of different classes that were confused most often, the most frequent first."""
-    if evaluation.confusion is None:
-        return []
-    wrong = evaluation.confusion - np.diag(np.diag(evaluation.confusion))
-    shares = _shares(evaluation.confusion)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-    places = [divmod(int(place), len(wrong)) for place in order]
-    return [
-        Pair(
-            evaluation.classes[true],
-            evaluation.classes[predicted],
-            int(wrong[true, predicted]),
-            shares[true, predicted],
-        )
-        for true, predicted in places
-        if wrong[true, predicted] > 0
-    ]
+    def classes(self) -> list[Class]:
+        """Every class in numbers, in the order of the data."""
+        right, images, taken = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
+        return [
+            Class(
+                name=name,
+                images=int(images[place]),
+                recall=_share(right[place], images[place]),
+                precision=_share(right[place], taken[place]),
+                f1=_share(2 * right[place], images[place] + taken[place]) if images[place] and taken[place] else None,
+                mostly=self._names[int(wrong.argmax())] if wrong.any() else "",
+            )
+            for place, (name, wrong) in enumerate(zip(self._names, self._wrong, strict=True))
+        ]
 
-
-def classes(evaluation: EvaluationOfRun) -> list[Class]:
-    """Every class in numbers, in the order of the data; none without a confusion matrix."""
-    table = evaluation.confusion
-    if table is None:
-        return []
-    right, images, taken = np.diag(table), table.sum(1), table.sum(0)
-    wrong = table - np.diag(right)
-    return [
-        Class(
-            name=name,
-            images=int(images[place]),
-            recall=_share(right[place], images[place]),
-            precision=_share(right[place], taken[place]),
-            f1=_share(2 * right[place], images[place] + taken[place]) if images[place] and taken[place] else None,
-            mostly=evaluation.classes[int(wrong[place].argmax())] if wrong[place].any() else "",
-        )
-        for place, name in enumerate(evaluation.classes)
-    ]
-
-
-def hardest_classes(evaluation: EvaluationOfRun, most: int) -> list[Class]:
-    """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
-    found = [one for one in classes(evaluation) if one.recall is not None and one.recall < 1]
-    return sorted(found, key=lambda one: one.recall or 0.0)[:most]
+    def hardest(self, most: int) -> list[Class]:
+        """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
+        found = [one for one in self.classes() if one.recall is not None and one.recall < 1]
+        return sorted(found, key=lambda one: one.recall or 0.0)[:most]
 
 
 def _share(part: int, whole: int) -> float | None:
     return float(part / whole) if whole else None
-
-
-def _shares(table: np.ndarray) -> np.ndarray:
-    return np.asarray(table / np.maximum(table.sum(1, keepdims=True), 1))
-
-
-def _cell_text(number: int, true: str, predicted: str) -> str:
-    return f"{true}: {number} right" if true == predicted else f"{true} taken for {predicted}: {number}"

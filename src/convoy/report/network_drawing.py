@@ -1,8 +1,9 @@
 """The network drawn layer by layer, in the colors of its strategies, as SVG for a page."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from markupsafe import Markup
 
@@ -11,7 +12,7 @@ from convoy.ops import OPERATIONS
 from convoy.planner.layers import Layer, local_shape
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
-from convoy.report.timeline_drawing import STRATEGIES
+from convoy.plans.strategies import STRATEGIES
 from convoy.units import extra, seconds, shape, size
 
 MOST_LANES = 8
@@ -150,216 +151,173 @@ _BOLD, _LIGHT, _COST = 8.0, 7.2, 62
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a box costs in an update."""
+    """The cost of a box in an update, and the layers that no box before it has."""
 
+    layers: list[Layer]
     computes: float
     waits: float
     sends: int
 
-
-def draw_network(found: Explained) -> Markup:
-    """An `<svg>` with a group for every box; its title says what the box costs."""
-    placement = found.scored.placement
-    grid = grid_of(placement.graph)
-    costs, lanes = _costs(found, grid), _lanes(grid)
-    strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
-    most = max((cost.computes + cost.waits for cost in costs.values()), default=0.0) or 1.0
-    tops = _tops(grid, strategies)
-    width, height = _MARGIN + sum(w + _GAP for w in lanes.values()), tops[-1] + _MARGIN
-    lefts, left = {}, _MARGIN
-    for lane, its in lanes.items():
-        lefts[lane], left = left, left + its + _GAP
-    middles = {lane: lefts[lane] + lanes[lane] / 2 for lane in lanes}
-    parts = [_edge(edge, grid, tops, middles, strategies) for edge in grid.edges]
-    layers = {layer.name: layer for layer in found.layers}
-    named: set[str] = set()
-    for box in grid.boxes:
-        first = [call.layer for call in box.calls if call.layer not in named]
-        named.update(first)
-        about = [layers[name] for name in dict.fromkeys(first) if name in layers]
-        x, y = middles[box.lane] - _WIDTH / 2, tops[box.depth]
-        parts.append(_box(found, box, about, costs[box.number], most, x, y, strategies))
-    head = Markup(
-        '<svg class="network" role="img" width="{}" height="{}" viewBox="0 0 {} {}" aria-label="The network">'
-    ).format(width, height, width, height)
-    return head + Markup("").join(parts) + Markup("</svg>")
+    @property
+    def spent(self) -> float:
+        return self.computes + self.waits
 
 
-def canvas_height(found: Explained) -> int | None:
-    """Pixels of the drawing that are shown at once, up to between two rows; None where all of it is."""
-    placement = found.scored.placement
-    strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
-    return shown_height(_tops(grid_of(placement.graph), strategies))
+class NetworkDrawing:
+    """A plan's network as an `<svg>` with a group for every box; its title says what the box costs.
+
+    Attributes:
+        grid: the boxes.
+        tops: where each row begins, and where the last one ends, in pixels.
+    """
+
+    def __init__(self, found: Explained) -> None:
+        self._found = found
+        self._placement = found.scored.placement
+        self.grid = grid_of(self._placement.graph)
+        self._strategies = {
+            placed.call.name: placed.strategy for placed in self._placement.calls if is_choosing(placed.call)
+        }
+        heights: dict[int, int] = {}
+        for box in self.grid.boxes:
+            heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
+        self.tops = [_MARGIN, *(_MARGIN + end for end in accumulate(heights[row] + _ROW for row in sorted(heights)))]
+        self.tops[-1] -= _ROW if heights else 0
+        boxed = {box.lane for box in self.grid.boxes}
+        widths = [_WIDTH if lane in boxed else _SKIP for lane in range(self.grid.num_lanes)]
+        lefts = [_MARGIN, *(_MARGIN + right for right in accumulate(width + _GAP for width in widths))]
+        self._width = lefts[-1]
+        self._middles = [left + width / 2 for left, width in zip(lefts, widths, strict=False)]
+        self._costs = self._box_costs()
+        self._most = max((cost.spent for cost in self._costs), default=0.0) or 1.0
+
+    def svg(self) -> Markup:
+        """The element."""
+        head = Markup(
+            '<svg class="network" role="img" width="{0}" height="{1}" viewBox="0 0 {0} {1}" aria-label="The network">'
+        ).format(self._width, self.tops[-1] + _MARGIN)
+        edges, boxes = map(self._edge, self.grid.edges), map(self._box, self.grid.boxes, self._costs)
+        return head + Markup("").join([*edges, *boxes]) + Markup("</svg>")
+
+    def _height(self, box: LayerBox) -> int:
+        return _TALL if any(call.name in self._strategies for call in box.calls) else _LOW
+
+    def _box_costs(self) -> list[_Cost]:
+        timeline = self._found.scored.timeline
+        computes: dict[str, float] = defaultdict(float)
+        for span in timeline.spans:
+            if span.task.rank == timeline.busiest and span.task.kind in ("forward", "backward"):
+                computes[span.task.name] += span.end - span.start
+        layers = {layer.name: layer for layer in self._found.layers}
+        costs = []
+        for box in self.grid.boxes:
+            own = [layers.pop(name) for name in dict.fromkeys(call.layer for call in box.calls) if name in layers]
+            seconds = sum(computes[call.name] for call in box.calls) + sum(layer.copies for layer in own)
+            waits, sends = sum(layer.exposed for layer in own), sum(layer.sent for layer in own)
+            costs.append(_Cost(own, seconds, waits, sends))
+        return costs
+
+    def _edge(self, edge: Edge) -> Markup:
+        source, target = self.grid.boxes[edge.source], self.grid.boxes[edge.target]
+        x, y = self._middles[source.lane], float(self.tops[source.depth] + self._height(source))
+        to, via, end = self._middles[target.lane], self._middles[edge.lane], float(self.tops[target.depth])
+        path = [f"M{x:g} {y:g}"]
+        if target.depth > source.depth + 1:
+            below, above = self.tops[source.depth + 1], self.tops[target.depth] - _ROW
+            if via != x:
+                path.append(f"V{below - _ROW:g}C{x:g} {below - 8:g} {via:g} {below - _ROW + 8:g} {via:g} {below + 6:g}")
+            path.append(f"V{above:g}")
+            x, y = via, above
+        if to != x:
+            start = max(y, end - _ROW)
+            path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
+        else:
+            path.append(f"V{end:g}")
+        return Markup('<path class="edge" d="{}"/>').format("".join(path))
+
+    def _box(self, box: LayerBox, cost: _Cost) -> Markup:
+        main = next((call for call in box.calls if call.name in self._strategies), box.calls[0])
+        strategy = self._strategies.get(main.name, ())
+        name, height = main.layer or main.name or main.op, self._height(box)
+        gives, rank = box.calls[-1].outputs, self._found.scored.timeline.busiest
+        shown = shape(local_shape(self._placement, gives[0], rank)) if gives else ""
+        tall = height == _TALL
+        parts = [
+            Markup(
+                '<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">'
+                '<title>{}</title><rect class="body" width="{}" height="{}" rx="5"/>'
+            ).format(
+                strategy[0] if strategy else "follows",
+                cost.spent,
+                self._middles[box.lane] - _WIDTH / 2,
+                self.tops[box.depth],
+                "\n".join([name, *self._facts(box, cost, strategy, shown)]),
+                _WIDTH,
+                height,
+            )
+        ]
+        left = 10
+        for number, each in enumerate(strategy):
+            at = 6 + number * (_CHIP + 3)
+            parts.append(
+                Markup(
+                    '<rect class="chip {0}" x="{1}" y="6" width="{2}" height="{2}" rx="3"/>'
+                    '<text class="letter" x="{3}" y="20.5">{4}</text>'
+                ).format(each, at, _CHIP, at + _CHIP / 2, STRATEGIES[each].letter)
+            )
+            left = at + _CHIP + 8
+        room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
+        text = name_in(name, "" if strategy else _verb(main), room)
+        parts.append(Markup('<text class="name" x="{}" y="{}">{}</text>').format(left, 20 if tall else 18, text))
+        if tall:
+            parts.append(Markup('<text class="shape" x="10" y="39">{}</text>').format(shown))
+        if cost.spent > 0:
+            full, waits = _WIDTH * cost.spent / self._most, _WIDTH * cost.waits / self._most
+            parts.append(
+                Markup(
+                    '<text class="cost" x="{}" y="{}">{}</text><rect class="bar" y="{}" width="{:.1f}" height="{}"/>'
+                ).format(_WIDTH - 9, 39 if tall else 18, seconds(cost.spent), height - _BAR, full - waits, _BAR)
+            )
+            if waits >= 0.5:
+                parts.append(
+                    Markup('<rect class="bar waits" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
+                        full - waits, height - _BAR, waits, _BAR
+                    )
+                )
+        return Markup("").join(parts) + Markup("</g>")
+
+    def _facts(self, box: LayerBox, cost: _Cost, strategy: tuple[str, ...], shown: str) -> Iterator[str]:
+        if strategy:
+            axes = zip(strategy, self._placement.mesh.names, strict=True)
+            yield f"strategy: {', '.join(each if each == axis else f'{each} on {axis}' for each, axis in axes)}"
+        yield f"work: {box.calls[0].op}"
+        follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
+        if follows:
+            yield f"with it: {', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}"
+        if cost.layers:
+            yield f"takes on this rank: {shape(cost.layers[0].takes)}"
+        yield f"gives on this rank: {shown}"
+        yield f"computes: {seconds(cost.computes)}"
+        if self._found.planned.devices > 1:
+            yield f"waits: {seconds(cost.waits)}"
+            yield f"sends: {size(cost.sends)}"
+        held = sum(layer.parameters for layer in cost.layers)
+        if held:
+            yield f"parameters: {size(held)}"
+        other = next((layer.other for layer in cost.layers if layer.strategy and layer.other is not None), None)
+        if other is not None:
+            yield f"next best: {','.join(other.strategy)}, {extra(other.seconds)} an update"
 
 
 def shown_height(tops: Sequence[int]) -> int | None:
-    """The same, from where each row begins and the last one ends."""
+    """Pixels of a drawing that are shown at once, up to between two rows; None where all of it is.
+
+    Args:
+        tops: where each row begins, and where the last one ends.
+    """
     if tops[-1] <= _WHOLE:
         return None
     return _PADDING + max(top for top in tops if top <= _SHOWN) - 4
-
-
-def omitted_edges(found: Explained) -> int:
-    """Connections that the drawing leaves out."""
-    return grid_of(found.scored.placement.graph).omitted
-
-
-def _costs(found: Explained, grid: Grid) -> dict[int, _Cost]:
-    timeline = found.scored.timeline
-    computes: dict[str, float] = defaultdict(float)
-    for span in timeline.spans:
-        if span.task.rank == timeline.busiest and span.task.kind in ("forward", "backward"):
-            computes[span.task.name] += span.end - span.start
-    layers = {layer.name: layer for layer in found.layers}
-    costs: dict[int, _Cost] = {}
-    named: set[str] = set()
-    for box in grid.boxes:
-        own = [layers[name] for name in dict.fromkeys(call.layer for call in box.calls) if name not in named]
-        named.update(layer.name for layer in own)
-        costs[box.number] = _Cost(
-            sum(computes[call.name] for call in box.calls) + sum(layer.copies for layer in own),
-            sum(layer.exposed for layer in own),
-            sum(layer.sent for layer in own),
-        )
-    return costs
-
-
-def _lanes(grid: Grid) -> dict[int, int]:
-    boxed = {box.lane for box in grid.boxes}
-    return {lane: _WIDTH if lane in boxed else _SKIP for lane in range(grid.num_lanes)}
-
-
-def _is_tall(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> bool:
-    return any(call.name in strategies for call in box.calls)
-
-
-def _height(box: LayerBox, strategies: dict[str, tuple[str, ...]]) -> int:
-    return _TALL if _is_tall(box, strategies) else _LOW
-
-
-def _tops(grid: Grid, strategies: dict[str, tuple[str, ...]]) -> list[int]:
-    """Where each row begins, and where the last one ends."""
-    heights: dict[int, int] = {}
-    for box in grid.boxes:
-        heights[box.depth] = max(heights.get(box.depth, 0), _height(box, strategies))
-    tops, top = [], _MARGIN
-    for depth in sorted(heights):
-        tops.append(top)
-        top += heights[depth] + _ROW
-    return [*tops, top - _ROW]
-
-
-def _edge(
-    edge: Edge, grid: Grid, tops: list[int], middles: dict[int, float], strategies: dict[str, tuple[str, ...]]
-) -> Markup:
-    source, target = grid.boxes[edge.source], grid.boxes[edge.target]
-    x, y = middles[source.lane], float(tops[source.depth] + _height(source, strategies))
-    to, via, end = middles[target.lane], middles[edge.lane], float(tops[target.depth])
-    path = [f"M{x:g} {y:g}"]
-    if target.depth > source.depth + 1:
-        below, above = tops[source.depth + 1], tops[target.depth] - _ROW
-        if via != x:
-            path.append(f"V{below - _ROW:g}C{x:g} {below - 8:g} {via:g} {below - _ROW + 8:g} {via:g} {below + 6:g}")
-        path.append(f"V{above:g}")
-        y = above
-        x = via
-    if to != x:
-        start = max(y, end - _ROW)
-        path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
-    else:
-        path.append(f"V{end:g}")
-    return Markup('<path class="edge" d="{}"/>').format("".join(path))
-
-
-def _box(
-    found: Explained,
-    box: LayerBox,
-    layers: list[Layer],
-    cost: _Cost,
-    most: float,
-    x: float,
-    y: float,
-    strategies: dict[str, tuple[str, ...]],
-) -> Markup:
-    main = next((call for call in box.calls if call.name in strategies), box.calls[0])
-    strategy = strategies.get(main.name, ())
-    name = main.layer or main.name or main.op
-    gives = box.calls[-1].outputs
-    rank = found.scored.timeline.busiest
-    shown = shape(local_shape(found.scored.placement, gives[0], rank)) if gives else ""
-    spent = cost.computes + cost.waits
-    title = "\n".join(_title(found, box, layers, cost, strategy, name, shown))
-    tall = bool(strategy) or _is_tall(box, strategies)
-    height = _TALL if tall else _LOW
-    key = STRATEGIES[strategy[0]].key if strategy else "follows"
-    parts = [
-        Markup('<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">').format(
-            key, spent, x, y
-        ),
-        Markup("<title>{}</title>").format(title),
-        Markup('<rect class="body" width="{}" height="{}" rx="5"/>').format(_WIDTH, height),
-    ]
-    left = 10
-    for number, each in enumerate(strategy):
-        look = STRATEGIES[each]
-        at = 6 + number * (_CHIP + 3)
-        parts.append(
-            Markup(
-                '<rect class="chip {0}" x="{1}" y="6" width="{2}" height="{2}" rx="3"/>'
-                '<text class="letter" x="{3}" y="20.5">{4}</text>'
-            ).format(look.key, at, _CHIP, at + _CHIP / 2, look.letter)
-        )
-        left = at + _CHIP + 8
-    room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
-    parts.append(
-        Markup('<text class="name" x="{}" y="{}">{}</text>').format(
-            left, 20 if tall else 18, name_in(name, "" if strategy else _verb(main), room)
-        )
-    )
-    if tall:
-        parts.append(Markup('<text class="shape" x="10" y="39">{}</text>').format(shown))
-    if spent > 0:
-        at = 39 if tall else 18
-        parts.append(Markup('<text class="cost" x="{}" y="{}">{}</text>').format(_WIDTH - 9, at, seconds(spent)))
-        full, waits = _WIDTH * spent / most, _WIDTH * cost.waits / most
-        parts.append(
-            Markup('<rect class="bar" y="{}" width="{:.1f}" height="{}"/>').format(height - _BAR, full - waits, _BAR)
-        )
-        if waits >= 0.5:
-            parts.append(
-                Markup('<rect class="bar waits" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
-                    full - waits, height - _BAR, waits, _BAR
-                )
-            )
-    return Markup("").join(parts) + Markup("</g>")
-
-
-def _title(
-    found: Explained, box: LayerBox, layers: list[Layer], cost: _Cost, strategy: tuple[str, ...], name: str, shown: str
-) -> list[str]:
-    mesh = found.scored.placement.mesh
-    lines = [name]
-    if strategy:
-        on = [s if s == axis else f"{s} on {axis}" for s, axis in zip(strategy, mesh.names, strict=True)]
-        lines.append(f"strategy: {', '.join(on)}")
-    follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
-    lines.append(f"work: {box.calls[0].op}")
-    if follows:
-        lines.append(f"with it: {', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}")
-    if layers:
-        lines.append(f"takes on this rank: {shape(layers[0].takes)}")
-    lines.append(f"gives on this rank: {shown}")
-    lines.append(f"computes: {seconds(cost.computes)}")
-    if found.planned.devices > 1:
-        lines.append(f"waits: {seconds(cost.waits)}")
-        lines.append(f"sends: {size(cost.sends)}")
-    held = sum(layer.parameters for layer in layers)
-    if held:
-        lines.append(f"parameters: {size(held)}")
-    other = next((layer.other for layer in layers if layer.strategy and layer.other is not None), None)
-    if other is not None:
-        lines.append(f"next best: {','.join(other.strategy)}, {extra(other.seconds)} an update")
-    return lines
 
 
 def name_in(name: str, verb: str, most: int) -> str:
@@ -372,9 +330,3 @@ def name_in(name: str, verb: str, most: int) -> str:
 def _verb(call: Call) -> str:
     word = getattr(call.function, "__name__", "").strip("_") if call.op in ("elementwise", "opaque") else call.op
     return {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul"}.get(word, word) or call.op
-
-
-def legend(found: Explained) -> list[tuple[str, str, str]]:
-    """Key, letter and word of the strategies in the drawing."""
-    used = {each for layer in found.layers for each in layer.strategy}
-    return [(look.key, look.letter, look.word) for name, look in STRATEGIES.items() if name in used]

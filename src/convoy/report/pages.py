@@ -1,9 +1,11 @@
-"""What pages share: templates that escape what they are given, scripts that the page vouches for, pictures inside."""
+"""Parts of all pages: templates with escaping, scripts with their hashes, pictures and downloads inside the page."""
 
 import base64
+import gzip
 import hashlib
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
+import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.report import axes
@@ -67,18 +70,64 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
+KINDS = {
+    "png": "image/png",
+    "svg": "image/svg+xml",
+    "csv": "text/csv",
+    "tex": "application/x-tex",
+    "json": "application/json",
+    "jsonl": "application/jsonl",
+}
+COMPRESS_FROM = 1 << 20
+"""Files of this many bytes are packed with gzip for the download."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file inside the page."""
+
+    name: str
+    size: str
+    uri: str
+
+    @staticmethod
+    def of(name: str, content: bytes) -> "Download":
+        """A file of a kind that its name ends with, packed where it is large."""
+        size = units.prefixed(len(content), "B")
+        if len(content) < COMPRESS_FROM:
+            return Download(name, size, data_uri(content, KINDS[name.rpartition(".")[2]]))
+        packed = gzip.compress(content, mtime=0)
+        return Download(f"{name}.gz", f"{size}, packed", data_uri(packed, "application/gzip"))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of a page; `figure` is None where there is nothing to draw, and `description` says why."""
+
+    name: str
+    title: str
+    description: str
+    figure: Figure | None
+
+    def svg(self) -> Markup | None:
+        """The figure as an element of the page."""
+        if self.figure is None:
+            return None
+        return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
+
+
 _FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
 _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 
-def render(template: str, styles: tuple[str, ...], script: str, **content: object) -> str:
+def render(template: str, styles: Sequence[str], scripts: Sequence[str], **content: object) -> str:
     """A page as HTML.
 
     Args:
         template: its name under `templates/`.
         styles: names of the style sheets, which are put into the page one after the other.
-        script: name of the script.
-        content: what the template asks for.
+        scripts: names of the scripts, likewise.
+        content: the variables of the template.
     """
     environment = Environment(
         loader=PackageLoader("convoy.report", "templates"),
@@ -93,11 +142,14 @@ def render(template: str, styles: tuple[str, ...], script: str, **content: objec
     environment.filters["running"] = running
     loader = environment.loader
     assert loader is not None
-    style = "\n".join(loader.get_source(environment, name)[0] for name in styles)
-    code = loader.get_source(environment, script)[0]
+    style, code = ("\n".join(loader.get_source(environment, name)[0] for name in names) for names in (styles, scripts))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    content = {"over": "", "version": convoy.__version__, **content}
     return environment.get_template(template).render(
-        content, style=Markup(style), script=Markup(code), script_hash=f"sha256-{digest}"
+        content,
+        style=Markup(style),
+        script=Markup(code),
+        script_hash=f"sha256-{digest}",
     )
 
 
@@ -138,8 +190,7 @@ def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     with axes.house_style():
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ElementTree.fromstring(written.getvalue())
-    _drop(root, {f"{_SVG}metadata", f"{_SVG}style"})
-    _drop_background(root)
+    _drop(root)
     used = {reference for node in root.iter() for reference in _references(node)}
     for node in root.iter():
         _adapt(node, name, used)
@@ -155,23 +206,14 @@ def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _drop(root: ElementTree.Element, tags: set[str]) -> None:
+def _drop(root: ElementTree.Element) -> None:
+    """Remove metadata, styles, and the backgrounds: the first patch of the figure and of each axes."""
     for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in tags:
+        has_background = parent.get("id", "").startswith(("figure_", "axes_"))
+        for number, child in enumerate(list(parent)):
+            is_background = has_background and number == 0 and child.get("id", "").startswith("patch_")
+            if child.tag in (f"{_SVG}metadata", f"{_SVG}style") or is_background:
                 parent.remove(child)
-
-
-def _drop_background(root: ElementTree.Element) -> None:
-    """Panels are transparent: the first patch of the figure and of each axes is its background."""
-    for parent in list(root.iter(f"{_SVG}g")):
-        first = next(iter(parent), None)
-        if (
-            parent.get("id", "").startswith(("figure_", "axes_"))
-            and first is not None
-            and first.get("id", "").startswith("patch_")
-        ):
-            parent.remove(first)
 
 
 def _references(node: ElementTree.Element) -> list[str]:

@@ -1,9 +1,7 @@
 """The planner's page: one HTML file that says why a plan is the fastest, opens from disk and loads nothing."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import convoy
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.step import Scored
@@ -11,9 +9,10 @@ from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
+from convoy.plans.strategies import STRATEGIES
 from convoy.plans.timeline import ENGINE
 from convoy.report import pages
-from convoy.report.network_drawing import canvas_height, draw_network, legend, omitted_edges
+from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import data_uri
 from convoy.report.tiles import Tile
 from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
@@ -30,18 +29,6 @@ _VERDICTS = {
 }
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A plan beside the others: its parts as color, share of the longest, and text."""
-
-    name: str
-    chosen: bool
-    parts: tuple[tuple[str, float, str], ...]
-    time: str
-    speedup: str
-    memory: str
-
-
 def plan_page(found: Explained, command: str = "") -> str:
     """The page as HTML.
 
@@ -50,69 +37,64 @@ def plan_page(found: Explained, command: str = "") -> str:
         command: with which it was found.
     """
     styles = ("report.css", "bars.css", "plan.css")
-    return pages.render("plan.html.jinja", styles, "plan.js", **_content(found, command))
+    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(found, command))
 
 
 def _content(found: Explained, command: str) -> dict[str, Any]:
     planned, scored = found.planned, found.scored
     workload, total = planned.workload, scored.seconds or 1.0
     raw = to_json(document(found), indent=1).encode()
-    bars = [_bar(planned, one, one is scored) for one in _shown(planned)]
+    bars = _bars(planned, scored)
+    drawing, used = NetworkDrawing(found), {each for layer in found.layers for each in layer.strategy}
     return {
-        "model": workload.name,
-        "devices": units.plural(planned.devices, "device"),
+        "name": "plan",
+        "title": workload.name,
+        "subject": units.plural(planned.devices, "device"),
         "several": planned.devices > 1,
         "facts": _facts(found),
         "verdict": found.verdict,
-        "kind": _VERDICTS[found.verdict.kind],
+        "status": _VERDICTS[found.verdict.kind],
+        "status_kind": "good" if found.verdict.kind == "compute" else "warn",
         "calm": found.verdict.kind == "compute",
         "plan": str(scored.plan),
         "axes": ", ".join(scored.placement.mesh.names),
         "tiles": _tiles(found),
         "bars": bars,
-        "bar_legend": _bar_legend(bars),
+        "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
         "parts": [
-            (
-                part.name,
-                PARTS[part.name],
-                seconds(part.seconds),
-                rough_percent(part.seconds / total),
-                seconds(part.ideal),
-            )
-            for part in found.parts
+            (name, PARTS[name], seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
+            for name, part in ((part.name, part) for part in found.parts)
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
-        "network": draw_network(found),
-        "canvas": canvas_height(found),
-        "network_legend": legend(found),
-        "omitted": omitted_edges(found),
+        "network": drawing.svg(),
+        "canvas": shown_height(drawing.tops),
+        "network_legend": [
+            (name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used
+        ],
+        "omitted": drawing.grid.omitted,
         "timeline": draw_timeline(scored.timeline),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer, scored.seconds) for layer in found.layers],
+        "layers": [_layer(layer) for layer in found.layers],
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(found.notes),
         "download": data_uri(raw, "application/json"),
         "size": units.prefixed(len(raw), "B"),
-        "version": convoy.__version__,
     }
 
 
 def _facts(found: Explained) -> list[str]:
     workload = found.planned.workload
-    batch = workload.samples * workload.passes
-    facts = [f"{units.count(batch)} samples an update"]
-    if workload.passes > 1:
-        facts.append(f"{workload.passes} passes of {workload.samples}")
-    facts.append(f"images of {shape(workload.sample)}")
-    if workload.microbatch:
-        facts.append(f"microbatches of {workload.microbatch}")
-    if workload.precision is not None:
-        facts.append(str(workload.precision).removeprefix("torch."))
-    if workload.channels_last:
-        facts.append("channels last")
-    return facts
+    facts = {
+        f"{units.count(workload.samples * workload.passes)} samples an update": True,
+        f"{workload.passes} passes of {workload.samples}": workload.passes > 1,
+        f"images of {shape(workload.sample)}": True,
+        f"microbatches of {workload.microbatch}": bool(workload.microbatch),
+        str(workload.precision).removeprefix("torch."): workload.precision is not None,
+        "channels last": workload.channels_last,
+    }
+    return [fact for fact, holds in facts.items() if holds]
 
 
 def _tiles(found: Explained) -> list[Tile]:
@@ -123,49 +105,51 @@ def _tiles(found: Explained) -> list[Tile]:
         Tile("Samples a second", per_second(found.samples_per_second), "all devices together"),
     ]
     if planned.devices > 1:
-        alone = f"{seconds(planned.serial.seconds)} on one device"
-        tiles.append(
-            Tile("Speed-up", f"{found.speedup:.2f} ×", f"{rough_percent(found.efficiency)} efficiency; {alone}")
-        )
+        note = f"{rough_percent(found.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
+        tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", note))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
 
 
-def _shown(planned: Planned) -> list[Scored]:
-    candidates = list(planned.candidates)
-    return candidates if planned.devices == 1 else [*candidates, planned.serial]
+def _bars(planned: Planned, chosen: Scored) -> list[dict[str, Any]]:
+    """The plans beside each other: their parts as color, share of the longest plan, and text."""
+    found = []
+    shown = [*planned.candidates, *([planned.serial] if planned.devices > 1 else [])]
+    longest = max(each.seconds for each in shown) or 1.0
+    for one in shown:
+        parts = [part for part in parts_of(planned, one) if part.seconds > 0]
+        speedup = planned.serial.seconds / one.seconds if one.seconds else 1.0
+        found.append(
+            {
+                "name": "one device" if one is planned.serial else str(one.plan),
+                "chosen": one is chosen,
+                "keys": {PARTS[part.name] for part in parts},
+                "parts": [
+                    (PARTS[part.name], 100 * part.seconds / longest, f"{part.name}: {seconds(part.seconds)}")
+                    for part in parts
+                ],
+                "time": seconds(one.seconds),
+                "speedup": f"{speedup:.2f} ×",
+                "memory": size(one.memory.total),
+            }
+        )
+    return found
 
 
-def _bar(planned: Planned, one: Scored, chosen: bool) -> Bar:
-    longest = max(each.seconds for each in _shown(planned)) or 1.0
-    serial = one is planned.serial
-    parts = tuple(
-        (PARTS[part.name], 100 * part.seconds / longest, f"{part.name}: {seconds(part.seconds)}")
-        for part in parts_of(planned, one)
-        if part.seconds > 0
-    )
-    speedup = planned.serial.seconds / one.seconds if one.seconds else 1.0
-    name = "one device" if serial else str(one.plan)
-    return Bar(name, chosen, parts, seconds(one.seconds), f"{speedup:.2f} ×", size(one.memory.total))
+_BAR_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "around": "input and loss",
+    "packing": "packing",
+    "transfer": "waiting for messages",
+    "update": "optimizer",
+    "engine": ENGINE,
+    "idle": "idle",
+}
 
 
-def _bar_legend(bars: list[Bar]) -> list[tuple[str, str]]:
-    words = {
-        "forward": "forward",
-        "backward": "backward",
-        "around": "input and loss",
-        "packing": "packing",
-        "transfer": "waiting for messages",
-        "update": "optimizer",
-        "engine": ENGINE,
-        "idle": "idle",
-    }
-    used = {key for bar in bars for key, _, _ in bar.parts}
-    return [(key, word) for key, word in words.items() if key in used]
-
-
-def _layer(layer: Layer, total: float) -> dict[str, Any]:
+def _layer(layer: Layer) -> dict[str, Any]:
     other = layer.other
     return {
         "name": layer.name or "the network itself",
@@ -178,5 +162,4 @@ def _layer(layer: Layer, total: float) -> dict[str, Any]:
         "holds": size(layer.parameters),
         "other": ",".join(other.strategy) if other is not None else "",
         "extra": extra(other.seconds) if other is not None else "",
-        "share": round(100 * layer.seconds / total, 1) if total else 0.0,
     }

@@ -1,30 +1,20 @@
 """The curves of a run as matplotlib figures: loss and error over updates and over time, learning rate, speed."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from convoy import units
 from convoy.report import axes as ax
-from convoy.report.run_directory import Run, column, read_run
+from convoy.report.pages import Panel
+from convoy.report.run_directory import Run, column
 from convoy.training.records import MetricsLine
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of the report; `figure` is None where there is nothing to draw, and `description` says why."""
-
-    name: str
-    title: str
-    description: str
-    figure: Figure | None
+NOTHING = "Nothing has been recorded yet."
 
 
 @dataclass(frozen=True)
@@ -39,14 +29,34 @@ class PlotLine:
     marker: str = ""
     width: float = 1.5
 
+    def draw(self, axes: Axes, x: np.ndarray) -> None:
+        """Draw it over x [points]; NaN makes a gap, and a point between gaps is a dot so that it is not lost.
 
-def draw_curves(run: Path) -> dict[str, Figure]:
-    """The plots of a run directory by name, ready for `figure.savefig("curve.svg")` or `.png`.
+        Long curves are drawn as the mean of each of 300 pieces with the range of the piece as a band behind it.
+        """
+        y = self.y
+        if len(x) > 600:
+            x, y, low, high = in_pieces(x, y)
+            axes.fill_between(x, low, high, color=self.color, alpha=0.22, linewidth=0)
+        marker, size = self.marker if len(x) <= 60 else "", 3.4 if len(x) <= 25 else 2.4
+        look: dict[str, Any] = {"linestyle": self.style, "linewidth": self.width, "marker": marker, "markersize": size}
+        axes.plot(x, y, color=self.color, label=self.label, clip_on=False, **look)
+        padded = np.concatenate(([np.nan], y, [np.nan]))
+        alone = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
+        if alone.any() and not marker:
+            axes.plot(x[alone], y[alone], color=self.color, linestyle="none", marker="o", markersize=3.4, clip_on=False)
 
-    Names: loss-updates, loss-time, error-updates, error-time, learning-rate, speed. A plot without any value is left
-    out. Raises ConvoyError if the directory is no run or a file in it is corrupt.
-    """
-    return {panel.name: panel.figure for panel in draw_panels(read_run(run)) if panel.figure is not None}
+
+def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A curve [points] in equal pieces: mean x, and mean, smallest and largest y; a NaN makes its piece NaN."""
+    edges = np.linspace(0, len(x), pieces + 1).astype(int)[:-1]
+    sizes = np.diff(np.append(edges, len(x)))
+    return (
+        np.add.reduceat(x, edges) / sizes,
+        np.add.reduceat(y, edges) / sizes,
+        np.minimum.reduceat(y, edges),
+        np.maximum.reduceat(y, edges),
+    )
 
 
 def draw_panels(run: Run) -> list[Panel]:
@@ -91,104 +101,77 @@ def data_wait_shares(run: Run) -> np.ndarray:
     return np.asarray(np.clip(shares, 0, 1))
 
 
+@dataclass(frozen=True)
+class _Scale:
+    """An x axis: its values are `key` of a line by `size`; it goes from 0 to `end`."""
+
+    key: str
+    size: float
+    unit: str
+    end: float
+
+    @staticmethod
+    def of(run: Run, against: Against) -> "_Scale":
+        every = [*run.metrics.train, *run.metrics.test]
+        if against == "updates":
+            return _Scale("step", 1, "updates", max((line.step for line in every), default=0))
+        times = column(every, "time_s")
+        seconds = float(np.nanmax(times)) if np.isfinite(times).any() else np.nan
+        size, unit = ax.time_unit(seconds)
+        return _Scale("time_s", size, unit, seconds / size)
+
+    def draw(self, axes: Axes, curve: PlotLine) -> None:
+        curve.draw(axes, column(curve.lines, self.key) / self.size)
+        (ax.count_axis if self.key == "step" else ax.time_axis)(axes, self.end)
+
+
 def _compare(run: Run, name: str, title: str, curves: list[PlotLine], against: Against) -> Panel:
     """A panel of several curves that share a quantity."""
-    name, title = f"{name}-{against}", f"{title} over {against}"
+    name, title, scale = f"{name}-{against}", f"{title} over {against}", _Scale.of(run, against)
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
-    if not curves or not np.isfinite(_end(run, against)):
-        return Panel(name, title, "Nothing has been recorded yet.", None)
+    if not curves or not np.isfinite(scale.end):
+        return Panel(name, title, NOTHING, None)
     figure = ax.new_figure()
-    axes = ax.add_axes(figure, f"{title}, %" if name.startswith("error") else title, _unit(run, against))
+    axes = ax.add_axes(figure, f"{title}, %" if name.startswith("error") else title, scale.unit)
     for curve in curves:
-        _draw(axes, run, curve, against)
+        scale.draw(axes, curve)
     ax.wide_axis(axes, np.concatenate([curve.y for curve in curves]))
-    _finish(axes, run, against)
     ax.legend(axes)
-    return Panel(name, title, " ".join(_describe(curve) for curve in curves), figure)
+    return Panel(name, title, " ".join(map(_describe, curves)), figure)
 
 
 def _learning_rate(run: Run) -> Panel:
     curve = PlotLine("learning rate", run.metrics.train, column(run.metrics.train, "lr"), ax.TRAIN)
     name, title = "learning-rate", "Learning rate over updates"
     if not np.isfinite(curve.y).any():
-        return Panel(name, title, "Nothing has been recorded yet.", None)
+        return Panel(name, title, NOTHING, None)
     figure = ax.new_figure()
     axes = ax.add_axes(figure, title, "updates", above=ax.TITLE)
-    _draw(axes, run, curve, "updates")
-    if _falls_by_factors(curve.y):
-        ax.wide_axis(axes, curve.y)
-    else:
-        ax.linear_axis(axes, curve.y)
-    _finish(axes, run, "updates")
+    _Scale.of(run, "updates").draw(axes, curve)
+    known = curve.y[np.isfinite(curve.y) & (curve.y > 0)]
+    falls_by_factors = len(known) > 2 and known[-1] < 0.02 * known.max() and np.mean(np.diff(known) == 0) > 0.5
+    (ax.wide_axis if falls_by_factors else ax.linear_axis)(axes, curve.y)
     return Panel(name, title, _describe(curve), figure)
-
-
-def _falls_by_factors(rates: np.ndarray) -> bool:
-    known = rates[np.isfinite(rates) & (rates > 0)]
-    return len(known) > 2 and known[-1] < 0.02 * known.max() and bool(np.mean(np.diff(known) == 0) > 0.5)
 
 
 def _speed(run: Run) -> Panel:
     """Two axes over each other on one time scale, because a dip of the one is explained by a peak of the other."""
-    train = run.metrics.train
+    train, scale = run.metrics.train, _Scale.of(run, "time")
     images = PlotLine("images per second", train, column(train, "images_per_s"), ax.TRAIN)
     waits = PlotLine("waiting for data, % of training time", train, 100 * data_wait_shares(run), ax.TRAIN)
     name, title = "speed", "Speed and data wait over time"
-    if not np.isfinite(images.y).any() or not np.isfinite(_end(run, "time")):
-        return Panel(name, title, "Nothing has been recorded yet.", None)
+    if not np.isfinite(images.y).any() or not np.isfinite(scale.end):
+        return Panel(name, title, NOTHING, None)
     figure = ax.new_figure()
     upper = ax.add_axes(figure, "Images per second over time", above=ax.TITLE, height=74)
-    lower = ax.add_axes(figure, "Waiting for data, % of training time", _unit(run, "time"), top=116, above=ax.TITLE)
-    for axes, curve in ((upper, images), (lower, waits)):
-        _draw(axes, run, curve, "time")
-        _finish(axes, run, "time")
+    lower = ax.add_axes(figure, "Waiting for data, % of training time", scale.unit, top=116, above=ax.TITLE)
+    scale.draw(upper, images)
+    scale.draw(lower, waits)
     ax.linear_axis(upper, images.y, ticks=3)
     ax.linear_axis(lower, waits.y, ticks=3, at_least=10, at_most=100)
     upper.tick_params(labelbottom=False)
     described = [_describe(curve) for curve in (images, waits) if np.isfinite(curve.y).any()]
     return Panel(name, title, " ".join(described), figure)
-
-
-def _draw(axes: Axes, run: Run, curve: PlotLine, against: Against) -> None:
-    ax.draw(
-        axes,
-        _places(run, curve.lines, against),
-        curve.y,
-        color=curve.color,
-        label=curve.label,
-        style=curve.style,
-        marker=curve.marker,
-        width=curve.width,
-    )
-
-
-def _finish(axes: Axes, run: Run, against: Against) -> None:
-    end = _end(run, against)
-    if against == "time":
-        ax.time_axis(axes, end)
-    else:
-        ax.count_axis(axes, end)
-
-
-def _unit(run: Run, against: Against) -> str:
-    return ax.time_unit(_seconds(run))[1] if against == "time" else "updates"
-
-
-def _places(run: Run, lines: list[MetricsLine], against: Against) -> np.ndarray:
-    if against == "updates":
-        return column(lines, "step")
-    return column(lines, "time_s") / ax.time_unit(_seconds(run))[0]
-
-
-def _seconds(run: Run) -> float:
-    times = column([*run.metrics.train, *run.metrics.test], "time_s")
-    return float(np.nanmax(times)) if np.isfinite(times).any() else np.nan
-
-
-def _end(run: Run, against: Against) -> float:
-    if against == "time":
-        return _seconds(run) / ax.time_unit(_seconds(run))[0]
-    return float(max((line.step for line in (*run.metrics.train, *run.metrics.test)), default=0))
 
 
 def _describe(curve: PlotLine) -> str:

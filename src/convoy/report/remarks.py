@@ -1,15 +1,15 @@
-"""Sentences about a run that a reader of its numbers has to know: what is missing, cut short, skewed or skipped."""
+"""Sentences that explain the numbers of a run: missing, cut short, skewed or skipped parts, and its speed-up."""
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from convoy import units
-from convoy.planner.comparison import difference, shown
+from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.plots import data_wait_shares
-from convoy.report.prediction import PredictionFile
 from convoy.report.run_directory import Run, column
 from convoy.report.tiles import last_result, num_test_images
 from convoy.training.records import MetricsLine, RunSummary
@@ -26,17 +26,17 @@ def remarks(run: Run) -> list[str]:
         _status(run),
         *_not_finite("training", run.metrics.train),
         *_not_finite("test", run.metrics.test),
-        _no_test(run),
-        _bad_images(run),
+        *_gaps(run),
         _data_wait(run),
         _soft_targets(run),
-        _cut(run),
     ]
+    if run.metrics.cut:
+        found.append("The last line of metrics.jsonl was cut off in the middle of writing and is left out.")
     return [sentence for sentence in found if sentence]
 
 
 def about(run: Run) -> list[str]:
-    """What the run did: its result, on which devices and by which plan, and whether several were faster than one."""
+    """The outcome of a run: its result, its devices and plan, and whether several were faster than one."""
     summary, devices = run.summary or RunSummary(), num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs
@@ -78,7 +78,7 @@ def _plan(run: Run) -> str:
     return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
 
 
-def _pace(found: PredictionFile) -> float | None:
+def _pace(found: Comparison) -> float | None:
     measured = found.update.measured_s
     return found.one_device_s / measured if found.one_device_s and measured else None
 
@@ -88,11 +88,11 @@ def _is_settled(run: Run) -> bool:
     return found is not None and _pace(found) is not None and not _is_doubtful(found)
 
 
-def _is_doubtful(found: PredictionFile) -> bool:
+def _is_doubtful(found: Comparison) -> bool:
     return found.error is not None and abs(found.error) > _DOUBTFUL
 
 
-def _speed_up(found: PredictionFile | None, devices: int) -> str:
+def _speed_up(found: Comparison | None, devices: int) -> str:
     pace = _pace(found) if found is not None else None
     if found is None or pace is None:
         return f"Whether {devices} devices were faster than one was not measured."
@@ -110,18 +110,20 @@ def _speed_up(found: PredictionFile | None, devices: int) -> str:
     return f"{said}."
 
 
+_STATUS = {
+    "finished": ("Finished", "good"),
+    "stopped": ("Stopped early", "warn"),
+    "failed": ("Failed", "warn"),
+    "running": ("Running", "open"),
+}
+
+
 def status(run: Run) -> tuple[str, str]:
     """A word for the state of the run, and its kind: good, warn or open."""
     known = run.summary.status if run.summary is not None else None
-    if known == "finished":
-        return "Finished", "good"
-    if known == "stopped":
-        return "Stopped early", "warn"
-    if known == "failed":
-        return "Failed", "warn"
-    if known == "running":
-        return ("Broken off", "warn") if run.training is False else ("Running", "open")
-    return "No summary", "warn"
+    if known == "running" and run.training is False:
+        return "Broken off", "warn"
+    return _STATUS.get(known or "", ("No summary", "warn"))
 
 
 def _status(run: Run) -> str:
@@ -163,19 +165,14 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
     ]
 
 
-def _no_test(run: Run) -> str:
+def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
-        return "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
-    if not run.metrics.test and run.evaluation is None:
-        return "The net has not been tested yet, so there is no test curve and no test accuracy."
-    return ""
-
-
-def _bad_images(run: Run) -> str:
+        yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
+    elif not run.metrics.test and run.evaluation is None:
+        yield "The net has not been tested yet, so there is no test curve and no test accuracy."
     number = len(run.summary.bad_images) if run.summary is not None else 0
-    if not number:
-        return ""
-    return f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
+    if number:
+        yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
 
 def _data_wait(run: Run) -> str:
@@ -205,11 +202,3 @@ def _soft_targets(run: Run) -> str:
 
 def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
-def _cut(run: Run) -> str:
-    return (
-        "The last line of metrics.jsonl was cut off in the middle of writing and is left out."
-        if run.metrics.cut
-        else ""
-    )

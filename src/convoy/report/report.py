@@ -1,10 +1,7 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
-import gzip
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,39 +11,18 @@ from markupsafe import Markup
 import convoy
 from convoy import units
 from convoy.errors import ConvoyError
-from convoy.report import confusion, pages
-from convoy.report.pages import InlinePicture, data_uri, inline_svg, read_picture
-from convoy.report.plots import Panel, draw_panels
+from convoy.report import pages
+from convoy.report.confusion import LARGEST_MATRIX, Confusion
+from convoy.report.pages import Download, read_picture
+from convoy.report.plots import draw_panels
 from convoy.report.prediction import compared
 from convoy.report.remarks import about, bench_command, remarks, status
-from convoy.report.run_directory import EvaluationOfRun, Run, column, read_run
+from convoy.report.run_directory import Run, column, read_run
 from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
-from convoy.training.records import Mistake
+from convoy.training.records import EvaluationFile
 
 MOST_BAD_IMAGES = 200
-COMPRESS_FROM = 1 << 20
-"""Metrics of this many bytes are packed with gzip for the download."""
-
-
-@dataclass(frozen=True)
-class ShownMistake:
-    """A mistake with names for its classes and its picture, if there is one."""
-
-    name: str
-    true: str
-    predicted: str
-    probability: float | None
-    picture: InlinePicture | None
-
-
-@dataclass(frozen=True)
-class Download:
-    """A file inside the page."""
-
-    name: str
-    size: str
-    uri: str
 
 
 def write_report(run: Path) -> Path:
@@ -76,37 +52,42 @@ def write_report(run: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as HTML."""
-    return pages.render("report.html.jinja", ("report.css", "bars.css"), "report.js", **_content(run))
+    return pages.render("report.html.jinja", ("report.css", "bars.css"), ("copy.js",), **_content(run))
 
 
 def _content(run: Run) -> dict[str, Any]:
     word, kind = status(run)
-    evaluation = run.evaluation
+    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
+    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
+    evaluation, lines = run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
     bad = run.summary.bad_images if run.summary is not None else []
-    many = evaluation is not None and len(evaluation.classes) > confusion.LARGEST_MATRIX
+    table = Confusion(evaluation or EvaluationFile())
+    many = evaluation is not None and len(evaluation.classes) > LARGEST_MATRIX
     return {
-        "title": _title(run),
-        "folder": run.path.resolve().name,
+        "name": "report",
+        "over": "training report",
+        "title": units.shorten(model or run.path.resolve().name, 60),
+        "subject": units.shorten(PurePath(data).name or data, 60),
         "status": word,
         "status_kind": kind,
-        "facts": _facts(run),
+        "facts": [run.path.resolve().name, *_facts(run)],
         "remarks": remarks(run),
         "about": about(run),
         "bench": bench_command(run),
         "notes": run.summary.notes if run.summary is not None else [],
         "tiles": result_tiles(run),
-        "panels": [(panel, _drawn(panel)) for panel in draw_panels(run)],
-        "updates_per_epoch": _updates_per_epoch(run),
+        "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
+        "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "evaluation": evaluation,
-        "matrix": confusion.matrix(evaluation) if evaluation else None,
-        "pairs": confusion.confused_pairs(evaluation, 12 if many else 8) if evaluation else [],
-        "classes": confusion.classes(evaluation) if evaluation else [],
-        "hardest": confusion.hardest_classes(evaluation, 12) if evaluation and many else [],
-        "mistakes": list(_mistakes(run, evaluation)) if evaluation else [],
+        "matrix": table.matrix(),
+        "pairs": table.pairs(12 if many else 8),
+        "classes": table.classes(),
+        "hardest": table.hardest(12) if many else [],
+        "mistakes": _mistakes(run.path, evaluation) if evaluation else [],
         "derived": run.summary.derived if run.summary is not None else [],
         "bad_images": bad[:MOST_BAD_IMAGES],
         "num_bad_images": len(bad),
@@ -114,16 +95,9 @@ def _content(run: Run) -> dict[str, Any]:
         "configuration": _highlighted(run.config_text),
         "environment": {key: value for key, value in run.environment.items() if key not in ("command", "restarts")},
         "restarts": _restarts(run),
-        "download": _download(run),
+        "download": Download.of("metrics.jsonl", run.metrics.raw) if run.metrics.raw else None,
         "version": _text(run.environment.get("convoy")) or convoy.__version__,
     }
-
-
-def _title(run: Run) -> tuple[str, str]:
-    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
-    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    title = units.shorten(model or run.path.resolve().name, 60)
-    return title, units.shorten(PurePath(data).name or data, 60)
 
 
 def _facts(run: Run) -> list[str]:
@@ -155,19 +129,6 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _drawn(panel: Panel) -> Markup | None:
-    if panel.figure is None:
-        return None
-    return Markup(inline_svg(panel.figure, panel.name, panel.title, panel.description))  # markup of our own making
-
-
-def _updates_per_epoch(run: Run) -> int | None:
-    for line in reversed([*run.metrics.train, *run.metrics.test]):
-        if line.epoch:
-            return round(line.step / line.epoch)
-    return None
-
-
 def _tests(run: Run) -> list[dict[str, Any]]:
     """The rows of the table of evaluations: each test line, and the training loss of the last line before it."""
     train_steps = column(run.metrics.train, "step")
@@ -180,17 +141,19 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _mistakes(run: Run, evaluation: EvaluationOfRun) -> Iterator[ShownMistake]:
-    def shown(mistake: Mistake) -> ShownMistake:
-        return ShownMistake(
-            name=mistake.name or f"test image {mistake.sample}",
-            true=evaluation.class_name(mistake.label),
-            predicted=evaluation.class_name(mistake.predicted),
-            probability=mistake.probability,
-            picture=read_picture(run.path, mistake.picture),
-        )
-
-    return (shown(mistake) for mistake in evaluation.mistakes[:24])
+def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
+    """Mistakes with names for their classes and their pictures, as far as there are any."""
+    names = dict(enumerate(evaluation.classes))
+    return [
+        {
+            "name": mistake.name or f"test image {mistake.sample}",
+            "true": names.get(mistake.label, f"class {mistake.label}"),
+            "predicted": names.get(mistake.predicted, f"class {mistake.predicted}"),
+            "probability": mistake.probability,
+            "picture": read_picture(run, mistake.picture),
+        }
+        for mistake in evaluation.mistakes[:24]
+    ]
 
 
 def _highlighted(text: str) -> Markup:
@@ -204,14 +167,3 @@ def _highlighted(text: str) -> Markup:
         else:
             lines.append(Markup("{}").format(line))
     return Markup("\n").join(lines)
-
-
-def _download(run: Run) -> Download | None:
-    raw = run.metrics.raw
-    if not raw:
-        return None
-    size = f"{units.prefixed(len(raw), 'B')}"
-    if len(raw) < COMPRESS_FROM:
-        return Download("metrics.jsonl", size, data_uri(raw, "application/jsonl"))
-    packed = gzip.compress(raw, mtime=0)
-    return Download("metrics.jsonl.gz", f"{size}, packed", data_uri(packed, "application/gzip"))

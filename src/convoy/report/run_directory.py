@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from convoy.documents import parse
 from convoy.errors import ConvoyError
-from convoy.report.prediction import PredictionFile
+from convoy.planner.comparison import Comparison
 from convoy.training.lock import is_locked
-from convoy.training.records import EvaluationFile, MetricsLine, Mistake, Record, RunSummary
+from convoy.training.records import EvaluationFile, MetricsLine, RunSummary
 
 
 @dataclass(frozen=True)
@@ -98,23 +98,6 @@ def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[Metr
 
 
 @dataclass(frozen=True)
-class EvaluationOfRun:
-    """`evaluation.json`: `confusion` is int64 [true class, predicted class], or None where it was not written."""
-
-    classes: list[str]
-    confusion: np.ndarray | None
-    images: int | None
-    top1: float | None
-    top5: float | None
-    loss: float | None
-    mistakes: list[Mistake]
-
-    def class_name(self, label: int) -> str:
-        """The name of a class, or its number where the data has no names."""
-        return self.classes[label] if label < len(self.classes) else f"class {label}"
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files.
 
@@ -127,8 +110,8 @@ class Run:
     environment: dict[str, Any]
     metrics: Metrics
     summary: RunSummary | None
-    evaluation: EvaluationOfRun | None
-    prediction: PredictionFile | None = None
+    evaluation: EvaluationFile | None
+    prediction: Comparison | None = None
     training: bool | None = None
 
     def setting(self, key: str) -> Any:
@@ -159,7 +142,7 @@ def read_run(path: Path) -> Run:
             metrics=read_metrics(path / "metrics.jsonl"),
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read_model(path / "prediction.json", PredictionFile),
+            prediction=_read_model(path / "prediction.json", Comparison),
             training=is_locked(path),
         )
     except OSError as error:
@@ -168,13 +151,17 @@ def read_run(path: Path) -> Run:
         ) from None
 
 
-def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
-    mend = "restore the file that the run wrote"
+def _read_text(path: Path, mend: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
+
+
+def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    mend = "restore the file that the run wrote"
+    text = _read_text(path, mend)
     try:
         config = parse(text, str(path))
     except ConvoyError as error:
@@ -188,13 +175,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     mend = "restore or delete it and write the report again"
+    text = _read_text(path, mend)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConvoyError(f"{path}, line {error.lineno} is not valid JSON ({error.msg}); {mend}.") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
     except (ValueError, RecursionError):
         raise ConvoyError(f"{path}, line 1 is not valid JSON (numbers too long or nested too deep); {mend}.") from None
     if not isinstance(found, dict):
@@ -202,7 +187,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-_Model = TypeVar("_Model", bound=Record)
+_Model = TypeVar("_Model")
 
 
 def _read_model(path: Path, model: type[_Model]) -> _Model | None:
@@ -210,24 +195,20 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
     if found is None:
         return None
     try:
-        return model.model_validate(found)
+        return TypeAdapter(model).validate_python(found)
     except ValidationError as error:
         raise ConvoyError(
             f"{path}: {first_problem(error)}; restore or delete the file and write the report again."
         ) from None
 
 
-def _read_evaluation(path: Path) -> EvaluationOfRun | None:
+def _read_evaluation(path: Path) -> EvaluationFile | None:
     found = _read_model(path, EvaluationFile)
-    if found is None:
-        return None
-    confusion = None
-    if found.confusion:
+    if found is not None and found.confusion:
         size = len(found.classes)
         if len(found.confusion) != size or any(len(row) != size for row in found.confusion):
             raise ConvoyError(
                 f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
                 "evaluate the run again."
             )
-        confusion = np.array(found.confusion, dtype=np.int64)
-    return EvaluationOfRun(found.classes, confusion, found.images, found.top1, found.top5, found.loss, found.mistakes)
+    return found

@@ -1,5 +1,6 @@
 """The result at a glance: a few numbers, each with what one needs to judge it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,7 @@ class Tile:
 def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
     summary = run.summary or RunSummary()
-    tiles = [_accuracy(run, summary), _best(run, summary), _top5(run, summary), _loss(run, summary)]
-    tiles += [_length(run, summary), _time(run, summary), _speed(run, summary), _model(summary), _data(summary)]
-    return [tile for tile in tiles if tile is not None]
+    return [*_results(run, summary), *_course(run, summary), *_inputs(summary)]
 
 
 def num_test_images(run: Run) -> int | None:
@@ -45,92 +44,66 @@ def last_result(run: Run, name: str) -> float | None:
     return None
 
 
-def _accuracy(run: Run, summary: RunSummary) -> Tile:
-    top1, images = last_result(run, "top1"), num_test_images(run)
-    if top1 is None:
-        return Tile("Test accuracy", units.UNKNOWN, "not tested yet", main=True)
+def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
+    """Results on the test split."""
+    top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
+    images = num_test_images(run)
     places = units.percent_places(images)
-    note = ""
-    if images:
+    note = "not tested yet" if top1 is None else ""
+    if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
-    return Tile("Test accuracy", units.percent(top1, places), note, main=True)
-
-
-def _best(run: Run, summary: RunSummary) -> Tile | None:
+    yield Tile("Test accuracy", units.percent(top1, places), note, main=True)
     tests = [line for line in run.metrics.test if line.top1 is not None]
-    top1, step = summary.best_top1, summary.best_step
-    if top1 is None and tests:
-        best = max(tests, key=lambda line: line.top1 or 0.0)
-        top1, step = best.top1, best.step
-    if top1 is None or len(tests) < 2:
-        return None
-    note = f"update {units.count(step)}, " if step is not None else ""
-    return Tile(
-        "Best test accuracy",
-        units.percent(top1, units.percent_places(num_test_images(run))),
-        f"{note}the highest of {len(tests)} evaluations",
-    )
+    best, step = summary.best_top1, summary.best_step
+    if best is None and tests:
+        line = max(tests, key=lambda line: line.top1 or 0.0)
+        best, step = line.top1, line.step
+    if best is not None and len(tests) > 1:
+        at = f"update {units.count(step)}, " if step is not None else ""
+        yield Tile("Best test accuracy", units.percent(best, places), f"{at}the highest of {len(tests)} evaluations")
+    if top5 is not None and (run.evaluation is None or len(run.evaluation.classes) not in range(1, 20)):
+        yield Tile("Top-5 accuracy", units.percent(top5, places), "test split")
+    if loss is not None:
+        yield Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
 
 
-def _top5(run: Run, summary: RunSummary) -> Tile | None:
-    top5 = last_result(run, "top5")
-    if top5 is None or (run.evaluation is not None and 0 < len(run.evaluation.classes) < 20):
-        return None
-    return Tile("Top-5 accuracy", units.percent(top5, units.percent_places(num_test_images(run))), "test split")
-
-
-def _loss(run: Run, summary: RunSummary) -> Tile | None:
-    loss = last_result(run, "loss")
-    return None if loss is None else Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
-
-
-def _length(run: Run, summary: RunSummary) -> Tile | None:
+def _course(run: Run, summary: RunSummary) -> Iterator[Tile]:
+    """How long it was trained, and how fast."""
     lines = [*run.metrics.train, *run.metrics.test]
-    steps = summary.steps if summary.steps is not None else max((line.step for line in lines), default=None)
-    if steps is None:
-        return None
-    epochs = summary.epochs
-    if epochs is None:
-        epochs = max((line.epoch for line in lines if line.epoch is not None), default=None)
-    updates = units.plural(steps, "update")
-    if summary.total_steps:
-        updates = f"{units.count(steps)} of {units.plural(summary.total_steps, 'update')}"
-    if epochs is None:
-        return Tile("Trained for", updates)
-    return Tile("Trained for", f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}", updates)
 
+    def latest(known: float | None, name: str) -> float | None:
+        values = column(lines, name)
+        return float(np.nanmax(values)) if known is None and np.isfinite(values).any() else known
 
-def _time(run: Run, summary: RunSummary) -> Tile | None:
-    seconds = summary.time_s
-    if seconds is None:
-        times = [line.time_s for line in (*run.metrics.train, *run.metrics.test) if line.time_s is not None]
-        seconds = max(times, default=None)
+    steps, epochs = latest(summary.steps, "step"), latest(summary.epochs, "epoch")
+    seconds = latest(summary.time_s, "time_s")
+    if steps is not None:
+        updates = units.plural(int(steps), "update")
+        if summary.total_steps:
+            updates = f"{units.count(int(steps))} of {units.plural(summary.total_steps, 'update')}"
+        if epochs is None:
+            yield Tile("Trained for", updates)
+        else:
+            yield Tile(
+                "Trained for", f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}", updates
+            )
     device = run.environment.get("device")
-    return None if seconds is None else Tile("Time", units.duration(seconds), f"on {device}" if device else "")
-
-
-def _speed(run: Run, summary: RunSummary) -> Tile | None:
-    speeds = column(run.metrics.train, "images_per_s")
+    if seconds is not None:
+        yield Tile("Time", units.duration(seconds), f"on {device}" if device else "")
+    speeds, wait = column(run.metrics.train, "images_per_s"), summary.data_wait_share
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
-    if speed is None:
-        return None
-    wait = summary.data_wait_share
-    note = "median" if wait is None else f"median; {units.percent(wait)} of the time waiting for data"
-    return Tile("Images per second", units.count(round(speed)), note)
+    if speed is not None:
+        note = "median" if wait is None else f"median; {units.percent(wait)} of the time waiting for data"
+        yield Tile("Images per second", units.count(round(speed)), note)
 
 
-def _model(summary: RunSummary) -> Tile | None:
-    if summary.parameters is None:
-        return None
-    note = "" if summary.flops is None else f"{units.prefixed(summary.flops, 'FLOP')} per image, forward"
-    return Tile("Parameters", units.count(summary.parameters), note)
-
-
-def _data(summary: RunSummary) -> Tile | None:
-    if summary.num_train is None:
-        return None
-    note = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for testing"
-    if summary.bad_images:
-        note += f"; {units.count(len(summary.bad_images))} unreadable, skipped"
-    return Tile("Training images", units.count(summary.num_train), note.removeprefix("; "))
+def _inputs(summary: RunSummary) -> Iterator[Tile]:
+    """Network and data."""
+    if summary.parameters is not None:
+        note = "" if summary.flops is None else f"{units.prefixed(summary.flops, 'FLOP')} per image, forward"
+        yield Tile("Parameters", units.count(summary.parameters), note)
+    if summary.num_train is not None:
+        tests = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for testing"
+        bad = f"{units.count(len(summary.bad_images))} unreadable, skipped" if summary.bad_images else ""
+        yield Tile("Training images", units.count(summary.num_train), "; ".join(filter(None, (tests, bad))))

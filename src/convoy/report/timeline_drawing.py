@@ -1,4 +1,4 @@
-"""The predicted timeline of an update, as wide as the page, and the colors of strategies and kinds of work."""
+"""The predicted timeline of an update, as wide as the page, and the colors of kinds of work."""
 
 import math
 from collections.abc import Sequence
@@ -9,41 +9,17 @@ from markupsafe import Markup
 from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
-
-@dataclass(frozen=True)
-class Look:
-    """How something is drawn.
-
-    Attributes:
-        key: what the style sheet calls its color.
-        letter: so that it reads without color.
-        word: for the legend.
-    """
-
-    key: str
-    letter: str
-    word: str
-
-
-STRATEGIES = {
-    "sample": Look("sample", "S", "sample: divides the batch"),
-    "filter": Look("filter", "F", "filter: divides its outputs' channels"),
-    "channel": Look("channel", "C", "channel: divides its inputs' channels"),
-    "height": Look("height", "H", "height: divides the rows"),
-    "width": Look("width", "W", "width: divides the columns"),
-    "replicate": Look("replicate", "R", "replicate: whole on every device"),
-}
-
 KINDS = {
-    "around": Look("around", "", "input and loss"),
-    "forward": Look("forward", "", "forward"),
-    "backward": Look("backward", "", "backward"),
-    "copy": Look("packing", "", "packing for messages"),
-    "update": Look("update", "", "optimizer"),
-    "engine": Look("engine", "", ENGINE),
-    "transfer": Look("transfer", "", "messages between layers"),
-    "gradient": Look("gradient", "", "gradients"),
+    "around": "input and loss",
+    "forward": "forward",
+    "backward": "backward",
+    "packing": "packing for messages",
+    "update": "optimizer",
+    "engine": ENGINE,
+    "transfer": "messages between layers",
+    "gradient": "gradients",
 }
+"""The kinds of work, by their names in the style sheet, which has their colors."""
 
 PARTS = {
     "input": "around",
@@ -62,12 +38,12 @@ PARTS = {
 MOST_RANKS = 4
 _BAND, _AXIS = 24, 22
 _THIN = 0.0008
-"""Part of the whole below which neighbours of a kind are drawn as one."""
+"""Part of the whole below which neighbors of a kind are drawn as one."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What stands next to each other and is drawn together."""
+    """Spans of a kind next to each other, drawn as one."""
 
     kind: str
     start: float
@@ -79,7 +55,8 @@ def draw_timeline(timeline: Timeline) -> Markup:
     """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`."""
     total = timeline.total or 1.0
     parts: list[Markup] = []
-    for rank in _ranks(timeline):
+    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
+    for rank in sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else ():
         own = [span for span in timeline.spans if span.task.rank == rank]
         parts.append(Markup("<h3>rank {}</h3>").format(rank))
         for stream in ("compute", "transfers", "gradients"):
@@ -101,7 +78,7 @@ def draw_timeline(timeline: Timeline) -> Markup:
 def kinds_in(timeline: Timeline) -> list[tuple[str, str]]:
     """Key and word of every kind of work in it."""
     present = {_kind(span.task) for span in timeline.spans}
-    return [(look.key, look.word) for kind, look in KINDS.items() if kind in present]
+    return [(kind, word) for kind, word in KINDS.items() if kind in present]
 
 
 def num_left_out(timeline: Timeline) -> int:
@@ -114,11 +91,6 @@ def ticks(total: float) -> list[float]:
     step = 10.0 ** math.floor(math.log10(total / 4)) if total > 0 else 1.0
     step *= next((factor for factor in (1, 2, 5, 10) if total / (step * factor) <= 8), 10)
     return [number * step for number in range(int(total / step + 1e-9) + 1)]
-
-
-def _ranks(timeline: Timeline) -> Sequence[int]:
-    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
-    return sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else []
 
 
 def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
@@ -137,13 +109,13 @@ def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
 
 
 def _kind(task: Task) -> str:
-    return "engine" if is_engine(task) else task.kind
+    return "engine" if is_engine(task) else {"copy": "packing"}.get(task.kind, task.kind)
 
 
 def _title(span: Span) -> str:
     task = span.task
     about = f", {size(task.num_bytes)}" if task.num_bytes else ""
-    word = KINDS[_kind(task)].word
+    word = KINDS[_kind(task)]
     name = task.name or task.layer or word
     where = f" for {task.layer}" if task.layer and task.stream != "compute" and task.layer != name else ""
     work = f"{word}, " if word != name else ""
@@ -153,7 +125,7 @@ def _title(span: Span) -> str:
 def _rect(drawn: _Drawn, total: float) -> Markup:
     title = "\n".join(drawn.titles[:12]) + (f"\nand {len(drawn.titles) - 12} more" if len(drawn.titles) > 12 else "")
     return Markup('<rect class="span {}" x="{:.3f}%" width="{:.3f}%" height="{}"><title>{}</title></rect>').format(
-        KINDS[drawn.kind].key, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
+        drawn.kind, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
     )
 
 

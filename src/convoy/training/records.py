@@ -1,22 +1,18 @@
 """What a run leaves for its report, written by the trainer and read, checked, by whoever shows it."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from convoy.files import finite
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Number = Annotated[float | None, BeforeValidator(_finite)]
+Number = Annotated[float | None, BeforeValidator(finite)]
 """A number of a run: null, NaN and infinity all mean that there was no finite value."""
 
 Status = Literal["running", "stopped", "finished", "failed"]
 
-Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_finite)]
+Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(finite)]
 """A number between 0 and 1, or null."""
 
 

@@ -1,8 +1,4 @@
-"""What is emulated: devices, the hosts that they are in, and the links that join the hosts.
-
-The devices of an emulated cluster, and what may be said of them and of the links of their hosts.
-
-Clusters as YAML: a mapping with `devices` and `links`.
+"""An emulated cluster as its file describes it: devices, the hosts that they are in, and the links between the hosts.
 
     devices: {count: 4, speed: 0.5}         # each in a host of its own; with `hosts: 2`, two in each
     links: {rate: 3gbit}
@@ -18,12 +14,12 @@ or, where they are unequal,
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from convoy import documents
+from convoy import documents, units
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 
@@ -31,139 +27,16 @@ _SLOWEST = 0.01
 MOST = 250
 """Devices of a cluster."""
 _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
+_HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]{,61}[a-zA-Z0-9])?")
+_FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
 
 
 @dataclass(frozen=True)
 class ClusterDevice:
-    """One of a cluster.
-
-    Attributes:
-        speed: the share of a core that it has, up to 1.
-        host: the name of the host that it is in.
-    """
+    """One of a cluster: its share of a core, up to 1, and the name of its host."""
 
     speed: float
     host: str
-
-
-def alike(count: int, speed: float, hosts: int | None) -> tuple[ClusterDevice, ...]:
-    """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
-
-    Raises:
-        ConvoyError: there are no devices, or more hosts than devices.
-    """
-    if not 1 <= count <= MOST:
-        raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {MOST}")
-    hosts = count if hosts is None else hosts
-    if not 1 <= hosts <= count:
-        raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
-    return tuple(ClusterDevice(speed, f"host{number * hosts // count}") for number in range(count))
-
-
-def check_speed(speed: object, what: str) -> float:
-    """Refuse a share of a core that cannot be.
-
-    Raises:
-        ConvoyError: it is no number, or none from 0.01 to 1.
-    """
-    number = isinstance(speed, int | float) and not isinstance(speed, bool)
-    if not number or not math.isfinite(speed) or not _SLOWEST <= speed <= 1:  # type: ignore[operator,arg-type]
-        raise ConvoyError(
-            f"the speed of {what} is {speed!r}: write the share of a core that it has, from {_SLOWEST} to 1"
-        )
-    return float(speed)  # type: ignore[arg-type]
-
-
-def check_rate(rate: object) -> None:
-    """Refuse what `tc` would not take, or would take for something else.
-
-    Raises:
-        ConvoyError: it is such.
-    """
-    match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
-    if match is None or float(match[1]) == 0:
-        raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")
-
-
-_FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
-
-
-def parse(document: Any) -> tuple[tuple[ClusterDevice, ...], str, dict[str, str]]:
-    """What a mapping says of a cluster: its devices, the rate of all links, and those of the hosts that have another.
-
-    Raises:
-        ConvoyError: it describes none.
-    """
-    if not isinstance(document, Mapping):
-        raise ConvoyError(f"a cluster has the keys devices and links: {_FORM}")
-    _check_keys(document, ("devices", "links"), "a cluster")
-    if document.get("devices") is None:
-        raise ConvoyError(f"devices is missing: {_FORM}")
-    rate, rates = _links(document.get("links"))
-    devices = document["devices"]
-    if isinstance(devices, Mapping):
-        _check_keys(devices, ("count", "speed", "hosts"), "devices")
-        if "count" not in devices:
-            raise ConvoyError("devices has no count: write e.g. `devices: {count: 4, speed: 0.5}`")
-        count = _whole(devices["count"], "count of devices")
-        hosts = _whole(devices["hosts"], "number of hosts") if "hosts" in devices else None
-        speed = check_speed(devices.get("speed", 1.0), "the devices")
-        return alike(count, speed, hosts), rate, rates
-    if isinstance(devices, list):
-        return tuple(_listed(devices)), rate, rates
-    raise ConvoyError(f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices")
-
-
-def _listed(entries: list[Any]) -> list[ClusterDevice]:
-    """Devices one by one; those that name no host are in one of their own."""
-    found: list[ClusterDevice] = []
-    for number, entry in enumerate(entries):
-        what = f"entry {number + 1} of devices"
-        if not isinstance(entry, Mapping):
-            raise ConvoyError(f"{what} is {entry!r}: write e.g. `- {{speed: 0.5, host: a}}`")
-        _check_keys(entry, ("speed", "host", "count"), what)
-        speed = check_speed(entry.get("speed", 1.0), what)
-        for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
-            host = entry.get("host")
-            found.append(ClusterDevice(speed, f"host{len(found)}" if host is None else str(host)))
-    return found
-
-
-def _links(links: Any) -> tuple[str, dict[str, str]]:
-    if links is None:
-        return "", {}
-    if not isinstance(links, Mapping):
-        raise ConvoyError(f"links is {links!r}: write e.g. `links: {{rate: 3gbit}}`")
-    if "latency" in links:
-        raise ConvoyError(
-            "links has a latency, which is not emulated (links have what the machine's own network stack takes): "
-            "leave latency out"
-        )
-    _check_keys(links, ("rate", "hosts"), "links")
-    hosts = links.get("hosts") or {}
-    if not isinstance(hosts, Mapping):
-        raise ConvoyError(f"hosts of links is {hosts!r}: write a rate for each host, e.g. `hosts: {{b: 1gbit}}`")
-    rate = links.get("rate")
-    for given in (*([] if rate is None else [rate]), *hosts.values()):
-        check_rate(given)
-    return rate or "", {str(host): given for host, given in hosts.items()}
-
-
-def _check_keys(given: Mapping[Any, Any], known: Collection[str], what: str) -> None:
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ConvoyError(f"{what} has no key {key!r}: {hint}")
-
-
-def _whole(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConvoyError(f"the {what} is {value!r}: write a whole number from 1")
-    return value
-
-
-_HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -192,33 +65,36 @@ class Cluster:
         if len(self.devices) > MOST:
             raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
         for number, device in enumerate(self.devices):
-            check_speed(device.speed, f"device {number}")
-            if not _HOST.fullmatch(device.host) or len(device.host) > 63:
+            _check_speed(device.speed, f"device {number}")
+            if not _HOST.fullmatch(device.host):
                 raise ConvoyError(f"device {number} has the host {device.host!r}: use letters, digits and hyphens")
-        for host, rate in self.rates.items():
+        for host in self.rates:
             if host not in self.hosts:
                 raise ConvoyError(f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one")
-            check_rate(rate)
-        if self.rate:
-            check_rate(self.rate)
+        for rate in (*self.rates.values(), *([] if self.rate == "" else [self.rate])):
+            match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
+            if match is None or float(match[1]) == 0:  # `tc` would not take it, or for something else
+                raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")
         missing = [host for host in self.hosts if host not in self.rates]
         if not self.rate and missing and len(self.hosts) > 1:
             raise ConvoyError(f"the link of host {missing[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`")
 
     @staticmethod
-    def alike(count: int, speed: float = 1.0, rate: str = "", hosts: int | None = None) -> "Cluster":
-        """A cluster of devices that are alike.
-
-        Args:
-            count: of the devices.
-            speed: of each, as a share of a core.
-            rate: of all links.
-            hosts: how many there are, with consecutive devices in each; None for one for each device.
+    def alike(
+        count: int, speed: float = 1.0, rate: str = "", hosts: int | None = None, rates: Mapping[str, str] | None = None
+    ) -> "Cluster":
+        """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
 
         Raises:
             ConvoyError: there is no such cluster.
         """
-        return Cluster(alike(count, speed, hosts), rate)
+        if not 1 <= count <= MOST:
+            raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {MOST}")
+        hosts = count if hosts is None else hosts
+        if not 1 <= hosts <= count:
+            raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
+        devices = (ClusterDevice(speed, f"host{number * hosts // count}") for number in range(count))
+        return Cluster(tuple(devices), rate, rates or {})
 
     @staticmethod
     def read(path: str | Path) -> "Cluster":
@@ -229,7 +105,7 @@ class Cluster:
         """
         document = documents.parse(read_text(expanded(path), "cluster"), str(path))
         try:
-            return Cluster(*parse(document))
+            return _parse(document)
         except ConvoyError as error:
             raise ConvoyError(f"{path}: {error}") from error
 
@@ -243,16 +119,86 @@ class Cluster:
         return self.rates.get(host, self.rate)
 
     def __str__(self) -> str:
-        """In one line."""
-        speeds = [device.speed for device in self.devices]
-        rates = [self.rate_of(host) for host in self.hosts]
-        if len(speeds) == 1:
-            said = f"1 device with {speeds[0]:g} of a core"
-        elif len(set(speeds)) == 1:
-            said = f"{len(speeds)} devices with {speeds[0]:g} of a core each"
-        else:
-            said = f"{len(speeds)} devices with {', '.join(f'{speed:g}' for speed in speeds)} of a core"
-        if len(rates) == 1:
+        speeds, rates = [f"{device.speed:g}" for device in self.devices], [self.rate_of(host) for host in self.hosts]
+        said = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
+        if len(speeds) > 1 and len(set(speeds)) == 1:
+            said = f"{len(speeds)} devices with {speeds[0]} of a core each"
+        if len(self.hosts) == 1:
             return f"{said} in one host"
         links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
         return f"{said} in {len(rates)} hosts, links of {links}"
+
+
+def _parse(document: Any) -> Cluster:
+    if not isinstance(document, Mapping):
+        raise ConvoyError(f"a cluster has the keys devices and links: {_FORM}")
+    _check_keys(document, "a cluster", "devices", "links")
+    devices, links = document.get("devices"), document.get("links")
+    if devices is None:
+        raise ConvoyError(f"devices is missing: {_FORM}")
+    rate, rates = _links({} if links is None else links)
+    if isinstance(devices, list):
+        return Cluster(tuple(_listed(devices)), rate, rates)
+    if not isinstance(devices, Mapping):
+        raise ConvoyError(
+            f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices"
+        )
+    _check_keys(devices, "devices", "count", "speed", "hosts")
+    if "count" not in devices:
+        raise ConvoyError("devices has no count: write e.g. `devices: {count: 4, speed: 0.5}`")
+    count = _whole(devices["count"], "count of devices")
+    hosts = _whole(devices["hosts"], "number of hosts") if "hosts" in devices else None
+    return Cluster.alike(count, _check_speed(devices.get("speed", 1.0), "the devices"), rate, hosts, rates)
+
+
+def _listed(entries: list[Any]) -> Iterator[ClusterDevice]:
+    """Devices one by one; those that name no host are in one of their own."""
+    made = 0
+    for number, entry in enumerate(entries, 1):
+        what = f"entry {number} of devices"
+        if not isinstance(entry, Mapping):
+            raise ConvoyError(f"{what} is {entry!r}: write e.g. `- {{speed: 0.5, host: a}}`")
+        _check_keys(entry, what, "speed", "host", "count")
+        speed, host = _check_speed(entry.get("speed", 1.0), what), entry.get("host")
+        for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
+            yield ClusterDevice(speed, f"host{made}" if host is None else str(host))
+            made += 1
+
+
+def _links(links: Any) -> tuple[str, dict[str, str]]:
+    """The rate of all links, and of those of hosts that have another."""
+    if not isinstance(links, Mapping):
+        raise ConvoyError(f"links is {links!r}: write e.g. `links: {{rate: 3gbit}}`")
+    if "latency" in links:
+        raise ConvoyError(
+            "links has a latency, which is not emulated (links have what the machine's own network stack takes): "
+            "leave latency out"
+        )
+    _check_keys(links, "links", "rate", "hosts")
+    rate, hosts = links.get("rate"), links.get("hosts") or {}
+    if not isinstance(hosts, Mapping):
+        raise ConvoyError(f"hosts of links is {hosts!r}: write a rate for each host, e.g. `hosts: {{b: 1gbit}}`")
+    return "" if rate is None else rate, {str(host): given for host, given in hosts.items()}
+
+
+def _check_keys(given: Mapping[Any, Any], what: str, *known: str) -> None:
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConvoyError(f"{what} has no key {key!r}: {hint}")
+
+
+def _check_speed(speed: Any, what: str) -> float:
+    number = isinstance(speed, int | float) and not isinstance(speed, bool)
+    if not number or not math.isfinite(speed) or not _SLOWEST <= speed <= 1:
+        raise ConvoyError(
+            f"the speed of {what} is {speed!r}: write the share of a core that it has, from {_SLOWEST} to 1"
+        )
+    return float(speed)
+
+
+def _whole(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConvoyError(f"the {what} is {value!r}: write a whole number from 1")
+    return value

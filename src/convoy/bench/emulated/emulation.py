@@ -1,6 +1,7 @@
 """Makes an emulated cluster, removes it, and puts the process of a rank onto one of its devices."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -26,17 +27,13 @@ class EmulatedDevice:
 
     Attributes:
         rank: the number of the device.
-        speed: the share of a core that it has.
-        name: of the host that it is in.
-        host: the host.
+        host: that it is in.
         master: address of the host of device 0.
         core: of this machine, on which the process runs.
         group: the control group that limits it; None where it has the whole core.
     """
 
     rank: int
-    speed: float
-    name: str
     host: EmulatedHost
     master: str
     core: int
@@ -115,8 +112,13 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
     Raises:
         ConvoyError: the machine has too few cores, this process may not make it, or a tool is missing.
     """
-    _check_rights()
-    network.check_tools()
+    if sys.platform != "linux":
+        raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")
+    if os.geteuid() != 0:
+        raise ConvoyError("emulated hosts are network namespaces, which only root can make: run this as root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise ConvoyError(f"emulated hosts need {' and '.join(missing)}: install the package iproute2")
     speeds = [device.speed for device in cluster.devices]
     cores = cores_for(speeds, own_cores())
     made = ExitStack()
@@ -133,19 +135,12 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
             made.enter_context(pulses(sorted(shared)))
         master = hosts[cluster.devices[0].host].address
         yield [
-            EmulatedDevice(rank, device.speed, device.host, hosts[device.host], master, cores[rank], groups[rank])
+            EmulatedDevice(rank, hosts[device.host], master, cores[rank], groups[rank])
             for rank, device in enumerate(cluster.devices)
         ]
     finally:
         with _undisturbed():
             made.close()
-
-
-def _check_rights() -> None:
-    if sys.platform != "linux":
-        raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")
-    if os.geteuid() != 0:
-        raise ConvoyError("emulated hosts are network namespaces, which only root can make: run this as root")
 
 
 @contextmanager

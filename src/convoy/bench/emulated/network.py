@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ _numbers = itertools.count()
 
 
 def prefix() -> str:
-    """Of all names of one emulation of this process; it has the process's number and when it started."""
+    """The beginning of all names of one emulation: the number and the start time of this process."""
     pid = os.getpid()
     return f"convoy-{pid}-{_started(pid)}-{next(_numbers)}-"
 
@@ -47,7 +46,7 @@ def _started(pid: int) -> int:
 
 INTERFACE = "eth0"
 BURST = "80kb"
-"""What a link that was idle lets through at once. With less than a segment of 64 kB and its headers Linux would cut
+"""Bytes that an idle link lets through at once. With less than a segment of 64 kB and its headers Linux would cut
 each to packets, which takes the sender's whole core."""
 QUEUE = "50ms"
 _FOLDER = Path("/run/netns")
@@ -56,7 +55,7 @@ _NEW_NETWORK = 0x40000000
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """One of them.
+    """A host of the cluster.
 
     Attributes:
         namespace: name of its network namespace.
@@ -82,17 +81,6 @@ class EmulatedHost:
                 f"the emulated host {self.namespace} cannot be entered ({error.strerror}): "
                 "enter it as root, before its cluster is removed"
             ) from error
-
-
-def check_tools() -> None:
-    """Refuse to begin where a tool is missing.
-
-    Raises:
-        ConvoyError: one is.
-    """
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise ConvoyError(f"emulated hosts need {' and '.join(missing)}: install the package iproute2")
 
 
 @contextmanager

@@ -1,19 +1,3 @@
-// Shows the copy buttons, which need a script, and lets them copy the text that they name.
-for (const button of document.querySelectorAll("[data-copy]")) {
-  button.hidden = false;
-  button.addEventListener("click", async () => {
-    const source = document.getElementById(button.dataset.copy);
-    try {
-      await navigator.clipboard.writeText(source.textContent);
-    } catch {
-      getSelection().selectAllChildren(source);
-      document.execCommand("copy");
-    }
-    button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "Copy"; }, 1500);
-  });
-}
-
 // Says beside the network what the title of a box says, also where nothing hovers; at first of the box that takes longest.
 const detail = document.querySelector(".detail");
 let shown = null;
