@@ -17,7 +17,7 @@ from convoy.bench.measurement import MeasurementTask
 from convoy.bench.records import Forecast, StudyFacts
 from convoy.bench.store import Store
 from convoy.bench.study import recipe_for
-from convoy.engine.profiling import CallTimes, Profiler
+from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.planner import make_plan
 from convoy.planner.cost.link import Links, Rate
 from convoy.plans.plan import Plan
@@ -47,9 +47,11 @@ def nothing(what: str, done: int, total: int) -> None:
 def planned(folder: str, slower: float, bound: tuple[str, ...]) -> Forecast:
     run = Profiler.run
 
-    def taking(profiler: Profiler, *args: object) -> dict[str, CallTimes]:
-        factor = 1e-3 * (slower if dist.get_rank() else 1.0)
-        return {name: CallTimes(factor, factor) for name in run(profiler, *args)}  # type: ignore[arg-type]
+    def taking(profiler: Profiler, *args: object) -> Profile:
+        found = run(profiler, *args)  # type: ignore[arg-type]
+        seconds = 1e-3 * (slower if dist.get_rank() else 1.0)
+        calls = {name: CallTimes(seconds, seconds) for name in found.calls}
+        return replace(found, calls=calls, seconds=seconds, slowest=seconds)
 
     links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
     with_links = partial(make_plan, link=links)

@@ -105,7 +105,7 @@ def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     text = said(capsys, "plan", "lenet", "--batch", "16", "--html", str(page))
     assert "plan serial" in text
-    assert "on</span> 1 device" in page.read_text()
+    assert "on</span> <bdi>1 device</bdi>" in page.read_text()
 
 
 def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.engine.profiling import steady, typical
+from convoy.engine.profiling import middle_half, steady
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_two_are_not_enough_while_memory_grows() -> None:
     assert steady(lambda: next(values), lambda value: value, patience_s=0.0, settled=lambda: not next(grows)) == [2.0]
 
 
-def test_what_is_typical() -> None:
-    assert typical([3.0, 1.0, 2.0], float) == [1.0, 2.0, 3.0]  # of three nothing is left out
-    assert typical([9.0, 1.0, 3.0, 2.0], float) == [2.0, 3.0]
-    assert typical([5.0, 9.0, 1.0, 8.0, 4.0, 2.0, 7.0, 3.0], float) == [3.0, 4.0, 5.0, 7.0]
+def test_the_middle_half() -> None:
+    assert middle_half([3.0, 1.0, 2.0], float) == [1.0, 2.0, 3.0]  # of three nothing is left out
+    assert middle_half([9.0, 1.0, 3.0, 2.0], float) == [2.0, 3.0]
+    assert middle_half([5.0, 9.0, 1.0, 8.0, 4.0, 2.0, 7.0, 3.0], float) == [3.0, 4.0, 5.0, 7.0]

@@ -2,6 +2,7 @@
 
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.profiling import CallTimes, Profiler
+from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, workload_of
@@ -216,10 +217,11 @@ def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dic
     ranks, store = Ranks.here(), ProfileStore(Path(folder))
     run = Profiler.run
 
-    def taking(profiler: Profiler, *args: object) -> dict[str, CallTimes]:
+    def taking(profiler: Profiler, *args: object) -> Profile:
         found = run(profiler, *args)  # type: ignore[arg-type]
-        factor = 1e-3 * (slower if ranks.rank else 1.0)
-        return {name: CallTimes(factor, factor) for name in found}
+        seconds = 1e-3 * (slower if ranks.rank else 1.0)
+        calls = {name: CallTimes(seconds, seconds) for name in found.calls}
+        return replace(found, calls=calls, seconds=seconds, slowest=seconds)
 
     plans = [Plan.parse("sample=2")]
     with patch.object(Profiler, "run", taking):

@@ -8,7 +8,7 @@ import torch
 
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.planner.cost.trace import trace
-from convoy.training.observation import typical
+from convoy.training.observation import middle_update
 
 
 @dataclass
@@ -113,4 +113,4 @@ def test_a_trace_of_them_has_no_gaps_and_no_overlaps():
     [([[3.0, 1.0, 2.0]], 2), ([[1.0, 2.0, 3.0], [1.0, 9.0, 3.0]], 2), ([[5.0]], 0), ([[2.0, 1.0], [2.0, 1.0]], 1)],
 )
 def test_the_typical_update_is_the_middle_one_of_the_slowest_rank(lengths, number):
-    assert typical(lengths) == number
+    assert middle_update(lengths) == number

@@ -1,5 +1,6 @@
 """The course of a study: predictions first, then rounds in which all configurations take turns, then trainings."""
 
+import math
 import os
 import re
 import shutil
@@ -154,8 +155,10 @@ class MeasuringSchedule(Course):
         ranks = self._ranks(row, self._task(row, self.store.plan_of(row), self.store.shares_of(row)), round_)
         if isinstance(ranks, str):
             self._fail(row, ranks)
+        elif not math.isfinite(loss := sum(rank.loss for rank in ranks)):
+            self._fail(row, f"the loss of the first update is {loss}")
         else:
-            wall, loss = round(time.perf_counter() - began, 3), sum(rank.loss for rank in ranks)
+            wall = round(time.perf_counter() - began, 3)
             row.visits.append(Measurement(round=round_, started=started, wall_s=wall, loss=loss, ranks=ranks))
         self._save()
 

@@ -83,12 +83,9 @@ def read_pickle(path: Path) -> dict[str, Any]:
             ) from None
     if not isinstance(content, dict):
         raise ConvoyError(f"{shown(path)} is no CIFAR file (it holds no dictionary): fetch it again")
-    return {
-        key.decode("latin1") if isinstance(key, bytes) else str(key): _array(value)
-        if isinstance(value, _Kept)
-        else value
-        for key, value in content.items()
-    }
+    names = (key.decode("latin1") if isinstance(key, bytes) else str(key) for key in content)
+    values = (_array(value) if isinstance(value, _Kept) else value for value in content.values())
+    return dict(zip(names, values, strict=True))
 
 
 def _check_places(file: BinaryIO) -> None:

@@ -160,7 +160,8 @@ def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
     encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
-    own, settled = common_format(*encoded), list[Source]()
+    own = common_format(*encoded)
+    settled: list[Source] = []
     for source, split in zip(encoded, ("training", "test"), strict=False):
         pixels = decode_all(source, own, split, skip_bad, progress) if own is not None else None
         if pixels is None:

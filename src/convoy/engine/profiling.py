@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean as mean
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from convoy.engine.fake_inputs import NoTransfer, source
 from convoy.engine.program import Program
 from convoy.ops.context import StepContext
 from convoy.ops.statistics import RunningStatistics
-from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.transfer import Step
 
@@ -128,7 +128,7 @@ class CallTimes:
     """Seconds of one call.
 
     Attributes:
-        forward, backward: means over the typical passes, so that they add up to a typical pass.
+        forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
     """
 
     forward: float
@@ -143,20 +143,19 @@ class Profile:
         calls: times by the name of the call; `OUTSIDE` has what the pass takes beside the calls.
         transfers: with other ranks, the steps, shapes of the whole tensors, types and times of redistributions. A rank
             that comes first to one waits for the others: that is part of the time.
-        lag: seconds of the slowest rank's passes for one of this rank's. Where no two passes take equally long, now
-            one rank is the slowest and now another, and all wait for it at their next exchange.
+        seconds: of a pass.
+        slowest: those of the rank that took longest for the pass, in the mean over the passes. Where no two passes take
+            equally long, now one rank is the slowest and now another, and all wait for it at their next exchange.
     """
 
     calls: dict[str, CallTimes]
     transfers: list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]
-    lag: float
+    seconds: float
+    slowest: float
 
 
-class Alone(Groups):
+class _NoOthers(Groups):
     """A rank of a mesh whose other ranks are not there."""
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        super().__init__(mesh, rank)
 
     def of(self, axes: Iterable[int]) -> None:
         """Nobody."""
@@ -207,7 +206,7 @@ class Profiler:
             self._timed += found
             return Redistribution(found)
 
-        others = groups or Alone(mesh, rank)
+        others = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
         self._program = Program(placement, others, self._context, channels_last, transfer=transfer)
         self._tensors = [
@@ -229,14 +228,14 @@ class Profiler:
             enough: passes that must be near the fastest.
         """
         passes = steady(
-            lambda: self._measured(slowest),
+            partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
             lambda one: one.slowest,
             agree,
             enough=enough,
             patience_s=_PATIENCE_S,
             settled=lambda: not self._grew,
         )
-        passes = typical(passes, lambda one: one.slowest)
+        passes = middle_half(passes, lambda one: one.slowest)
         names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward) if name != _MADE_UP)
         calls = {
             name: CallTimes(
@@ -251,7 +250,8 @@ class Profiler:
         return Profile(
             calls,
             [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
-            mean(one.slowest for one in passes) / mean(one.seconds for one in passes),
+            mean(one.seconds for one in passes),
+            mean(one.slowest for one in passes),
         )
 
     def _measured(self, slowest: Callable[[float], float]) -> "_Pass":
@@ -296,13 +296,13 @@ class _Pass:
     slowest: float
 
 
-def typical(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
+def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     """All but the fastest and the slowest quarter.
 
     The mean of these is about as robust as a median, and it adds up: the calls of a pass to the pass, where the sum of
     their medians leaves out whatever disturbs now one call and now another.
 
-    >>> typical([9.0, 1.0, 3.0, 2.0], float)
+    >>> middle_half([9.0, 1.0, 3.0, 2.0], float)
     [2.0, 3.0]
     """
     out = len(found) // 4

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.planner.cost.step import Scored
-    from convoy.planner.planner import Planned, make_plan, score
-    from convoy.planner.workload import Workload, workload_of
-
-__all__ = ["Planned", "Scored", "Workload", "make_plan", "score", "workload_of"]
-
+    from convoy.planner.cost.step import Scored as Scored
+    from convoy.planner.planner import Planned as Planned
+    from convoy.planner.planner import make_plan as make_plan
+    from convoy.planner.planner import score as score
+    from convoy.planner.workload import Workload as Workload
+    from convoy.planner.workload import workload_of as workload_of
 
 __getattr__ = lazily(
     __name__,

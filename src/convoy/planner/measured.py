@@ -85,7 +85,7 @@ def _place() -> tuple[object, ...]:
     return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 
 
-STRATEGIES = ("sample", "filter", "channel")
+_PROFILED = ("sample", "filter", "channel")
 """Of all layers that can have them, one after the other, in the profilings that a search begins with."""
 
 
@@ -97,7 +97,7 @@ def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]
         if is_choosing(call):
             layers.setdefault(call.layer, []).append(call)
     seen: set[tuple[Strategy, ...]] = set()
-    for strategy in STRATEGIES:
+    for strategy in _PROFILED:
         given = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
         if (strategy,) not in given.values() or tuple(given.values()) in seen:
             continue
@@ -268,7 +268,11 @@ class Measurements:
             if not all(one in self._times[job.alone] for one in self._local_ops(job)):
                 self._run(job, total)
             self._count += 1
-        self._progress("profiling", total, total)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no operation's time is known."""
+        return not any(self._times.values())
 
     def give_back_memory(self) -> None:
         """Give the kernel what earlier work has freed."""
@@ -307,12 +311,12 @@ class Measurements:
                 around = [found.around.forward, found.around.backward]
                 self._store.note(device, _around_of(job.workload, job.alone), around)
 
-    def _local_ops(self, job: Job) -> set[LocalOp]:
+    def _local_ops(self, job: Job) -> list[LocalOp]:
         """What the ranks compute in a profiling, but for what takes no time."""
         placement = job.placement
-        places = {0} if job.alone else set(self._ranks.places(placement.mesh))
+        places = dict.fromkeys([0] if job.alone else self._ranks.places(placement.mesh))
         found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
-        return {one for one in found if not one.is_empty and one.op not in VIEWS}
+        return list(dict.fromkeys(one for one in found if not one.is_empty and one.op not in VIEWS))
 
     def lacking(self, job: Job) -> float:
         """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
@@ -328,8 +332,6 @@ class Measurements:
     def costs(self, alone: bool) -> Costs:
         """What is known by now of one device while the others of the host rest, or while all of them compute."""
         times = Calibrated(self._times[alone] or self._times[not alone])
-        if not times.measured and _NOTHING not in self.notes:
-            self.notes.append(_NOTHING)
         return replace(
             self._without_times[alone], times=times, loss=self._loss(alone), per_transfer=self._engine(alone)
         )
@@ -348,6 +350,7 @@ class Measurements:
     def _without_times(self) -> dict[bool, Costs]:
         """Costs of the optimizer and the engine; these are measured once."""
         workload, ranks = self._workload, self._ranks
+        self.give_back_memory()
         timed = partial(measure_update, workload.optimizer, workload.device)
         first = ranks.first(timed)
         everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
@@ -362,9 +365,6 @@ class Measurements:
             per_transfer=self._engine(False),
         )
         return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}
-
-
-_NOTHING = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 
 
 def device_of(workload: Workload, neighbours: int) -> Device:

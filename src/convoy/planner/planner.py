@@ -107,8 +107,9 @@ def make_plan(
     `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
     links and the layers, or look them up (`measured.py`); search (`search/`), or take the plans that are given;
     predict each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those
-    that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until it is made of measured
-    operations or a minute, or the time of 40 updates of one device, is over. `verdict.py` explains the answer.
+    that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its
+    computing time is predicted so, or the longer of a minute and 40 updates of one device is over. `verdict.py`
+    explains the answer.
 
     Args:
         workload: what is to be trained.
@@ -156,7 +157,7 @@ def make_plan(
     room = room if memory_limit is None else min(room, memory_limit)
     measured = Measurements(workload, ranks, links, store, progress, per_transfer, room)
     jobs = jobs_for(workload, meshes, plans)
-    needed = len(jobs) if plans else 2  # one device and plain `sample`
+    needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
     measured.profile(jobs[:needed])
     alone = measured.costs(alone=True)
     serial = score(workload.alone or workload, Plan(Mesh((), ())), replace(alone, input=input or alone.input))
@@ -171,6 +172,7 @@ def make_plan(
     slowdowns = measured.slowdowns()
     slowdowns = slowdowns if len(slowdowns) == devices else ()
     workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
+    uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
     proposed: list[Plan] = []
     while True:
@@ -184,13 +186,18 @@ def make_plan(
         if memory_limit is not None:
             found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
         found = _ordered(found)
-        best = found[0].plan
+        best = ranks.broadcast(found[0].plan)
         job = plan_job(workload, best)
-        if plans or devices == 1 or best in proposed or measured.lacking(job) <= _SETTLED or not is_in_time():
+        settled = ranks.broadcast(best in proposed or measured.lacking(job) <= _SETTLED)
+        if plans or devices == 1 or uneven or settled or not is_in_time():
             break
         proposed.append(best)
         measured.profile([job])
+    found.sort(key=lambda one: one.plan != best)  # rank 0's best comes first on every rank
     measured.give_back_memory()
+    progress("profiling", 1, 1)
+    if measured.is_empty:
+        found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
     found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)

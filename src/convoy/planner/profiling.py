@@ -3,7 +3,6 @@
 The engine's own time in an update shows on networks so small that there is little else.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +62,7 @@ def profile(
     together: bool = False,
     enough: int = 3,
     passed: Callable[[int], None] = lambda number: None,
-) -> "Profiled":
+) -> Profiled:
     """Times of the operations on all ranks, the mean where several have the same, and of what belongs to no call.
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
@@ -90,10 +89,10 @@ def profile(
     def slowest(seconds: float) -> float:
         return seconds if alone else ranks.largest(round(1e9 * seconds))[0] / 1e9
 
-    place = 0 if alone else ranks.places(placement.mesh)[ranks.rank]
+    place = 0 if alone else ranks.places(mesh)[ranks.rank]
     own: list[tuple[LocalOp, Times]] = []
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
-    around, lag = Times(), 1.0
+    around, own_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
         profiler = Profiler(
             placement,
@@ -107,7 +106,7 @@ def profile(
         )
         with _precision(workload):
             profiled = profiler.run(agree, slowest, enough)
-        times, lag = profiled.calls, profiled.lag
+        times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
         for placed in placement.calls:
             one = local_op_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
@@ -126,11 +125,12 @@ def profile(
         around = Times(times[OUTSIDE].forward, times[OUTSIDE].backward)
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    said = ranks.gather((own, around, waited, lag))
+    said = ranks.gather((own, around, waited, own_s, slowest_s))
     by_rank = () if alone else _of_each_rank([rows for rows, *_ in said], set().union(*(row[2] for row in said)))
-    unequal = bool(by_rank) and max(by_rank) > ALIKE * min(by_rank)  # then the timeline knows who waits for whom
-    for rows, other, _, behind in said:
-        factor = 1.0 if unequal else behind
+    alike = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
+    late = max(slowest for *_, slowest in said) / max(seconds for *_, seconds, _ in said)
+    for rank, (rows, other, *_) in enumerate(said):
+        factor = late * (max(by_rank) / by_rank[rank] if alike else 1.0)
         for one, found in rows:
             measured.setdefault(one, []).append(found * factor)
         if rows:
@@ -143,17 +143,14 @@ def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[
 
     The median over all operations tells how fast a rank is from what has disturbed a single one.
     """
-    means = [
-        {one: mean([times for other, times in rows if other == one]).total for one in {one for one, _ in rows}}
-        for rows in said
-    ]
-    shared = set(means[0]).intersection(*means[1:]) - without
-    usual = {one: statistics.median(found[one] for found in means) for one in shared}
+    means = [{one: mean([times for other, times in rows if other == one]).total for one in dict(rows)} for rows in said]
+    shared = [one for one in means[0] if one not in without and all(one in found for found in means)]
+    usual = {one: median(found[one] for found in means) for one in shared}
     total = sum(usual.values())
     large = [one for one in shared if usual[one] > _SMALL * total]
     if not large:
         return ()
-    return tuple(total * statistics.median(found[one] / usual[one] for one in large) for found in means)
+    return tuple(total * median(found[one] / usual[one] for one in large) for found in means)
 
 
 def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:

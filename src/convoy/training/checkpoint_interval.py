@@ -93,7 +93,7 @@ class Interval:
 
 @dataclass
 class Young:
-    """Derives the interval from measurements of checkpoints: `cost_s` is what one kept the run from its work.
+    """Derives the interval from what checkpoints cost.
 
     Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
     mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds

@@ -153,7 +153,7 @@ class Observation:
         everyone = ranks.gather(seen)
         step: list[Timeline] = []
         if timelines and trace_file is not None:
-            step = ranks.gather(timelines[typical([one.watched for one in everyone])])
+            step = ranks.gather(timelines[middle_update([one.watched for one in everyone])])
 
         def first() -> Comparison:
             notes = [self._unseen] if self._unseen is not None else []
@@ -168,7 +168,7 @@ class Observation:
         return ranks.first(first)
 
 
-def typical(lengths: Sequence[Sequence[float]]) -> int:
+def middle_update(lengths: Sequence[Sequence[float]]) -> int:
     """Which of some updates took neither longest nor shortest.
 
     Args:
