@@ -10,11 +10,7 @@ from torch import Tensor, nn
 import convoy
 
 IMAGES = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
-
-
 PLANS = ["sample=2", "filter=2", "owt=2", "height=2"]
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from own_loops import rank, small
 from torch import nn
 
 import convoy
@@ -11,42 +12,26 @@ from convoy.errors import ConvoyError
 from ranks import run_ranks
 
 
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(6, 4),
-    ).double()
-
-
 def _images(number, size=8):
     return torch.randn(number, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def _rank():
-    return torch.distributed.get_rank()
-
-
 def _other_sizes(plan):
-    net = convoy.parallelize(_net(), plan, _images(2))
+    net = convoy.parallelize(small(), plan, _images(2))
     with pytest.raises(ConvoyError, match="all ranks must pass images of the same size and type"):
-        net(_images(2, 8 + 4 * _rank()))
+        net(_images(2, 8 + 4 * rank()))
 
 
 def _other_modes(plan):
-    net = convoy.parallelize(_net(), plan, _images(2))
-    net[1].train(_rank() == 0)
+    net = convoy.parallelize(small(), plan, _images(2))
+    net[1].train(rank() == 0)
     with pytest.raises(ConvoyError, match="with every module in the same mode"):
         net(_images(2))
 
 
 def _frozen_norm(plan):
     """Distances of gradients and statistics from the plain network's, with its norm frozen, and with it not."""
-    plain, net = _net(), convoy.parallelize(_net(), plan, _images(2))
+    plain, net = small(), convoy.parallelize(small(), plan, _images(2))
     plain[1].running_mean.add_(0.5), net[1].running_mean.add_(0.5)
     plain[1].eval(), net[1].eval()
     images = _images(4)
@@ -62,13 +47,13 @@ def _frozen_norm(plan):
 
 
 def _other_numbers():
-    net = convoy.parallelize(_net(), "filter=2", _images(2))
+    net = convoy.parallelize(small(), "filter=2", _images(2))
     with pytest.raises(ConvoyError, match=r"pass the samples that convoy\.local_samples says"):
-        net(_images(2 + _rank()))
+        net(_images(2 + rank()))
 
 
 def _unfrozen():
-    net = _net()
+    net = small()
     net[0].requires_grad_(False)
     net = convoy.parallelize(net, "sample=2", _images(2))
     net(_images(2)).sum().backward()
@@ -81,7 +66,7 @@ def _changed(change, words):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = _net()
+            self.body = small()
 
         def forward(self, x):
             return self.body(x)
@@ -95,7 +80,7 @@ def _changed(change, words):
     elif change == "parameter":
         net.body[0].weight = nn.Parameter(torch.zeros(6, 3, 3, 3, dtype=torch.float64))
     elif change == "block":
-        net.body = _net()
+        net.body = small()
     elif change == "taken out":
         del net.body[2]
     for each in (net, net.eval()):
@@ -105,7 +90,7 @@ def _changed(change, words):
 
 def _unchanged():
     """What leaves the parts of the network what they are."""
-    net = convoy.parallelize(_net(), "sample=2", _images(2))
+    net = convoy.parallelize(small(), "sample=2", _images(2))
     net.load_state_dict(net.state_dict())
     net[0].weight.data = net[0].weight.data.clone()
     net[1].running_mean = torch.ones(6, dtype=torch.float64)
@@ -119,7 +104,7 @@ def _unchanged():
 
 def _alone():
     """On one device there is nobody to add anything up with."""
-    net = nn.Sequential(*_net(), nn.Dropout())
+    net = nn.Sequential(*small(), nn.Dropout())
     net[0].requires_grad_(False)
     net = convoy.parallelize(net, "serial", _images(2))
     net[0].requires_grad_(True)
@@ -129,7 +114,7 @@ def _alone():
 
 
 def _copied(plan):
-    net = convoy.parallelize(_net(), plan, _images(2))
+    net = convoy.parallelize(small(), plan, _images(2))
     images = _images(4)[convoy.local_samples(net, 4)]
     twin = copy.deepcopy(net)
     with pytest.raises(ConvoyError, match="train the original"):
@@ -141,7 +126,7 @@ def _copied(plan):
 
 
 def _seeds():
-    torch.manual_seed(_rank())
+    torch.manual_seed(rank())
     net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(192, 4)).double()
     net = convoy.parallelize(net, {"mesh": {"gpu": 2}, "layers": {"2": {"gpu": "replicate"}}}, _images(2))
     net(_images(2)).sum().backward()
@@ -149,10 +134,10 @@ def _seeds():
 
 
 def _clipped(plan):
-    serial, images = _net(), _images(4)
+    serial, images = small(), _images(4)
     serial(images).square().mean().backward()
     want = nn.utils.clip_grad_norm_(serial.parameters(), 0.01)
-    net = convoy.parallelize(_net(), plan, images[:2])
+    net = convoy.parallelize(small(), plan, images[:2])
     net(images[convoy.local_samples(net, 4)]).square().mean().backward()
     got = convoy.clip_grad_norm_(net, 0.01)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
@@ -161,7 +146,7 @@ def _clipped(plan):
 
 
 def _labels():
-    net = convoy.parallelize(_net(), "owt=2", _images(2))
+    net = convoy.parallelize(small(), "owt=2", _images(2))
     with pytest.raises(ConvoyError, match="labels go from -100 to 3, but the classes are 0 to 3"):
         convoy.cross_entropy(net, _images(2), torch.tensor([3, -100]))
 

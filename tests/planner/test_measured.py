@@ -11,17 +11,18 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.profiling import CallTimes, Profile, Profiler
+from convoy.engine.profiling import OUTSIDE, CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, workload_of
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.link import links_named
+from convoy.planner.cost.link import Links, links_named
 from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
 from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.measured import jobs_for
+from convoy.planner.profiling import profile
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.mesh import Mesh
@@ -245,6 +246,32 @@ def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dic
 
 def of(span: Span) -> bool:
     return span.task.stream == "compute" and span.task.kind in ("forward", "backward")
+
+
+def profiled_with(batch: int, own: tuple[float, float], slowest: float) -> set[float]:
+    """Seconds of operations that take 1 s, where the passes of both ranks and of the slowest of each pass take so."""
+    ranks, found = Ranks.here(), lenet(batch)
+    second = CallTimes(0.5, 0.5)
+
+    def run(profiler: Profiler, *args: object) -> Profile:
+        names = [OUTSIDE, *(call.name for call in found.graph.calls)]
+        return Profile(dict.fromkeys(names, second), [], own[ranks.rank], slowest)
+
+    with patch.object(Profiler, "run", run):
+        profiled = profile(found, found.place(Plan.parse("sample=2")), ranks, False, Links(), together=True)
+    return {round(times.total, 6) for times in profiled.times.values()}
+
+
+def test_waiting_for_the_slower_rank_counts_and_uneven_work_does_not() -> None:
+    cases: list[tuple[int, tuple[float, float], float, float]] = [
+        (4, (1.0, 1.0), 1.0, 1.0),
+        (4, (1.0, 1.0), 1.1, 1.1),  # now one rank is slower, and now the other
+        (3, (2.0, 1.0), 2.0, 1.0),  # the first has two samples, and the second one
+        (3, (2.0, 1.0), 2.2, 1.1),
+    ]
+    for batch, own, slowest, expected in cases:
+        for found in run_ranks(profiled_with, 2, batch, own, slowest):
+            assert found == {expected}
 
 
 @pytest.mark.slow

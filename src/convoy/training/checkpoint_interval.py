@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -44,21 +45,14 @@ class Pace:
         return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
 
 
-class Every:
-    """Says after which updates the state is saved, the same on all ranks: every so many.
+class CheckpointSchedule(ABC):
+    """Says after which updates the state is saved, the same on all ranks."""
 
-    Args:
-        updates: at least 1.
-    """
-
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
-
+    @abstractmethod
     def due(self, done: int, pace: Pace) -> bool:
         """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
-        return done % self._updates == 0
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int) -> None:  # noqa: B027 -- not all need to know
         """One was begun, due or not."""
 
     def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
@@ -74,6 +68,16 @@ class Every:
             A sentence, where there is something new to say.
         """
         return None
+
+
+class Every(CheckpointSchedule):
+    """Every so many updates, at least 1."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def due(self, done: int, pace: Pace) -> bool:
+        return done % self._updates == 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Young:
         )
 
 
-class Automatic(Every):
+class Automatic(CheckpointSchedule):
     """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
 
     Args:

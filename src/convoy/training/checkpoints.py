@@ -15,7 +15,7 @@ from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snap
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.checkpoint_interval import Every, Pace
+from convoy.training.checkpoint_interval import CheckpointSchedule, Pace
 from convoy.training.config import in_words
 
 LOOK_S = 0.5
@@ -104,7 +104,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        when: Every,
+        when: CheckpointSchedule,
         ranks: Ranks,
         tell: Callable[[str], None],
         *,

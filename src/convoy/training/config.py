@@ -3,6 +3,7 @@ sections, which are typed, unchangeable and strict about names that they do not 
 
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -15,13 +16,13 @@ FORMS = "epochs as 90ep or 0.5ep, or weight updates as 5000ba"
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|ba|%)")
 
 
-class _Written:
+class _Written(ABC):
     """A value that recipes write as text: pydantic reads it by `parse` and writes it by `str`."""
 
     @classmethod
+    @abstractmethod
     def parse(cls, text: Any) -> Self:
         """Read it."""
-        raise NotImplementedError
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
