@@ -92,7 +92,7 @@ class MicrobatchNorm(_BatchNorm):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            add_term([self.running_mean, self.running_var], term, [weight] * 2)
+            add_term([self.running_mean, self.running_var], term.unbind(0), [weight] * 2)
         return y
 
 
