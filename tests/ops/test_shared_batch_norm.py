@@ -113,7 +113,7 @@ def test_a_layer_takes_few_operations_and_copies_nothing_to_the_gpu() -> None:
         running = Following(torch.zeros(6), torch.ones(6), 0.1)
         for tensor in (x, weight, bias):
             tensor.requires_grad_()
-        with cuda_batch_norm() as first:
+        with cuda_batch_norm():
             normalize_together(x, weight, bias, running, 1e-5, holders).sum().backward()
         with cuda_batch_norm() as seen:
             y = normalize_together(x, weight, bias, running, 1e-5, holders)

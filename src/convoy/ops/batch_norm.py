@@ -15,6 +15,7 @@ from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
+from convoy.ops.microbatch_norm import at_once, new_term, normalize_at_once, normalize_by_itself
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
 from convoy.ops.shared_statistics import affine
@@ -33,27 +34,6 @@ def _batch_norm(call: TorchCall) -> Recognized:
         found["momentum"] = call.module.momentum
     updates = bool(found["training"] and found["running_mean"])
     return Recognized("batch_norm", {**found, "num_batches_tracked": counter}, updates=updates)
-
-
-def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalize a microbatch by its own mean and variance.
-
-    Args:
-        x: [samples, channels, ...].
-        weight, bias: [channels] or None.
-        eps: added to the variance.
-
-    Returns:
-        The normalized microbatch, and its term of the running statistics (`ops/statistics.py`).
-    """
-    term = _new_term(x, weight)
-    y = F.batch_norm(x, term[0], term[1], weight, bias, training=True, momentum=1.0, eps=eps)
-    return y, term
-
-
-def _new_term(x: Tensor, weight: Tensor | None) -> Tensor:
-    """To be filled in, as running statistics of which only the next term counts."""
-    return torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
 
 
 ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -172,6 +152,9 @@ class _Layer:
         if len(sizes) == 1:
             y, term = self._normalize(t, t.x)
             return y, [term[None]]
+        if self.own is None and at_once(t.x):
+            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes)
+            return y, [terms]
         pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
         return torch.cat([y for y, _ in pieces]), [torch.stack([term for _, term in pieces])]
 
@@ -195,7 +178,7 @@ class _Layer:
         rows = len(x)
         if rows not in self._holders_of:
             self._holders_of[rows] = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
-        term = _new_term(x, t.weight)
+        term = new_term(x, t.weight)
         following = Following(term[0], term[1], 1.0)
         return normalize_together(x, t.weight, t.bias, following, self.eps, self._holders_of[rows]), term
 

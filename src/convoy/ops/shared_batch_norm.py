@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.ops.constants import Constants
+from convoy.ops.microbatch_norm import arranged, wide_type
 from convoy.ops.statistics import add_term
 
 
@@ -233,12 +234,10 @@ class _CudaLoops:
     """
 
     def arranged(self, x: Tensor) -> Tensor:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        as_it_is = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-        return x if as_it_is else x.contiguous()
+        return arranged(x)
 
     def nothing(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return torch.zeros(2, x.shape[1], dtype=_wide(x.dtype), device=x.device)
+        return torch.zeros(2, x.shape[1], dtype=wide_type(x.dtype), device=x.device)
 
     def statistics(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return torch.stack(torch.batch_norm_stats(x, eps))
@@ -304,8 +303,3 @@ _PLAIN_LOOPS = _PlainLoops()
 
 def _loops(x: Tensor) -> _Loops:
     return _LOOPS.get(x.device.type, _PLAIN_LOOPS)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which CUDA's loops add up numbers of a type."""
-    return torch.promote_types(dtype, torch.float32)
