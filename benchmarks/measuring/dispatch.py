@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -199,6 +200,8 @@ class FakeGpu(Counter):
             *((owner, "synchronize", None) for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event)),
             *((torch.cuda, name, None) for name in ("set_device", "empty_cache", "set_rng_state")),
             (torch.cuda, "current_device", 0),
+            (torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * 2**30)),
+            (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8)),
         ):
             self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
@@ -214,13 +217,12 @@ class FakeGpu(Counter):
         if isinstance(given, Tensor):
             like = torch.empty_like(given.detach(), device=self.device)
             return nn.Parameter(like, given.requires_grad) if isinstance(given, nn.Parameter) else like
-        made: dict[Tensor, Tensor] = {}
+        made: dict[Tensor, Any] = {}
         for module in given.modules():
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
-                    if tensor is not None and tensor not in made:
-                        made[tensor] = self.take(tensor)
                     if tensor is not None:
+                        made[tensor] = made[tensor] if tensor in made else self.take(tensor)
                         held[name] = made[tensor]
         return given
 
