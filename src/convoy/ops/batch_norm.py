@@ -127,9 +127,14 @@ class _Layer:
         return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
-        """Over the samples of this rank; approximate: the result depends on how many ranks there are."""
+        """Over the samples of this rank; approximate: the result depends on how many ranks there are.
+
+        A GPU brings the running statistics up to date in the same launch.
+        """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
+        if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
+            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
         y, term = self._normalize(t, t.x)
         return y, [term]
 

@@ -104,11 +104,14 @@ class _AtOnce(torch.autograd.Function):
         ctx.save_for_backward(x, weight, statistics)
         ctx.sizes = sizes
         ctx.mark_non_differentiable(terms)
+        ctx.set_materialize_grads(False)  # that of the terms would be zeros
         return y, terms
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
+        if gradient is None:
+            return (None,) * 6
         x, weight, statistics = ctx.saved_tensors
         if gradient.stride() != x.stride():
             gradient = torch.empty_like(x).copy_(gradient)
