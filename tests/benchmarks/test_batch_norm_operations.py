@@ -14,6 +14,8 @@ from convoy.plans.plan import Plan
 from convoy.training.division import divide
 from convoy.training.parallel import Method, ParallelNetwork
 
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
 MICROBATCH, OWN, PIXELS = 2, 4, 32
 """Samples of a microbatch, microbatches of a rank, and how large the images are."""
 
