@@ -143,7 +143,7 @@ class _Builder:
                 if number > 0:
                     self._add_to_earlier_passes()
         if self.placement.graph.training:
-            for message in running_statistics(self.placement, self.costs.batch_norm, self.costs.microbatch, passes):
+            for message in running_statistics(self.placement, self.costs.batch_norm):
                 self._collective(
                     message.axes, message.kind, message.bytes, "transfers", "transfer", "", "running statistics"
                 )
