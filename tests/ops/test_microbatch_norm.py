@@ -1,6 +1,9 @@
 """Batch norm of several microbatches at once, as on a GPU, against one after the other, in float64 on the CPU."""
 
 import functools
+import os
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -108,12 +111,27 @@ def test_compiled() -> None:
     compare(got, results((4, 4, 3), (6, 5, 4)))
 
 
+def test_where_triton_cannot_build_its_kernels_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    broken = types.ModuleType("convoy.ops.microbatch_kernels")
+    broken.forward = fail  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    monkeypatch.setattr("convoy.ops.microbatch_kernels", broken, raising=False)
+    with pytest.warns(UserWarning, match=r"more slowly, as they cannot be built here: Failed to find C compiler\.$"):
+        assert microbatch_norm._triton.__wrapped__(torch.device("cpu")) is None
+
+
 @functools.cache
 def interpreted() -> object:
     """Triton's kernels, run by its interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is imported already: set TRITON_INTERPRET=1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("TRITON_INTERPRET", "1")  # which it reads when it is imported
+        pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
         from convoy.ops import microbatch_kernels
     return microbatch_kernels
 
