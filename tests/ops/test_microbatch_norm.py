@@ -1,11 +1,14 @@
 """Batch norm of several microbatches at once, as on a GPU, against one after the other, in float64 on the CPU."""
 
 import functools
+import importlib.util
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +155,12 @@ def test_triton_variants(affine: bool, momentum: float | None) -> None:
     with all_at_once(interpreted()):
         got = results((20, 20, 11), (5, 13, 11), True, affine, momentum)
     compare(got, results((20, 20, 11), (5, 13, 11), True, affine, momentum))
+
+
+def test_triton_builds_for_a_gpu() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: its kernels are not built")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
