@@ -9,6 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import convoy
+from convoy import models
 from convoy.engine import program
 from convoy.engine import program as stretches
 from convoy.engine.gradients import reducer
@@ -220,3 +221,18 @@ def test_gradients_are_sent_while_the_backward_pass_goes_on(cut):
     for events in run_ranks(_events, 2, cut, timeout=120):
         last = len(events) - 1 - events[::-1].index("backward")
         assert ("message" in events[:last]) == cut, events
+
+
+def _stretches_of_resnet50():
+    made, images = [], torch.randn(2, 3, 32, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: made.append(function) or function)
+        net = convoy.parallelize(models.create("resnet50"), "sample=2", images, batch_norm="local", compile=True)
+        net._convoy.samples = (2, 2)
+        net._convoy.context.enter(0, 0, (2, 2), torch.device("cpu"))
+        net(images)
+    return len(made)
+
+
+def test_a_deep_network_is_a_handful_of_graphs():
+    assert run_ranks(_stretches_of_resnet50, 2, timeout=120) == [5, 5]
