@@ -39,6 +39,7 @@ def results(
     momentum: float | None = 0.1,
     dtype: torch.dtype = torch.float64,
     run: Callable[[nn.Module], Callable[..., Tensor]] = lambda layer: layer,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Of two passes: the result, every gradient and the buffers."""
     torch.manual_seed(0)
@@ -51,15 +52,16 @@ def results(
     if inner:
         x = x.to(memory_format=torch.channels_last if len(shape) == 3 else torch.channels_last_3d)
     context = StepContext(batch_norm="microbatch")
-    context.enter(0, 0, sizes, torch.device("cpu"))
-    net = MicrobatchNorm(layer, context)
-    x = x.to(dtype).requires_grad_()
+    context.enter(0, 0, sizes, torch.device(device))
+    net = MicrobatchNorm(layer.to(device), context)
+    x = x.to(device, dtype).requires_grad_()
     for _ in range(2):
         y = run(net)(x)
-        y.backward(gradient.to(dtype))
-    found = {"y": y.detach(), "x": x.grad, **dict(net.named_buffers())}
+        y.backward(gradient.to(device, dtype))
     assert y.stride() == x.stride()
-    return found | {name: p.grad for name, p in net.named_parameters()}  # type: ignore[misc]
+    found = {"y": y.detach(), "x": x.grad, **dict(net.named_buffers())}
+    found |= {name: p.grad for name, p in net.named_parameters()}
+    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 1e-12) -> None:
@@ -155,6 +157,14 @@ def test_triton_variants(affine: bool, momentum: float | None) -> None:
     with all_at_once(interpreted()):
         got = results((20, 20, 11), (5, 13, 11), True, affine, momentum)
     compare(got, results((20, 20, 11), (5, 13, 11), True, affine, momentum))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (70, 56, 56)], ids=[*SHAPES, "large images"])
+def test_a_gpu(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    for inner in (False, True) if len(shape) > 2 else (False,):
+        compare(results(sizes, shape, inner, device="cuda"), results(sizes, shape, inner), 1e-11)
 
 
 def test_triton_builds_for_a_gpu() -> None:
