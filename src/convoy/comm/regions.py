@@ -1,7 +1,7 @@
 """Parts of a tensor by lists of indices: taking them out and putting a tensor together from them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,23 +24,6 @@ def extents(box: Box) -> tuple[int, ...]:
     return tuple(len(part) for part in box)
 
 
-def kept_on_devices(constant: Tensor) -> Callable[[torch.device, torch.dtype], Tensor]:
-    """Gives a tensor of the CPU on a device and in a type, copied there once: a copy in every pass would wait for all
-    that the device was asked before."""
-    kept = {(constant.device, constant.dtype): constant}
-
-    def on(device: torch.device, dtype: torch.dtype) -> Tensor:
-        found = kept.get((device, dtype))
-        if found is None:
-            with torch.inference_mode(False):  # it serves training too
-                found = constant.to(device, dtype)
-            if not torch.compiler.is_compiling():
-                kept[device, dtype] = found
-        return found
-
-    return on
-
-
 class Region:
     """Where a box lies in the tensor that holds a larger box."""
 
@@ -55,11 +38,7 @@ class Region:
             for dim, place in enumerate(self.places)
             if isinstance(place, range) and len(place) != sizes[dim]
         ]
-        self._picks = [
-            (dim, kept_on_devices(torch.tensor(place)))
-            for dim, place in enumerate(self.places)
-            if isinstance(place, tuple)
-        ]
+        self._picks = [(dim, torch.tensor(place)) for dim, place in enumerate(self.places) if isinstance(place, tuple)]
         self._runs = _runs(self.places[self._picks[0][0]]) if len(self._picks) == 1 else ()
 
     def select(self, x: Tensor) -> Tensor:
@@ -68,8 +47,8 @@ class Region:
         if self._runs:
             dim = self._picks[0][0]
             return torch.cat([x.narrow(dim, start, length) for start, length in self._runs], dim)
-        for dim, numbers in self._picks:
-            x = x.index_select(dim, numbers(x.device, torch.int64))
+        for index, (dim, _) in enumerate(self._picks):
+            x = x.index_select(dim, self._numbers(index, x))
         return x
 
     def take(self, x: Tensor) -> Tensor:
@@ -86,8 +65,7 @@ class Region:
                 put(mine, theirs)
         elif len(self._picks) == 1:
             by_index = target.index_add_ if accumulate else target.index_copy_
-            dim, numbers = self._picks[0]
-            by_index(dim, numbers(x.device, torch.int64), part)
+            by_index(self._picks[0][0], self._numbers(0, x), part)
         else:
             target.index_put_(self._grid(target), part, accumulate)
 
@@ -103,11 +81,19 @@ class Region:
             yield target.narrow(dim, start, length), part.narrow(dim, done, length)
             done += length
 
+    def _numbers(self, index: int, x: Tensor) -> Tensor:
+        dim, numbers = self._picks[index]
+        if numbers.device != x.device:
+            numbers = numbers.to(x.device)
+            if not torch.compiler.is_compiling():
+                self._picks[index] = dim, numbers
+        return numbers
+
     def _grid(self, x: Tensor) -> tuple[Tensor, ...]:
         """The index of every dimension, shaped so that they broadcast to the part."""
         lists = [torch.arange(length, device=x.device) for length in x.shape]
-        for dim, numbers in self._picks:
-            lists[dim] = numbers(x.device, torch.int64)
+        for index, (dim, _) in enumerate(self._picks):
+            lists[dim] = self._numbers(index, x)
         return tuple(numbers.view(-1, *(1,) * (x.ndim - 1 - dim)) for dim, numbers in enumerate(lists))
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from convoy.comm.regions import kept_on_devices
 from convoy.errors import ConvoyError
+from convoy.ops.constants import Constants
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.layout import Indices
@@ -87,5 +87,5 @@ class StepContext:
             )
         if isinstance(samples, range):
             return self.keys[samples.start : samples.stop]
-        places = self.kept.setdefault(("places", samples), kept_on_devices(torch.tensor(samples)))
-        return self.keys.index_select(0, places(self.keys.device, torch.int64))
+        places = self.kept.setdefault(("places", samples), Constants(samples))
+        return self.keys.index_select(0, places.like(self.keys, torch.int64))

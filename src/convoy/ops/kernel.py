@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from convoy.comm.groups import Groups
-from convoy.comm.regions import kept_on_devices
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves, replace
+from convoy.ops.constants import Constants
 from convoy.ops.context import StepContext
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh
@@ -146,8 +146,8 @@ def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:
 
 def picking(dim: int, places: Tensor) -> Callable[[Tensor], Tensor]:
     """Gives the entries at these places of a dimension, in any order and number."""
-    places_on = kept_on_devices(places)
-    return lambda x: x.index_select(dim, places_on(x.device, places.dtype))
+    constants = Constants(places)
+    return lambda x: x.index_select(dim, constants.like(x, torch.int64))
 
 
 class AddBiasOnce(torch.autograd.Function):

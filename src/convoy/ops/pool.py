@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.comm.regions import kept_on_devices
 from convoy.graph.graph import Call, Graph, Value
 from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing
 from convoy.ops.layouts import spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
@@ -235,7 +235,7 @@ def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor],
         if any(count != window.kernel for count in counts):
             shape = [-1 if other == dim else 1 for other in range(num_dims)]
             ratios = [window.kernel / count for count in counts]
-            factors.append(kept_on_devices(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
+            factors.append(Constants(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
     if not factors:
         return lambda y: y
 
@@ -243,7 +243,7 @@ def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor],
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
         z = y
         for factor in factors:
-            z = z * factor(y.device, dtype)
+            z = z * factor.like(y, dtype)
         return z.to(y.dtype)
 
     return correct

@@ -1,15 +1,14 @@
 """Calls that draw random numbers: one for each sample, as in stochastic depth, and dropout."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from convoy.comm.regions import kept_on_devices
 from convoy.errors import ConvoyError
 from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.constants import Constants
 from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
@@ -63,7 +62,7 @@ class OneForEach:
         self._samples, self._count = samples, count
         self._numbers: dict[tuple[int, float | None], int] = {}
         self._drawn: tuple[Tensor, int, Tensor] | None = None
-        self._constants: Callable[[torch.device, torch.dtype], Tensor] | None = None
+        self._constants: Constants | None = None
 
     def add(self, key: int, p: float | None) -> int:
         """The number of a layer, by its key and its probability of a one."""
@@ -78,9 +77,9 @@ class OneForEach:
 
     def _all(self, keys: Tensor) -> Tensor:
         if self._constants is None:
-            columns = [[key, 0 if p is None else threshold(p)] for key, p in self._numbers]
-            self._constants = kept_on_devices(torch.tensor(columns, dtype=torch.int32).t().contiguous())
-        layers, thresholds = self._constants(keys.device, torch.int32)
+            rows = zip(*((key, 0 if p is None else threshold(p)) for key, p in self._numbers), strict=True)
+            self._constants = Constants(list(rows))
+        layers, thresholds = self._constants.like(keys)
         bits = one_for_each(keys, layers)
         return (bits < thresholds[:, None]).to(self._dtype) if self._draw == "bernoulli" else uniform(bits, self._dtype)
 
@@ -140,11 +139,11 @@ def _build_dropout(site: Site) -> Kernel:
     local = site.local_shape(source)
     view = [local[dim] if dim == 0 or dim in dims else 1 for dim in range(len(shape))]
 
-    elements_on = kept_on_devices(elements)
+    constants = Constants(elements)
 
     def kernel(x: Tensor) -> list[Tensor]:
         keys = context.keys_of(samples, shape[0])
-        return [drop(x, random_bits(keys, key, elements_on(x.device, torch.int32)).view(view), p)]
+        return [drop(x, random_bits(keys, key, constants.like(x, torch.int32)).view(view), p)]
 
     return kernel
 
