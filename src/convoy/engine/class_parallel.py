@@ -4,6 +4,7 @@ A head with a million classes is so trained with each rank holding its share of 
 (Deng et al., ArcFace, 2019; An et al., Partial FC, 2021): per sample, the ranks exchange three numbers.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -84,9 +85,15 @@ def _positions(labels: Tensor, classes: Indices, num_classes: int) -> Tensor:
     if isinstance(classes, range):
         inside = (labels >= classes.start) & (labels < classes.stop)
         return torch.where(inside, labels - classes.start, -1)
-    table = torch.full((num_classes,), -1, dtype=torch.int64, device=labels.device)
-    table[torch.tensor(classes, device=labels.device)] = torch.arange(len(classes), device=labels.device)
-    return table[labels]
+    return _table(classes, num_classes, labels.device)[labels]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(classes: tuple[int, ...], num_classes: int, device: torch.device) -> Tensor:
+    """The places of all classes among some of them, on a device where lists are not to be copied in every pass."""
+    table = torch.full((num_classes,), -1, dtype=torch.int64)
+    table[torch.tensor(classes)] = torch.arange(len(classes))
+    return table.to(device)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -112,8 +119,9 @@ class _CrossEntropy(torch.autograd.Function):
         p, where = ctx.saved_tensors
         num_classes, smoothing, dtype = ctx.options
         z = p - smoothing / num_classes
-        rows = (where >= 0).nonzero()[:, 0]
-        z[rows, where[rows]] -= 1.0 - smoothing
+        if z.shape[1]:
+            own, place = (where >= 0).to(z.dtype), where.clamp(min=0)[:, None]
+            z.scatter_(1, place, z.gather(1, place) - ((1.0 - smoothing) * own)[:, None])
         return (z * gradient[:, None]).to(dtype), None, None, None, None
 
 

@@ -261,7 +261,11 @@ def _separable(
 
 
 def _run(
-    forward: Callable[[Tensor], Any], context: StepContext, images: Tensor, first_sample: int, sizes: tuple[int, ...] | None = None
+    forward: Callable[[Tensor], Any],
+    context: StepContext,
+    images: Tensor,
+    first_sample: int,
+    sizes: tuple[int, ...] | None = None,
 ) -> list[Tensor]:
     context.enter(0, first_sample, sizes or (len(images),), images.device)
     with torch.no_grad():

@@ -33,9 +33,9 @@ from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
 
 
-def largest(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
+def largest(numbers: Sequence[int], group: Group) -> list[int]:
     """The largest of each number on any rank."""
-    return [max(column) for column in zip(*gather_ints(numbers, group, device), strict=True)]
+    return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
 
 
 class MessageQueue:
@@ -118,10 +118,9 @@ class GradientReducer:
             return
         self._first = [groups.mesh.index(groups.coordinates, axes) == 0 for _, axes in shared]
         self._sizes = sizes or Sizes.default(self.parameters[0].device)
-        self._device = self.parameters[0].device
         self._world = groups.of(groups.mesh.axes)
         assert self._world is not None
-        numels = largest([parameter.numel() for parameter in self.parameters], self._world, self._device)
+        numels = largest([parameter.numel() for parameter in self.parameters], self._world)
         self._items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(shared, numels, strict=True)]
         self._order = list(reversed(range(len(shared))))  # until a backward pass has shown a better one
         self._order_seen = False
@@ -328,7 +327,7 @@ class GradientReducer:
         assert self._world is not None
         known = set(seen)
         order = [*seen, *(i for i in self._order if i not in known)]
-        agreed = gather_ints(order, self._world, self._device)[0]
+        agreed = gather_ints(order, self._world)[0]
         self._order_seen = True
         if agreed != self._order:
             self._order = agreed
