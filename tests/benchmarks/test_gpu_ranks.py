@@ -28,8 +28,8 @@ AT_MOST = {
     "alexnet": {"microbatch": 2.1, "sync": 2.1, "local": 2.1},
 }
 """Operations beside the plain network's. Two things take more than the 1.2 that is aimed at: over all ranks a batch
-norm layer is seven operations where it is two alone, and a dropout mask that is a function of the sample is some thirty where
-a generator takes one, which shows in a network as short as AlexNet."""
+norm layer is seven operations where it is two alone, and a dropout mask that is a function of the sample is some
+thirty where a generator takes one, which shows in a network as short as AlexNet."""
 
 
 @pytest.fixture(autouse=True)
