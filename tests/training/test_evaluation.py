@@ -64,7 +64,7 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(size: int, levels
     assert found.mistakes == wanted.mistakes and len(found.mistakes) == NUM_MISTAKES
     rows = [[(one.label, one.predicted, one.picture.tolist()) for one in each.mistakes] for each in (found, wanted)]
     assert rows[0] == rows[1]
-    assert all(one.picture.view(torch.int32).item() == one.sample for one in found.mistakes)
+    assert all(one.picture.flatten().view(torch.int32).item() == one.sample for one in found.mistakes)
 
 
 def test_fifty_thousand_samples_of_a_thousand_classes_are_counted_in_half_a_second() -> None:

@@ -1,4 +1,4 @@
-"""The processor cores of a rank: its share of those of its machine, to which it is pinned, and what control groups allow."""
+"""The processor cores of a rank: which it is pinned to, and as how many control groups leave it time for."""
 
 import contextlib
 import os

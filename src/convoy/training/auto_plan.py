@@ -229,6 +229,8 @@ class Choice(Prepared):
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         images = torch.randint(0, 256, (samples, *self.image_shape), dtype=torch.uint8)
         batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()  # as in training
         updates = itertools.count()
 
         def measure() -> float:
