@@ -62,7 +62,7 @@ def test_a_kernel_begins_when_the_device_is_free_and_it_is_issued() -> None:
     timeline = simulate(chain((2.0, 3.0), (2.0, 1.0), (8.0, 1.0)))
     spans = [(span.ready, span.start, span.end) for span in timeline.spans]
     # The host ends at 12 with an update, the device a second later, so the host of the next begins at -1.
-    assert spans == pytest.approx([(0, 1, 4), (4, 4, 5), (5, 11, 12)])
+    assert spans == [(0, 1, 4), (4, 4, 5), (5, 11, 12)]
 
 
 def test_any_chain_takes_what_many_updates_take_each() -> None:
@@ -95,7 +95,7 @@ def predicted(batch: int, host: float) -> Timeline:
     workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
 
     def times(one: LocalOp) -> Times:
-        seconds = 1e-9 * sum(operand.bytes for operand in one.inputs)
+        seconds = 1e-12 * sum(operand.bytes for operand in one.inputs)
         return Times(seconds, 2 * seconds, host, 2 * host)
 
     costs = Costs(times, loss=HostCost(per_pass=1e-6, host=host), update=Update(host=host, host_per_tensor=host))
@@ -104,9 +104,9 @@ def predicted(batch: int, host: float) -> Timeline:
 
 def test_small_batches_take_what_the_host_takes_and_large_ones_what_the_device_does() -> None:
     host = 1e-5
-    small, double, large = (predicted(batch, host).total for batch in (2, 4, 2**14))
+    small, double, large = (predicted(batch, host).total for batch in (2, 4, 2**17))
     assert small == double
-    assert large == pytest.approx(predicted(2**14, 0.0).total)
+    assert large == pytest.approx(predicted(2**17, 0.0).total)
     assert small > 20 * predicted(2, 0.0).total
 
 
@@ -115,7 +115,7 @@ def test_an_operation_that_was_not_measured_takes_its_host_as_long_as_others_of_
         operand = Operand((size, 64), "float32")
         return LocalOp(name, "", (operand,), (operand,))
 
-    measured = {op("relu", 8 << k): Times(1e-6 << 0, 2e-6, 1e-5 * (k + 1), 2e-5 * (k + 1)) for k in range(3)}
+    measured = {op("relu", 8 << k): Times(1e-6, 2e-6, 1e-5 * (k + 1), 2e-5 * (k + 1)) for k in range(3)}
     times = Calibrated(measured)
     found = times(op("relu", 4096))
     assert (found.host_forward, found.host_backward) == pytest.approx((2e-5, 4e-5))
