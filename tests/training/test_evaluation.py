@@ -11,10 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import convoy.training.evaluate as evaluation
 from convoy.data import Batch
-from convoy.training import step
+from convoy.training import load_recipe, step
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally, WrongAnswer, _on_host
 from convoy.training.step import InputPipeline
 
@@ -79,6 +80,32 @@ def test_fifty_thousand_samples_of_a_thousand_classes_are_counted_in_half_a_seco
         tally.add(batch, logits)
     assert time.process_time() - began < 0.5
     assert int(tally.confusion.sum()) == 50_000 // 256 * 256 + 256
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_has_the_next_batch_before_one_is_counted(device: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(20, 8, generator=random), torch.randint(8, (20,), generator=random)
+    happened: list[str] = []
+
+    class Network(nn.Module):
+        def forward(self, samples: Tensor) -> Tensor:
+            happened.append("passed")
+            return logits[samples]
+
+    class Counting(EvaluationTally):
+        def add(self, batch: Batch, logits: Tensor) -> None:
+            happened.append("counted")
+            super().add(batch, logits)
+
+    pipeline = type("Pipeline", (), {"device": torch.device(device), "__call__": lambda self, batch: batch.samples})()
+    with patch.object(evaluation, "EvaluationTally", Counting):
+        parts = [batch for batch, _ in batches(logits, labels, 7)]
+        found = evaluation.evaluate(Network(), parts, pipeline, 8, load_recipe("default", []))
+    wanted = EvaluationTally.total([one_by_one(logits, labels, 7)], 0.0)
+    assert (found.loss, found.top1, found.mistakes) == (wanted.loss, wanted.top1, wanted.mistakes)
+    one_late = ["passed", "passed", "counted", "passed", "counted", "counted"]
+    assert happened == (one_late if device == "cuda" else ["passed", "counted"] * 3)
 
 
 class Streams:
