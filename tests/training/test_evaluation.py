@@ -101,7 +101,7 @@ def test_a_gpu_has_the_next_batch_before_one_is_counted(device: str) -> None:
     pipeline = type("Pipeline", (), {"device": torch.device(device), "__call__": lambda self, batch: batch.samples})()
     with patch.object(evaluation, "EvaluationTally", Counting):
         parts = [batch for batch, _ in batches(logits, labels, 7)]
-        found = evaluation.evaluate(Network(), parts, pipeline, 8, load_recipe("default", []))
+        found = evaluation.evaluate(Network(), parts, pipeline, 8, load_recipe("default", ["model.name=lenet"]))
     wanted = EvaluationTally.total([one_by_one(logits, labels, 7)], 0.0)
     assert (found.loss, found.top1, found.mistakes) == (wanted.loss, wanted.top1, wanted.mistakes)
     one_late = ["passed", "passed", "counted", "passed", "counted", "counted"]

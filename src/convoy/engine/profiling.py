@@ -289,12 +289,12 @@ class Profiler:
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * grown)
-        spans = [way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)]
+        there, back = (way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward))
         taken = [one.taken() for one in self._timed]
-        seconds = sum(found for way in spans for name, found in way.items() if name != _MADE_UP)
+        seconds = sum(found for way in (there, back) for name, found in way.items() if name != _MADE_UP)
         seconds += sum(map(sum, taken))
         transfers = [(*both, *issued) for both, issued in zip(taken, issuing, strict=True)]
-        return _Pass(*spans, *host, transfers, seconds, slowest(seconds))
+        return _Pass(there, back, *host, transfers, seconds, slowest(seconds))
 
     def _pass(self) -> "tuple[_Stopwatch, _Stopwatch]":
         """One forward and one backward pass, with marks at the moments that `_now` gives."""

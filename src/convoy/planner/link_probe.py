@@ -142,12 +142,13 @@ class _Probe:
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
         pending.wait()
-        share = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
+        cpu_share = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
         if overlap and self._clock.is_queue:
-            share = 1 - 1 / self._slowdown(dict(sums)[max(dict(sums))], max(dict(sums)))
+            largest, seconds = sums[-1]
+            cpu_share = 1 - 1 / self._slowdown(seconds, largest)
         own = max(0.0, redistributing - moves[0][1])
         return LinkTimes(
-            sums, moves, pieces or moves, gathers or moves, overlap, share, own, median(self._issuing or [0.0])
+            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, own, median(self._issuing or [0.0])
         )
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:

@@ -205,7 +205,8 @@ class Calibrated:
             for way, regression in enumerate(kind.regressions):
                 if regression is not None:
                     found[way] = regression(local_op) * correction[way]
-        return Times(*found, *self._issuing.get(local_op.op, self._issuing.get("", (0.0, 0.0))))
+        host = self._issuing.get(local_op.op, self._issuing[""])
+        return Times(found[0], found[1], *host)
 
     def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
