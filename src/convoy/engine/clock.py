@@ -15,8 +15,9 @@ import torch
 
 IN_A_ROW = 20
 """How often something short is done between two events."""
-_MARGIN, _LEAST_S = 1.5, 1e-3
-"""A GPU is kept busy for so many times as long as the host has taken, and for no less than that."""
+_MARGIN, _LEAST_S, _MOST_S = 1.5, 1e-3, 0.5
+"""A GPU is kept busy for so many times as long as the host has taken, within these bounds: the first time, in which
+kernels are loaded and tried out, says nothing about the second."""
 _CYCLES_PER_S = 2e9
 """Of a GPU that does not say."""
 
@@ -73,7 +74,7 @@ class DeviceClock:
         """Keep a GPU busy while the host issues what takes it so long, so that the GPU need not wait for it."""
         if self.is_queue:
             rate = 1e3 * getattr(torch.cuda.get_device_properties(self._device), "clock_rate", 0)
-            torch.cuda._sleep(int(max(_LEAST_S, _MARGIN * issuing_s) * (rate or _CYCLES_PER_S)))
+            torch.cuda._sleep(int(min(max(_LEAST_S, _MARGIN * issuing_s), _MOST_S) * (rate or _CYCLES_PER_S)))
 
     def spent(self, run: Callable[[], object], in_a_row: int = IN_A_ROW) -> Spent:
         """What something short takes.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean as mean
+from statistics import median_low
 from typing import Any, TypeVar
 
 import torch
@@ -105,9 +106,10 @@ class TimedTransfer(Transfer):
         return self._timed(super().backward, gradient)
 
     def _timed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        began, start = self._clock.host(), self._clock.now()
+        start, began = self._clock.now(), self._clock.host()
         found = run(x)
-        self._ways.append((start, self._clock.now(), self._clock.host() - began))
+        issuing = self._clock.host() - began
+        self._ways.append((start, self._clock.now(), issuing))
         return found
 
     def taken(self) -> tuple[float, float]:
@@ -139,7 +141,8 @@ class CallTimes:
 
     Attributes:
         forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
-        host_forward, host_backward: those of the host that issues it; 0 where it is the device.
+        host_forward, host_backward: those of the host that issues it, the median; 0 where it is the device. The host's
+            first pass may take seconds, in which kernels are loaded and tried out, while the device's is like others.
     """
 
     forward: float
@@ -255,13 +258,9 @@ class Profiler:
         passes = middle_half(passes, lambda one: one.slowest)
         names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward) if name != _MADE_UP)
         calls = {
-            name: CallTimes(*(mean(getattr(one, way).get(name, 0.0) for one in passes) for way in _WAYS))
-            for name in names
+            name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
         }
-        taken = (
-            CallTimes(*map(mean, zip(*times, strict=True)))
-            for times in zip(*(one.transfers for one in passes), strict=True)
-        )
+        taken = map(_middle, zip(*(one.transfers for one in passes), strict=True))
         return Profile(
             calls,
             [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
@@ -329,6 +328,12 @@ class _Pass:
 
 _WAYS = "forward", "backward", "host_forward", "host_backward"
 """As `CallTimes` has them."""
+
+
+def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
+    """Of the times of a call in several passes."""
+    forward, backward, *host = zip(*passes, strict=True)
+    return CallTimes(mean(forward), mean(backward), *map(median_low, host))
 
 
 def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
