@@ -4,6 +4,7 @@ import math
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
 from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.measured import jobs_for
+from convoy.planner.measured import Measurements, jobs_for
 from convoy.planner.profiling import profile
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
@@ -90,6 +91,13 @@ def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
 def test_what_was_used_before_is_given_back_to_begin_with() -> None:
     ((before, after),) = run_ranks(resident_when_profiled, 1, 2**28)
     assert before - after > 2**27
+
+
+def test_a_gpu_gives_back_what_its_cache_holds() -> None:
+    gpu = SimpleNamespace(_workload=SimpleNamespace(device=torch.device("cuda")))
+    with patch.object(torch.cuda, "empty_cache") as emptied:
+        Measurements.give_back_memory(gpu)  # type: ignore[arg-type]
+    emptied.assert_called_once_with()
 
 
 def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:
