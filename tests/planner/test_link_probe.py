@@ -62,3 +62,16 @@ def test_kernels_are_slower_beside_messages(
     monkeypatch.setattr(link_probe, "_SIDE", 4)
     assert _Probe(None, None, CPU, gpu.clock)._slowdown(message_s, 64) == pytest.approx(found, rel=1e-3)
     assert until[0] > gpu.free
+
+
+def test_all_ranks_send_as_many_messages_beside_their_kernels(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though one is slower, and would send more: otherwise the others would wait for ever."""
+    sent: list[int] = []
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: gpu.launch(1e-6, 1e-3))
+    monkeypatch.setattr(link_probe, "_SIDE", 4)
+    monkeypatch.setattr(link_probe, "gather_ints", lambda numbers, group: [list(numbers), [99 for _ in numbers]])
+    monkeypatch.setattr(
+        collectives, "start_all_reduce", lambda x, group: (sent.append(1), SimpleNamespace(wait=lambda: None))[1]
+    )
+    _Probe(None, None, CPU, gpu.clock)._slowdown(4e-3, 64)
+    assert len(sent) == 99

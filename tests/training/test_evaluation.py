@@ -153,6 +153,7 @@ class Pixels:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.made("side"))
     monkeypatch.setattr(torch.cuda, "stream", found.entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.made(found.now))

@@ -165,10 +165,10 @@ class _Probe:
 
         alone = self._clock.spent(compute).device
         buffer = torch.ones(num_bytes // 4, device=self._device)
-        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone / message_s)
-        gather_ints([0], self._world)
+        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone / max(message_s, 1e-6))
+        rows = gather_ints([messages], self._world)  # all send as many, and begin together
         self._clock.wait()
-        pending = [collectives.start_all_reduce(buffer, self._group) for _ in range(messages)]
+        pending = [collectives.start_all_reduce(buffer, self._group) for _ in range(max(row[0] for row in rows))]
         start = self._clock.now()
         for _ in range(IN_A_ROW):
             compute()

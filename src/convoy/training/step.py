@@ -34,13 +34,13 @@ class InputPipeline:
         self.data = data
         self.device = device
         self.normalize = Normalize(data.mean, data.std, device, memory_format)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
         pixels = batch.images[start:end]
         if self._side is None:
-            return self.normalize(pixels.to(self.device))
+            return self.normalize(pixels.to(self.device, non_blocking=True))
         with torch.cuda.stream(self._side):
             images = self.normalize(pixels.to(self.device, non_blocking=True))
         computing = torch.cuda.current_stream(self.device)
