@@ -38,8 +38,8 @@ _LEAST, _LONGEST_S = 4, 3.0
 def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
     """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
 
-    All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
-    GPU work beside it; those of a CPU take their time from the cores that compute.
+    All ranks call it, and get their parts of the first batches at the same time, as in training. Beside a GPU its host
+    and worker processes load; those of a CPU take their time from the cores that compute.
 
     Returns:
         What a pass takes, or None where a picture cannot be read: the training will say so.
@@ -53,8 +53,7 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ra
     known = [seconds for seconds in everyone if seconds is not None]
     if len(known) < len(everyone):
         return None
-    beside = device.type == "cuda" and num_workers(data, recipe.data)[0] > 0
-    return HostCost(per_sample=max(known), beside=beside)
+    return HostCost(per_sample=max(known), beside=device.type == "cuda")
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
