@@ -3,7 +3,8 @@
 import argparse
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,18 @@ import convoy
 import small_nets
 from convoy import models
 from convoy.comm import collectives
+from convoy.data import Batch, DataSet
 from convoy.engine import agreement
 from convoy.ops.constants import Constants
+from convoy.plans.plan import Plan
+from convoy.training import load_recipe
+from convoy.training.division import divide
+from convoy.training.optimizers import create_optimizer
+from convoy.training.parallel import Method, ParallelNetwork
+from convoy.training.precision import Scaler
+from convoy.training.schedules import Schedule
+from convoy.training.state import RunState
+from convoy.training.step import InputPipeline, TrainingStep
 
 WORK = Work(batch=8, microbatch=2, size=64)
 FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)
@@ -28,8 +39,8 @@ AT_MOST = {
     "alexnet": {"microbatch": 2.1, "sync": 2.1, "local": 2.1},
 }
 """Operations beside the plain network's. Two things take more than the 1.2 that is aimed at: over all ranks a batch
-norm layer is seven operations where it is two alone, and a dropout mask that is a function of the sample is some thirty where
-a generator takes one, which shows in a network as short as AlexNet."""
+norm layer is seven operations where it is two alone, and a dropout mask that is a function of the sample is some
+thirty where a generator takes one, which shows in a network as short as AlexNet."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +83,33 @@ def test_an_update_of_rank_0(name: str, batch_norm: str) -> None:
 
 def test_every_network_has_its_bars() -> None:
     assert AT_MOST.keys() == MODELS.keys()
+
+
+def test_an_update_of_the_trainer_waits_for_nothing() -> None:
+    recipe = load_recipe("default", ["model.name=alexnet-cifar", "data.path=none", "batch=64", "microbatch=8"])
+    division = divide((8,) * 8, 4)
+    passes = division.passes(merge=2)
+    pictures = SimpleNamespace(mean=(0.5,) * 3, std=(0.2,) * 3, classes=list("0123456789"))
+    with fake_ranks(4), FakeGpu() as gpu:
+        model = gpu.take(models.create("alexnet-cifar"))
+        example = gpu.take(torch.rand(8, 3, 32, 32))
+        network = ParallelNetwork(
+            model, Plan.parse("sample=4"), example, batch_norm="microbatch", seed=0, method=Method()
+        )
+        network.divide(division, len(passes))
+        state = RunState(network, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
+        pipeline = InputPipeline(cast(DataSet, pictures), gpu.device, torch.contiguous_format)
+        schedule = cast(Schedule, SimpleNamespace(lr=lambda update: 0.1))
+        step = TrainingStep(recipe, state, pipeline, schedule, passes, rank=0, reseed=False)
+        batch = Batch(
+            torch.zeros(16, 3, 32, 32, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64), torch.arange(16)
+        )
+        for update in range(2):
+            step(batch, update)
+        with gpu.count() as seen:
+            step(batch, 2)
+    assert not seen.synchronizations, lines(seen.synchronizations)
+    assert len(seen.uploads) == 3, "pictures, labels and the keys of the samples"
 
 
 # Passes under other plans.
@@ -134,6 +172,21 @@ def test_no_pass_waits_for_the_gpu_or_gives_it_lists(name: str, plan: str) -> No
     seen = _pass(NETS[name], plan)
     assert not seen.synchronizations, lines(seen.synchronizations)
     assert not _of_lists(seen.uploads), lines(seen.uploads)
+
+
+@pytest.mark.parametrize("plan", ["filter=4", "sample=2,filter=2"])
+def test_the_loss_over_divided_classes_does_not_wait_either(plan: str) -> None:
+    labels = torch.arange(4)
+    with fake_ranks(4), FakeGpu() as gpu:
+        images, labels = gpu.take(torch.rand(4, 3, 8, 8)), gpu.take(labels)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 16))
+        net = convoy.parallelize(gpu.take(model), plan, example=images, checks=False)
+        for _ in range(2):
+            convoy.cross_entropy(net, images, labels).backward()
+        with gpu.count() as seen:
+            convoy.cross_entropy(net, images, labels).backward()
+    assert not seen.synchronizations, lines(seen.synchronizations)
+    assert not seen.uploads, lines(seen.uploads)
 
 
 def test_lists_that_are_copied_in_every_pass_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,16 +46,23 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
         raise ConvoyError("cross_entropy needs a network whose only output is logits [samples, classes]")
     ((name, logits),) = outputs.items()
     num_classes = placement.graph.shape(name)[1]
-    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < num_classes):
-        raise ConvoyError(
-            f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
-            "leave samples without a class out"
-        )
+    _check_labels(labels, num_classes)
     rows = placement.output_layouts[name].split(0)
     labels = _move_rows(labels, placement, rows, network.groups)
     losses = _losses(logits, labels, placement, name, network.groups, label_smoothing)
     loss: Tensor = _AddOver.apply(losses.sum() / placement.batch.num_samples, rows.axes if rows else (), network.groups)
     return loss
+
+
+def _check_labels(labels: Tensor, num_classes: int) -> None:
+    """Refuse labels that are no class. A GPU does so itself, as in torch's cross-entropy: nobody waits for it."""
+    if labels.is_cuda:
+        labels.new_empty(num_classes).gather(0, labels)
+    elif len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < num_classes):
+        raise ConvoyError(
+            f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
+            "leave samples without a class out"
+        )
 
 
 def _move_rows(x: Tensor, placement: Placement, rows: Split | None, groups: Groups) -> Tensor:

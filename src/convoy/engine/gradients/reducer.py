@@ -180,6 +180,7 @@ class GradientReducer:
     def _plan(self) -> None:
         self.buckets = plan_buckets(self._items, self._order, self._sizes)
         self._messages: list[Tensor | None] = [None] * len(self.buckets)
+        self._views: dict[int, list[Tensor]] = {}
         self._queue = MessageQueue(self.buckets, self._start)
 
     def _begin(self) -> None:
@@ -252,8 +253,9 @@ class GradientReducer:
             total = sum(self.parameters[i].numel() for i in bucket.members) + len(bucket.tally)
             first = self._items[(bucket.members or bucket.tally)[0]]
             message = torch.empty(total, dtype=first.dtype, device=first.device)
+            self._views[number] = self._cut(bucket, message)
         gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
-        views = dict(zip(bucket.members, self._views(bucket, message), strict=True))
+        views = dict(zip(bucket.members, self._views[number], strict=True))
         present = {i: gradient for i, gradient in gradients.items() if gradient is not None}
         copy_all([views[i] for i in present], list(present.values()))
         for i in bucket.members:
@@ -268,7 +270,8 @@ class GradientReducer:
     def _contributes(self, i: int) -> bool:
         return self._fresh[i] or self._first[i] or self.scattered(i)
 
-    def _views(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
+    def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
+        """Where each gradient stands in a message."""
         parameters = [self.parameters[i] for i in bucket.members]
         pieces = message[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
         return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]
@@ -281,12 +284,12 @@ class GradientReducer:
             work.wait()
         present = [self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters)]
         used = present if all(present) else self._used()
-        for bucket, message in zip(self.buckets, self._messages, strict=True):
+        for number, (bucket, message) in enumerate(zip(self.buckets, self._messages, strict=True)):
             assert message is not None
             if bucket.alone:
                 self._take(bucket.members[0], shaped(message, self.parameters[bucket.members[0]]), used)
             else:
-                self._take_copies(bucket, message, used)
+                self._take_copies(bucket, self._views[number], used)
         for number, bucket in enumerate(self.buckets):
             if bucket.alone:
                 self._messages[number] = None
@@ -310,8 +313,7 @@ class GradientReducer:
         if used[i] and (gradient is None or gradient.data_ptr() != total.data_ptr()):
             self.parameters[i].grad = total
 
-    def _take_copies(self, bucket: Bucket, message: Tensor, used: list[bool]) -> None:
-        views = self._views(bucket, message)
+    def _take_copies(self, bucket: Bucket, views: list[Tensor], used: list[bool]) -> None:
         gradients, totals = [], []
         for i, total in zip(bucket.members, views, strict=True):
             gradient = self.parameters[i].grad
