@@ -106,7 +106,8 @@ class StochasticDepth(nn.Module):
         if not self.training or self.p == 0:
             return x
         kept = torch.empty(len(x), *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device)
-        return x * kept.bernoulli_(1 - self.p).div_(1 - self.p)
+        kept = kept.bernoulli_(1 - self.p).div_(1 - self.p)
+        return x * kept
 
 
 class SqueezeExcitation(nn.Module):
