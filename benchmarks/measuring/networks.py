@@ -106,8 +106,7 @@ class StochasticDepth(nn.Module):
         if not self.training or self.p == 0:
             return x
         kept = torch.empty(len(x), *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device)
-        kept = kept.bernoulli_(1 - self.p).div_(1 - self.p)
-        return x * kept
+        return x * kept.bernoulli_(1 - self.p).div_(1 - self.p)
 
 
 class SqueezeExcitation(nn.Module):
@@ -120,7 +119,8 @@ class SqueezeExcitation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, channels, H, W] to the same."""
         means = F.adaptive_avg_pool2d(x, 1)
-        return x * self.excite(F.silu(self.squeeze(means), inplace=True)).sigmoid()
+        scale: Tensor = self.excite(F.silu(self.squeeze(means), inplace=True))
+        return x * scale.sigmoid()
 
 
 class InvertedResidual(nn.Module):
