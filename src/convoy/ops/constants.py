@@ -21,6 +21,11 @@ class Constants:
         """On the device of `x`, in its type or another."""
         key = x.device, dtype or x.dtype
         if key not in self._made:
-            with torch.inference_mode(False):  # a training pass may need what an evaluation has made
-                self._made[key] = torch.as_tensor(self._numbers, dtype=key[1], device=key[0])
+            self._made[key] = self._tensor(*key)
         return self._made[key]
+
+    def _tensor(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if torch.is_inference_mode_enabled():  # a training pass may need what an evaluation has made
+            with torch.inference_mode(False):  # which no compiled pass takes
+                return torch.as_tensor(self._numbers, dtype=dtype, device=device)
+        return torch.as_tensor(self._numbers, dtype=dtype, device=device)
