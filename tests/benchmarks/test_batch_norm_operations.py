@@ -14,6 +14,8 @@ from convoy.plans.plan import Plan
 from convoy.training.division import divide
 from convoy.training.parallel import Method, ParallelNetwork
 
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
 MICROBATCH, OWN, PIXELS = 2, 4, 32
 """Samples of a microbatch, microbatches of a rank, and how large the images are."""
 
@@ -68,11 +70,11 @@ def on_ranks(name: str, ranks: int, batch_norm: Any) -> Seen:
         return seen_of(gpu, run)
 
 
-@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.slow)])
-def test_microbatches_cost_no_operations(name: str) -> None:
+def test_microbatches_cost_no_operations() -> None:
+    name = "resnet18"
     most = 1.2 * plain(name).num_operations
     assert on_one_device(name).num_operations <= most
-    few, many = on_ranks(name, 8, "microbatch"), on_ranks(name, 64, "microbatch")
+    few, many = on_ranks(name, 2, "microbatch"), on_ranks(name, 8, "microbatch")
     assert few.num_operations == many.num_operations <= most
     assert few.num_dispatched == many.num_dispatched
     local = on_ranks(name, 8, "local")

@@ -1,8 +1,14 @@
 """Batch norm of several microbatches at once, as on a GPU, against one after the other, in float64 on the CPU."""
 
 import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +39,7 @@ def results(
     momentum: float | None = 0.1,
     dtype: torch.dtype = torch.float64,
     run: Callable[[nn.Module], Callable[..., Tensor]] = lambda layer: layer,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Of two passes: the result, every gradient and the buffers."""
     torch.manual_seed(0)
@@ -45,15 +52,16 @@ def results(
     if inner:
         x = x.to(memory_format=torch.channels_last if len(shape) == 3 else torch.channels_last_3d)
     context = StepContext(batch_norm="microbatch")
-    context.enter(0, 0, sizes, torch.device("cpu"))
-    net = MicrobatchNorm(layer, context)
-    x = x.to(dtype).requires_grad_()
+    context.enter(0, 0, sizes, torch.device(device))
+    net = MicrobatchNorm(layer.to(device), context)
+    x = x.to(device, dtype).requires_grad_()
     for _ in range(2):
         y = run(net)(x)
-        y.backward(gradient.to(dtype))
-    found = {"y": y.detach(), "x": x.grad, **dict(net.named_buffers())}
+        y.backward(gradient.to(device, dtype))
     assert y.stride() == x.stride()
-    return found | {name: p.grad for name, p in net.named_parameters()}  # type: ignore[misc]
+    found = {"y": y.detach(), "x": x.grad, **dict(net.named_buffers())}
+    found |= {name: p.grad for name, p in net.named_parameters()}
+    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 1e-12) -> None:
@@ -108,12 +116,27 @@ def test_compiled() -> None:
     compare(got, results((4, 4, 3), (6, 5, 4)))
 
 
+def test_where_triton_cannot_build_its_kernels_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    broken = types.ModuleType("convoy.ops.microbatch_kernels")
+    broken.forward = fail  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    monkeypatch.setattr("convoy.ops.microbatch_kernels", broken, raising=False)
+    with pytest.warns(UserWarning, match=r"more slowly, as they cannot be built here: Failed to find C compiler\.$"):
+        assert microbatch_norm._triton.__wrapped__(torch.device("cpu")) is None
+
+
 @functools.cache
 def interpreted() -> object:
     """Triton's kernels, run by its interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is imported already: set TRITON_INTERPRET=1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("TRITON_INTERPRET", "1")  # which it reads when it is imported
+        pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
         from convoy.ops import microbatch_kernels
     return microbatch_kernels
 
@@ -134,3 +157,20 @@ def test_triton_variants(affine: bool, momentum: float | None) -> None:
     with all_at_once(interpreted()):
         got = results((20, 20, 11), (5, 13, 11), True, affine, momentum)
     compare(got, results((20, 20, 11), (5, 13, 11), True, affine, momentum))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (70, 56, 56)], ids=[*SHAPES, "large images"])
+def test_a_gpu(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    for inner in (False, True) if len(shape) > 2 else (False,):
+        compare(results(sizes, shape, inner, device="cuda"), results(sizes, shape, inner), 1e-11)
+
+
+def test_triton_builds_for_a_gpu() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: its kernels are not built")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
