@@ -139,13 +139,13 @@ def _build_dropout(site: Site) -> Kernel:
     local = site.local_shape(source)
     view = [local[dim] if dim == 0 or dim in dims else 1 for dim in range(len(shape))]
 
-    constants = Constants(elements)
-
     def kernel(x: Tensor) -> list[Tensor]:
+        nonlocal elements
+        elements = elements.to(x.device)
         keys = context.keys_of(samples, shape[0])
-        return [drop(x, random_bits(keys, key, constants.like(x, torch.int32)).view(view), p)]
+        return [drop(x, random_bits(keys, key, elements).view(view), p)]
 
-    return kernel
+    return Alone(kernel)
 
 
 def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:
