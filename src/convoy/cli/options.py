@@ -125,7 +125,7 @@ microbatches = click.option(
 batch_norm = click.option(
     "--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local."
 )
-precision = click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
+precision = click.option("--precision", metavar="TYPE", help="fp32, bf16, fp16, or auto: the fastest. [default: bf16 on GPUs that have it]")
 channels_last = click.option(
     "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
 )

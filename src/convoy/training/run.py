@@ -20,11 +20,12 @@ from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
+from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
-from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.resume import check_data, check_extension, check_run, load_latest, moved_data
+from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.resume import check_data, check_extension, check_run, extended, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -135,7 +136,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
-        resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
+        resuming, recipe = ranks.first(partial(_claim, stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
         session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         current.to("start")
@@ -212,16 +213,22 @@ def _claim(
     resume: bool,
     jobs: Sequence[str],
     reporter: Reporter,
-) -> bool:
-    """Whether there is a run to go on with; others are then kept out of it before anything costly is done."""
+) -> tuple[bool, Recipe]:
+    """Whether there is a run to go on with; others are then kept out of it before anything costly is done.
+
+    Also the recipe, whose open choices become those of the run that it goes on with, or extends.
+    """
     resuming = check_run(run, recipe, resume)
-    if recipe.extends is not None and not resuming:
+    if resuming:
+        recipe = as_begun(recipe, load_recipe(str(run.config)))
+    elif recipe.extends is not None:
         check_extension(recipe)
+        recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))
     if resuming:
         again = bool(set(jobs) & set(run.begun_by().get("jobs") or ()))
         stack.enter_context(run.lock(LEASE_S if again else LOCK_PATIENCE_S, reporter.say))
         run.sweep()
-    return resuming
+    return resuming, recipe
 
 
 def _begin(
