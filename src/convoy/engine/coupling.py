@@ -154,8 +154,8 @@ class Probe:
 
         Where several devices are `sharing` the work on a pass, each keeps a part of it.
 
-        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes fall out of the caches and are slower than small
-        ones, so that a pass keeps 16 MiB for the backward pass at most.
+        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes fall out of the caches
+        and are slower than small ones, so that a pass keeps 16 MiB for the backward pass at most.
         """
         if self.draws or not self.separable:
             return 1

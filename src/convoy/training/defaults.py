@@ -136,9 +136,7 @@ def _ability(device: torch.device) -> _Ability:
     return _Ability(device.type, name, has_bf16(device))
 
 
-def _precision(
-    recipe: Recipe, able: list[_Ability], trial: Callable[[Recipe], Tried] | None
-) -> tuple[str, str, bool]:
+def _precision(recipe: Recipe, able: list[_Ability], trial: Callable[[Recipe], Tried] | None) -> tuple[str, str, bool]:
     """The precision, why, and whether the log is to say so."""
     on_gpus = all(one.type == "cuda" for one in able)
     if recipe.reproducible:
@@ -168,10 +166,8 @@ def _to_know(recipe: Recipe, device: torch.device) -> Iterator[str]:
     if device.type == "cpu" and recipe.precision != "fp32" and not has_bf16(device):
         yield f"precision {recipe.precision}: without hardware for it, this CPU may take longer than in fp32"
     if device.type == "cuda" and recipe.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0):
-        each: tuple[tuple[str, Any], ...] = (
-            ("convolutions", torch.backends.cudnn.conv),
-            ("matrix products", torch.backends.cuda.matmul),
-        )
+        cudnn: Any = torch.backends.cudnn
+        each = (("convolutions", cudnn.conv), ("matrix products", torch.backends.cuda.matmul))
         what = " and ".join(name for name, switch in each if switch.fp32_precision == "tf32")
         if what:
             yield f"TF32: {what} in fp32 multiply in TF32 (NVIDIA_TF32_OVERRIDE=0 in the environment turns it off)"
@@ -210,8 +206,9 @@ def try_passes(
     found = probed(model, recipe, image_shape, sizes, device, change)
     own = sizes[: min(merged(recipe, found, sizes, device)[0], -(-len(sizes) // devices))]
     here = this_device(device, channels_last=bool(recipe.channels_last), neighbours=ranks.on_host)
-    options, weights = json.dumps(recipe.model.options, sort_keys=True), sum(p.numel() for p in model.parameters())
-    name = f"bf16 beside fp32: {recipe.model.name} {options}, {weights} weights, {recipe.batch_norm}, {own} {image_shape}"
+    numbers = sum(weight.numel() for weight in model.parameters())
+    network = f"{recipe.model.name} {json.dumps(recipe.model.options, sort_keys=True)} of {numbers} weights"
+    name = f"bf16 beside fp32: {network}, {recipe.batch_norm}, {own} of {image_shape}"
     known = ranks.first(lambda: store.noted(here, name) if store is not None else None)
     if known is None:
         if say is not None and ranks.rank == 0:

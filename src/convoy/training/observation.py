@@ -30,9 +30,9 @@ from convoy.planner.remembered import measured_ops, recalled
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.parallel import ParallelNetwork
+from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
-from convoy.training.precision import lowered
 from convoy.training.workloads import measuring
 
 WARM_UP = 3

@@ -95,6 +95,6 @@ def set_numerics(recipe: Recipe) -> None:
     torch.set_num_threads(num_threads(recipe))
     if recipe.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it, and to fill it takes time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
     torch.use_deterministic_algorithms(recipe.reproducible)
     torch.backends.cudnn.benchmark = not recipe.reproducible

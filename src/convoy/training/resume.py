@@ -77,7 +77,8 @@ FREE = (
 def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     """Refuse to go on with a run under a recipe that would change its result.
 
-    What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the place of the data, devices and plan may change.
+    What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the
+    place of the data, devices and plan may change.
 
     Raises:
         ConvoyError: names the first key that differs.

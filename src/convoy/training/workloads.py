@@ -19,7 +19,6 @@ from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import lowered
 from convoy.training.recipe import Recipe
 
-
 CHANGE = "--image-size, the microbatches or the model"
 """What a user could change where a network cannot be planned for."""
 
