@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,6 +29,9 @@ from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
 
+CPU_INFO = Path("/proc/cpuinfo")
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""What Linux calls it on x86 and on Arm."""
 ROUNDS, LONG_S = 3, 10.0
 """Timed passes in each precision; fewer where they take longer than so many seconds."""
 WORTH = 0.95
@@ -67,11 +71,13 @@ class _Ability:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies in bf16 by hardware: GPUs since Ampere, CPUs with `avx512_bf16` or `amx`."""
+    """Whether a device multiplies in bf16 by hardware: GPUs since Ampere, CPUs that say so."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    able = torch.cpu.get_capabilities()
-    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
+    try:
+        return not BF16_FLAGS.isdisjoint(CPU_INFO.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
 
 
 def settle(
