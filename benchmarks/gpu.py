@@ -6,9 +6,10 @@
     python benchmarks/gpu.py --device cpu --precision fp32,bf16 --ways eager --model resnet18 --size 96 --batches 32
 
 Both sides train the same network with the same optimizer on the same random batch, which stays on the device:
-channels_last, autocast, SGD with momentum. Several precisions are further sides of the same rounds. One side is `torch.compile(model)`, the other
-`torch.compile(convoy.parallelize(model, "serial", example))`. The sides take turns for some rounds, every other round
-in reverse; a round's ratio is Convoy's images a second over PyTorch's, and the medians count.
+channels_last, autocast, SGD with momentum. One side is `torch.compile(model)`, the other
+`torch.compile(convoy.parallelize(model, "serial", example))`; several precisions are further sides. The sides take
+turns for some rounds, every other round in reverse; a round's ratio is Convoy's images a second over PyTorch's, and the
+medians count.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def main() -> None:
         case = measure(arguments, device, size)
         document["cases"].append(case)
         if arguments.trainer:
-            case["trainer"] = trainer(arguments, size)
+            case["trainer"] = {precision: trainer(arguments, size, precision) for precision in arguments.precision}
         print(f"\n{markdown(arguments, case)}", flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -97,11 +98,8 @@ def measure(arguments: argparse.Namespace, device: torch.device, size: int) -> d
             side.update()
         _wait(device)
         side.warm_up_s = time.perf_counter() - began
-        print(
-            f"  {side.way} {side.precision} {side.library}: warm after {side.warm_up_s:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        name = f"{side.way} {side.precision} {side.library}"
+        print(f"  {name}: warm after {side.warm_up_s:.1f} s", file=sys.stderr, flush=True)
     for number in range(arguments.rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             side.update()
@@ -146,7 +144,7 @@ def batch(arguments: argparse.Namespace, device: torch.device, size: int) -> tup
     return images.to(device=device, memory_format=FORMATS[arguments.order]), labels.to(device)
 
 
-def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
+def trainer(arguments: argparse.Namespace, size: int, precision: str) -> list[float]:
     """Images a second of every counted update of `convoy train`: loader, transfer, normalization, metrics and all.
 
     Batch norm is over the global batch, as on the other sides, and nothing is augmented.
@@ -165,7 +163,7 @@ def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
         write_images(data, size, arguments.size)
         command = [sys.executable, "-m", "convoy", "train", arguments.model, "--data", str(data), "--out", str(out)]
         command += ["--device", arguments.device, "--batch", str(size), "--epochs", f"{updates}ba"]
-        command += [f"--{arguments.order.replace('_', '-')}", "--precision", arguments.precision[-1]]
+        command += [f"--{arguments.order.replace('_', '-')}", "--precision", precision]
         command += [*(["--compile"] if "compiled" in arguments.ways else [])]
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
@@ -200,9 +198,10 @@ def markdown(arguments: argparse.Namespace, case: dict[str, Any]) -> str:
         parts = [before / after for before, after in both]
         lines += ["", f"{library}, {way}: {precision} takes {statistics.median(parts):.3f} of the time in {first}"]
         lines[-1] += f" ({min(parts):.3f}–{max(parts):.3f})"
-    if case.get("trainer"):
-        rates = case["trainer"]
-        lines.append(f"\n`convoy train`: {_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}")
+    for precision, rates in case.get("trainer", {}).items():
+        if rates:
+            figures = f"{_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}"
+            lines.append(f"\n`convoy train`, {precision}: {figures}")
     return "\n".join(lines)
 
 

@@ -133,7 +133,7 @@ def as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
 def _open_keys(recipe: Recipe) -> list[str]:
     """Keys of the recipe that are for its devices to say."""
     found = ["precision"] if recipe.precision in (None, "auto") else []
-    found += ["channels_last"] if recipe.channels_last == "auto" else []
+    found += ["channels_last"] if recipe.channels_last is None else []
     return [*found, "optimizer.fused"] if getattr(recipe.optimizer, "fused", True) is None else found
 
 
@@ -158,7 +158,7 @@ def _precision(recipe: Recipe, able: list[_Ability], trial: Callable[[Recipe], T
         return "bf16", "layers compute in bf16, weights stay in fp32 (--precision fp32 turns it off)", True
     if trial is None or any(one.type == "cuda" for one in able):
         return "fp32", "bf16 was not tried", True
-    chosen = recipe.model_copy(update={"precision": "fp32", "channels_last": recipe.channels_last is True})
+    chosen = recipe.model_copy(update={"precision": "fp32", "channels_last": bool(recipe.channels_last)})
     found = trial(chosen)
     ratio = found.bf16_s / found.fp32_s
     said = f"a pass of {found.samples} images takes {1e3 * found.bf16_s:.4g} ms, {ratio:.2f} of its time in fp32"

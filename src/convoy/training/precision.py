@@ -85,9 +85,8 @@ def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[
 
 
 def lowered(recipe: Recipe) -> torch.dtype | None:
-    """In which type autocast has layers compute; None without it."""
-    assert recipe.precision in DTYPES, "a recipe that is not settled"
-    return None if recipe.precision == "fp32" else DTYPES[recipe.precision]
+    """In which type autocast has layers compute; None without it, and where that is left open."""
+    return None if recipe.precision in (None, "auto", "fp32") else DTYPES[recipe.precision]
 
 
 def set_numerics(recipe: Recipe) -> None:

@@ -111,9 +111,7 @@ class Recipe(Section):
         description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on a CPU "
         "with bf16 the faster one, tried before training",
     )
-    channels_last: bool | Literal["auto"] = Field(
-        "auto", description="memory format; auto: channels innermost on GPUs in bf16 and fp16"
-    )
+    channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")
     reproducible: bool = Field(False, description="bit-identical weights on one device or many")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
