@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
+from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
@@ -102,8 +103,9 @@ def set_up(
 
 def num_on(device: torch.device, ranks: Ranks) -> int:
     """How many ranks compute on this rank's GPU, and share its memory; 1 on a CPU. All ranks call it."""
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ranks.rank
-    return ranks.gather(own).count(own)
+    gpu = own(device).gpu
+    every = ranks.gather(gpu)
+    return every.count(gpu) if gpu else 1
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
