@@ -2,7 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
@@ -63,6 +64,28 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     finally:
         batches.close()
     return f"{error}; done again, all updates were finite"
+
+
+@contextlib.contextmanager
+def memory_explained(recipe: Recipe) -> Iterator[None]:
+    """Say where a device had too little memory, and what to change.
+
+    Raises:
+        TooLargeError: it had.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        layer = f" of layer {current.layer.partition('#')[0]}" if current.layer else ""
+        where = f"update {current.update + 1:,}, {current.part}{layer}"
+        ways = [] if recipe.microbatch == 1 else ["make microbatches smaller (--set microbatch=…)"]
+        ways += ["compute in bf16 (--precision bf16)"] if recipe.precision == "fp32" else []
+        ways += ["divide layers over more devices (--plan auto)"]
+        raise TooLargeError(
+            f"out of memory in {where}{f' ({asked[1]} more were needed)' if asked else ''}: begin again, and "
+            f"{', or '.join(ways)}"
+        ) from error
 
 
 LOCK_PATIENCE_S = 30.0
@@ -166,7 +189,8 @@ def train(
             hang(sentence)
 
         try:
-            with watchdog.ending_by(fail), disk_explained(run.path):  # as it is printed, so it is kept
+            # as it is printed, so it is kept
+            with watchdog.ending_by(fail), disk_explained(run.path), memory_explained(session.recipe):
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
