@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from convoy.training.records import Derived
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """What Linux calls it on x86 and on Arm."""
-ROUNDS, LONG_S = 3, 10.0
+ROUNDS, LONG_S = 5, 10.0
 """Timed passes in each precision; fewer where they take longer than so many seconds."""
 WORTH = 0.95
 """Part of fp32's time that bf16 has to stay below to be taken, as it rounds more."""
@@ -230,7 +229,7 @@ def try_passes(
 def _times(
     recipe: Recipe, plain: nn.Module, image_shape: tuple[int, int, int], sizes: tuple[int, ...], device: torch.device
 ) -> list[float]:
-    """Seconds of a pass in fp32 and in bf16: medians of some in turn, after one of each that does not count."""
+    """Seconds of a pass in fp32 and in bf16: the least of some in turn, as what else runs only adds to them."""
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model: nn.Module = copy.deepcopy(plain).to(memory_format=memory_format)  # type: ignore[call-overload]
     context = prepare(model.train(), recipe.seed, recipe.batch_norm)
@@ -248,4 +247,4 @@ def _times(
                     outputs = leaves(model(images), Tensor)
                 torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
                 taken.append(time.perf_counter() - start)
-    return [median(taken[1:]) for taken in seconds]
+    return [min(taken[1:]) for taken in seconds]
