@@ -122,12 +122,12 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
 
     settled = settle(recipe, device, ranks, trial)
     recipe = settled.recipe
-    notes += settled.notes
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     if ranks.rank == 0:
         for note in notes:
             click.echo(note, err=True)
+    notes += settled.notes
     workload = workload_of_recipe(recipe, model, shape, devices, device)
     layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
     for plan in request.plans:
