@@ -156,7 +156,7 @@ class FiniteGuard:
             gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
             found += torch._foreach_norm(gradients, math.inf)  # a sum would overflow where no number does
         # one read of the device, whatever the number of layers
-        fine = not found or bool(torch.isfinite(torch.stack([number.double() for number in found])).all())
+        fine = not found or bool(torch.isfinite(torch.stack(found)).all())
         return not self._ranks.any(not fine)
 
     @torch.no_grad()
