@@ -385,6 +385,8 @@ def test_a_guarded_update_is_read_once(bad: float | None) -> None:
         assert guard.passes([torch.tensor(1.0), torch.tensor(2.0)]) == (bad is None)
     assert reads.count == 1
     assert not guard.passes([torch.tensor(1.0), torch.tensor(float("nan"))])
+    model.zero_grad()  # a rank without samples
+    assert guard.passes([]) and guard.passes([torch.tensor(1.0)])
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -154,7 +154,8 @@ class FiniteGuard:
         found = list(losses)
         if self._gradients:
             gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
-            found += torch._foreach_norm(gradients, math.inf)  # a sum would overflow where no number does
+            # not their squares, whose sum overflows where no number does
+            found += torch._foreach_norm(gradients, math.inf) if gradients else []
         # one read of the device, whatever the number of layers
         fine = not found or bool(torch.isfinite(torch.stack(found)).all())
         return not self._ranks.any(not fine)
