@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                 ResNet-50, 224 px, batches of 256 and 128, bf16
     python benchmarks/gpu.py --trainer                       and `convoy train`, with its loader, on pictures in memory
+    python benchmarks/gpu.py --predict --ways eager --batches 8,64,256      and an update as the planner predicts it
     python benchmarks/gpu.py --device cpu --precision fp32 --batches 4 --size 64 --updates 2
     python benchmarks/gpu.py --device cpu --precision fp32,bf16 --ways eager --model resnet18 --size 96 --batches 32
 
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 
 import convoy
 from convoy import models
+from convoy.comm.ranks import Ranks
+from convoy.planner import make_plan, workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
@@ -72,7 +75,8 @@ def main() -> None:
     print(f"{about['gpu'] or 'no GPU'}; {machine.sentence(about)}", flush=True)
     document: dict[str, Any] = {"machine": about, "options": vars(arguments) | {"out": str(arguments.out)}, "cases": []}
     for size in arguments.batches:
-        case = measure(arguments, device, size)
+        update_s = predicted(arguments, device, size) if arguments.predict else None
+        case = measure(arguments, device, size) | {"predicted_s": update_s}
         document["cases"].append(case)
         if arguments.trainer:
             case["trainer"] = {precision: trainer(arguments, size, precision) for precision in arguments.precision}
@@ -134,6 +138,22 @@ def updater(
         return loss.detach()
 
     return update
+
+
+def predicted(arguments: argparse.Namespace, device: torch.device, size: int) -> float:
+    """Seconds of an update on one device, as the planner predicts it from what it profiles now."""
+    torch.manual_seed(0)
+    model = models.create(arguments.model, num_classes=1000)
+    model.to(device=device, memory_format=FORMATS[arguments.order]).train()  # type: ignore[call-overload]
+    dtype = DTYPES[arguments.precision[0]]
+    workload = workload_of(
+        model,
+        batch(arguments, device, size)[0],
+        size,
+        precision=None if dtype == torch.float32 else dtype,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-5),
+    )
+    return make_plan(workload, 1, Ranks()).serial.seconds
 
 
 def batch(arguments: argparse.Namespace, device: torch.device, size: int) -> tuple[Tensor, Tensor]:
@@ -198,6 +218,11 @@ def markdown(arguments: argparse.Namespace, case: dict[str, Any]) -> str:
         parts = [before / after for before, after in both]
         lines += ["", f"{library}, {way}: {precision} takes {statistics.median(parts):.3f} of the time in {first}"]
         lines[-1] += f" ({min(parts):.3f}–{max(parts):.3f})"
+    if case.get("predicted_s"):
+        ours = case["batch"] / statistics.median(rates_of[arguments.ways[0], first, "Convoy"])
+        said = case["predicted_s"]
+        lines.append(f"\nAn update, {arguments.ways[0]}: predicted {1e3 * said:.2f} ms, measured {1e3 * ours:.2f} ms, ")
+        lines[-1] += f"{said / ours - 1:+.1%}"
     for precision, rates in case.get("trainer", {}).items():
         if rates:
             figures = f"{_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}"
@@ -232,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--updates", type=int, default=20, help="timed in a round")
     parser.add_argument("--trainer", action="store_true", help="measure `convoy train` too")
+    parser.add_argument("--predict", action="store_true", help="the planner's prediction beside the measurement")
     parser.add_argument("--out", type=Path, help="file for JSON")
     return parser
 
