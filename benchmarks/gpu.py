@@ -4,14 +4,17 @@
     python benchmarks/gpu.py --trainer                       and `convoy train`, with its loader, on pictures in memory
     python benchmarks/gpu.py --predict --ways eager --batches 8,64,256      and an update as the planner predicts it
     python benchmarks/gpu.py --device cpu --precision fp32 --batches 4 --size 64 --updates 2
+    python benchmarks/gpu.py --device cpu --precision fp32,bf16 --ways eager --model resnet18 --size 96 --batches 32
 
 Both sides train the same network with the same optimizer on the same random batch, which stays on the device:
 channels_last, autocast, SGD with momentum. One side is `torch.compile(model)`, the other
-`torch.compile(convoy.parallelize(model, "serial", example))`. The sides take turns for some rounds, every other round
-in reverse; a round's ratio is Convoy's images a second over PyTorch's, and the medians count.
+`torch.compile(convoy.parallelize(model, "serial", example))`; several precisions are further sides. The sides take
+turns for some rounds, every other round in reverse; a round's ratio is Convoy's images a second over PyTorch's, and the
+medians count.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -36,6 +39,7 @@ from convoy.comm.ranks import Ranks
 from convoy.planner import make_plan, workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
 TRAINER_WARM_UP = 8
 """Updates of `convoy train` that are not counted: the first of them compile."""
 
@@ -45,6 +49,7 @@ class Side:
     """One way to train.
 
     Attributes:
+        precision: of the layers.
         update: does one weight update and gives the loss.
         first_loss: before any update.
         warm_up_s: seconds of the updates before the rounds, in which it compiles.
@@ -53,6 +58,7 @@ class Side:
 
     library: str
     way: str
+    precision: str
     update: Callable[[], Tensor]
     first_loss: float = 0.0
     warm_up_s: float = 0.0
@@ -73,7 +79,7 @@ def main() -> None:
         case = measure(arguments, device, size) | {"predicted_s": update_s}
         document["cases"].append(case)
         if arguments.trainer:
-            case["trainer"] = trainer(arguments, size)
+            case["trainer"] = {precision: trainer(arguments, size, precision) for precision in arguments.precision}
         print(f"\n{markdown(arguments, case)}", flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -84,8 +90,9 @@ def measure(arguments: argparse.Namespace, device: torch.device, size: int) -> d
     torch.compiler.reset()  # so that the batch size before this one does not make sizes dynamic
     images, labels = batch(arguments, device, size)
     sides = [
-        Side(library, way, updater(arguments, library, way, images, labels))
+        Side(library, way, precision, updater(arguments, library, way, precision, images, labels))
         for way in arguments.ways
+        for precision in arguments.precision
         for library in ("PyTorch", "Convoy")
     ]
     for side in sides:
@@ -95,7 +102,8 @@ def measure(arguments: argparse.Namespace, device: torch.device, size: int) -> d
             side.update()
         _wait(device)
         side.warm_up_s = time.perf_counter() - began
-        print(f"  {side.way} {side.library}: warm after {side.warm_up_s:.1f} s", file=sys.stderr, flush=True)
+        name = f"{side.way} {side.precision} {side.library}"
+        print(f"  {name}: warm after {side.warm_up_s:.1f} s", file=sys.stderr, flush=True)
     for number in range(arguments.rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             side.update()
@@ -109,17 +117,17 @@ def measure(arguments: argparse.Namespace, device: torch.device, size: int) -> d
 
 
 def updater(
-    arguments: argparse.Namespace, library: str, way: str, images: Tensor, labels: Tensor
+    arguments: argparse.Namespace, library: str, way: str, precision: str, images: Tensor, labels: Tensor
 ) -> Callable[[], Tensor]:
     """A function that does one weight update and gives the loss."""
     torch.manual_seed(0)
     model = models.create(arguments.model, num_classes=1000)
-    model.to(device=images.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    model.to(device=images.device, memory_format=FORMATS[arguments.order]).train()  # type: ignore[call-overload]
     if library == "Convoy":
         model = convoy.parallelize(model, "serial", example=images)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5)
     network: nn.Module = torch.compile(model) if way == "compiled" else model  # type: ignore[assignment]
-    dtype = DTYPES[arguments.precision]
+    dtype = DTYPES[precision]
 
     def update() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -136,8 +144,8 @@ def predicted(arguments: argparse.Namespace, device: torch.device, size: int) ->
     """Seconds of an update on one device, as the planner predicts it from what it profiles now."""
     torch.manual_seed(0)
     model = models.create(arguments.model, num_classes=1000)
-    model.to(device=device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    dtype = DTYPES[arguments.precision]
+    model.to(device=device, memory_format=FORMATS[arguments.order]).train()  # type: ignore[call-overload]
+    dtype = DTYPES[arguments.precision[0]]
     workload = workload_of(
         model,
         batch(arguments, device, size)[0],
@@ -153,10 +161,10 @@ def batch(arguments: argparse.Namespace, device: torch.device, size: int) -> tup
     random = torch.Generator().manual_seed(1)
     images = torch.randn(size, 3, arguments.size, arguments.size, generator=random)
     labels = torch.randint(1000, (size,), generator=random)
-    return images.to(device=device, memory_format=torch.channels_last), labels.to(device)
+    return images.to(device=device, memory_format=FORMATS[arguments.order]), labels.to(device)
 
 
-def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
+def trainer(arguments: argparse.Namespace, size: int, precision: str) -> list[float]:
     """Images a second of every counted update of `convoy train`: loader, transfer, normalization, metrics and all.
 
     Batch norm is over the global batch, as on the other sides, and nothing is augmented.
@@ -174,8 +182,9 @@ def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
         data, out = Path(name) / "data", Path(name) / "run"
         write_images(data, size, arguments.size)
         command = [sys.executable, "-m", "convoy", "train", arguments.model, "--data", str(data), "--out", str(out)]
-        command += ["--device", arguments.device, "--batch", str(size), "--epochs", f"{updates}ba", "--channels-last"]
-        command += ["--precision", arguments.precision, *(["--compile"] if "compiled" in arguments.ways else [])]
+        command += ["--device", arguments.device, "--batch", str(size), "--epochs", f"{updates}ba"]
+        command += [f"--{arguments.order.replace('_', '-')}", "--precision", precision]
+        command += [*(["--compile"] if "compiled" in arguments.ways else [])]
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
         if done.returncode:
@@ -190,29 +199,34 @@ def trainer(arguments: argparse.Namespace, size: int) -> list[float]:
 def markdown(arguments: argparse.Namespace, case: dict[str, Any]) -> str:
     """The table of one batch size."""
     lines = [
-        f"**{arguments.model}**, {arguments.size} px, batch {case['batch']}, {arguments.precision}, channels_last, "
+        f"**{arguments.model}**, {arguments.size} px, batch {case['batch']}, {arguments.order}, "
         f"{arguments.rounds} rounds of {arguments.updates} updates",
         "",
         "| | PyTorch, images/s | min–max | Convoy, images/s | min–max | Convoy / PyTorch | min–max |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for way in arguments.ways:
-        plain, ours = (
-            next(s["rates"] for s in case["sides"] if s["way"] == way and s["library"] == library)
-            for library in ("PyTorch", "Convoy")
-        )
+    rates_of = {(s["way"], s["precision"], s["library"]): s["rates"] for s in case["sides"]}
+    for way, precision in itertools.product(arguments.ways, arguments.precision):
+        plain, ours = (rates_of[way, precision, library] for library in ("PyTorch", "Convoy"))
         ratios = [a / b for a, b in zip(ours, plain, strict=True)]
         cells = [f"{_middle(rates)} | {min(rates):,.1f}–{max(rates):,.1f}" for rates in (plain, ours)]
         spread = f"{min(ratios):.3f}–{max(ratios):.3f}"
-        lines.append(f"| {way} | {' | '.join(cells)} | {statistics.median(ratios):.3f} | {spread} |")
+        lines.append(f"| {way}, {precision} | {' | '.join(cells)} | {statistics.median(ratios):.3f} | {spread} |")
+    first = arguments.precision[0]
+    for way, precision, library in itertools.product(arguments.ways, arguments.precision[1:], ("PyTorch", "Convoy")):
+        both = zip(rates_of[way, first, library], rates_of[way, precision, library], strict=True)
+        parts = [before / after for before, after in both]
+        lines += ["", f"{library}, {way}: {precision} takes {statistics.median(parts):.3f} of the time in {first}"]
+        lines[-1] += f" ({min(parts):.3f}–{max(parts):.3f})"
     if case.get("predicted_s"):
-        rates = next(s["rates"] for s in case["sides"] if s["way"] == arguments.ways[0] and s["library"] == "Convoy")
-        ours, said = case["batch"] / statistics.median(rates), case["predicted_s"]
+        ours = case["batch"] / statistics.median(rates_of[arguments.ways[0], first, "Convoy"])
+        said = case["predicted_s"]
         lines.append(f"\nAn update, {arguments.ways[0]}: predicted {1e3 * said:.2f} ms, measured {1e3 * ours:.2f} ms, ")
         lines[-1] += f"{said / ours - 1:+.1%}"
-    if case.get("trainer"):
-        rates = case["trainer"]
-        lines.append(f"\n`convoy train`: {_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}")
+    for precision, rates in case.get("trainer", {}).items():
+        if rates:
+            figures = f"{_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}"
+            lines.append(f"\n`convoy train`, {precision}: {figures}")
     return "\n".join(lines)
 
 
@@ -225,12 +239,19 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _precisions(text: str) -> list[str]:
+    if not set(text.split(",")) <= set(DTYPES):
+        raise argparse.ArgumentTypeError(f"{text} is none, or several, of {', '.join(DTYPES)}")
+    return text.split(",")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--size", type=int, default=224, help="of the images")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[256, 128])
-    parser.add_argument("--precision", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--precision", type=_precisions, default=["bf16"], help="fp32, bf16 or fp16, or several")
+    parser.add_argument("--order", choices=list(FORMATS), default="channels_last", help="memory format")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["eager", "compiled"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=7)

@@ -203,6 +203,7 @@ def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, capsys: pytest.Capt
         ("bench lenet --devices 1 --plans smaple", "smaple"),
         ("bench lenet --devices 1 --plans sample=3", "--devices has no 3"),
         ("bench lenet --devices 1 --peers horovod", "--peers horovod is no peer"),
+        ("bench lenet --devices 1 --set precision=auto", "precision=auto may differ from row to row: name one for all"),
         ("bench lenet --devices 1 --peers ddp --set precision=fp16", "--peers do not train with precision=fp16"),
         ("bench lenet --devices 1 --batch 0", "--batch is 0"),
         ("bench lenet --devices 1 --shares half", "--shares half are no shares"),

@@ -95,7 +95,8 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["parameters"]) == ("finished", 48, 4_116)
-    assert load_recipe(str(out / "config.yaml")) == recipe_of(data, ["epochs=12ep"])
+    settled = recipe_of(data, ["epochs=12ep", "precision=fp32", "channels_last=false"])
+    assert load_recipe(str(out / "config.yaml")) == settled
     assert any(path.name.startswith("events.out.tfevents") for path in (out / "tensorboard").iterdir())
     assert CheckpointStore(out / "checkpoints").steps()[-1] == 48
 

@@ -65,7 +65,10 @@ class Ask:
         reason = unwritable(self.folder)
         if reason is not None:
             raise ConvoyError(f"--out {self.folder} cannot be written ({reason}): choose another place")
-        check_names(self.recipe_of())
+        recipe = self.recipe_of()
+        check_names(recipe)
+        if recipe.precision == "auto":
+            raise ConvoyError("precision=auto may differ from row to row: name one for all, e.g. --set precision=bf16")
 
     def recipe_of(self) -> Recipe:
         """How the network is trained; its batch is that of a device where it grows with the devices.

@@ -19,6 +19,7 @@ from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores
 from convoy.training import choose_device
+from convoy.training.defaults import settle
 from convoy.training.division import soonest
 from convoy.training.environment import describe
 from convoy.training.recipe import Recipe
@@ -225,6 +226,7 @@ def prepare(ask: Ask) -> Prepared:
     if peers:
         check_recipe(recipe)
     device = choose_device(ask.device)
+    recipe = settle(recipe, device).recipe  # one for all rows
     cluster, text = ask.cluster()
     speeds = [one.speed for one in cluster.devices] if cluster is not None else []
     on_cpu = device.type == "cpu"

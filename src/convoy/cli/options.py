@@ -125,7 +125,11 @@ microbatches = click.option(
 batch_norm = click.option(
     "--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local."
 )
-precision = click.option("--precision", metavar="TYPE", help="fp32, bf16 or fp16.")
+precision = click.option(
+    "--precision",
+    metavar="TYPE",
+    help="fp32, bf16, fp16, or auto: on a CPU the faster one. [default: bf16 on GPUs that have it, else fp32]",
+)
 channels_last = click.option(
     "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
 )

@@ -25,10 +25,11 @@ from convoy.plans.place import COMPUTE
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, choose_device
+from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import num_microbatches
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
-from convoy.training.workloads import workload_of_recipe
+from convoy.training.workloads import CHANGE, workload_of_recipe
 
 ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
@@ -67,7 +68,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
         if request.fix:  # before ranks are started, which takes longer than to look at the network
             cpu = torch.device("cpu")
             model, shape, _ = _network(request, recipe, cpu)
-            Layers(workload_of_recipe(recipe, model, shape, number, cpu).graph, request.fix, ())
+            Layers(workload_of_recipe(settle(recipe, cpu).recipe, model, shape, number, cpu).graph, request.fix, ())
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
     if request.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
@@ -93,9 +94,7 @@ def _network(
     torch.manual_seed(recipe.seed)
     model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    return model.train(), (channels, size, size), notes
+    return model.to(device).train(), (channels, size, size), notes
 
 
 def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
@@ -116,9 +115,19 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     set_numerics(recipe)
     check_precision(recipe.precision, device)
     model, shape, notes = _network(request, recipe, device)
+    store = None if request.no_store else ProfileStore()
+
+    def trial(one: Recipe) -> Tried:
+        return try_passes(one, model, shape, devices, device, ranks, store, CHANGE)
+
+    settled = settle(recipe, device, ranks, trial)
+    recipe = settled.recipe
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
     if ranks.rank == 0:
         for note in notes:
             click.echo(note, err=True)
+    notes += settled.notes
     workload = workload_of_recipe(recipe, model, shape, devices, device)
     layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
     for plan in request.plans:
@@ -145,7 +154,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             devices,
             ranks,
             link=request.link,
-            store=None if request.no_store else ProfileStore(),
+            store=store,
             fixes=request.fix,
             memory_limit=request.memory,
             plans=request.plans,

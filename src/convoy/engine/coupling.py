@@ -143,6 +143,7 @@ class Probe:
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
+        on_device: ranks that compute on the device, and share its memory.
     """
 
     separable: bool
@@ -151,20 +152,21 @@ class Probe:
     normed_again: bool
     outputs: int = 1
     owned: bool = False
+    on_device: int = 1
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
 
         Where several devices are `sharing` the work on a pass, each keeps a part of it.
 
-        A GPU's budget is half of its memory. On a CPU large passes fall out of the caches and are slower than small
-        ones, so that a pass keeps 16 MiB for the backward pass at most.
+        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes fall out of the caches
+        and are slower than small ones, so that a pass keeps 16 MiB for the backward pass at most.
         """
         if (self.draws and not self.owned) or not self.separable:
             return 1
-        budget = (
-            CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else CPU_BUDGET
-        )
+        budget = float(CPU_BUDGET)
+        if device.type == "cuda":
+            budget = CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory / self.on_device
         return max(1, min(len(sizes), int(sharing * budget // max(1, self.bytes_per_sample * max(sizes)))))
 
 
@@ -174,10 +176,12 @@ def probe(
     image_shape: tuple[int, ...],
     device: torch.device,
     samples: int = PROBE_SAMPLES,
+    precision: torch.dtype | None = None,
 ) -> Probe:
     """Run the network in training mode on random images, together and one microbatch at a time.
 
-    Weights, buffers, the mode and torch's random state are left as they were.
+    Weights, buffers, the mode and torch's random state are left as they were. What is kept for the backward pass is
+    counted under autocast, where that is on; all else is compared without it, as its rounding would hide too much.
 
     Args:
         model: the network, prepared by `convoy.engine.layers`.
@@ -185,6 +189,7 @@ def probe(
         image_shape: (channels, height, width).
         device: where the network lives.
         samples: size of each of the two microbatches.
+        precision: in which autocast has layers compute; None where it is off.
     """
     sizes = (samples, samples)
     images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
@@ -195,21 +200,32 @@ def probe(
         kept: dict[int, int] = {}
 
         def note(x: Tensor) -> Tensor:
-            kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
+            if precision is None or not _is_of_weight(x):
+                kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
+        autocast = torch.autocast(device.type, precision, enabled=precision is not None)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
             together = leaves(model(images), Tensor)
         outputs = len(together)
         again = [layer for layer, number in ran.items() if number > 1]
         draws = not torch.equal(before, random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
         if draws:
             model.eval()
+        if draws or precision is not None:
             together = _run(model, context, images, 0, sizes)
         weights = {p.data_ptr() for p in model.parameters()}
         separable = _separable(model, model, context, images, [each.detach() for each in together])
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
     return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
+
+
+def _is_of_weight(x: Tensor) -> bool:
+    """Whether it was made of a weight alone, as autocast's copies are: of those there is one, however many samples."""
+    step = x.grad_fn
+    while step is not None and len(step.next_functions) == 1:
+        step = step.next_functions[0][0]
+    return hasattr(step, "variable")
 
 
 def owns_draws(

@@ -18,6 +18,7 @@ from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.script.data import evaluating
 from convoy.training.loss import heads
+from convoy.training.precision import lowered
 from convoy.training.recipe import Recipe
 from convoy.training.run_directory import RunDirectory
 
@@ -127,7 +128,7 @@ def probed(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        found = probe(model, context, shape, device, samples=min(2, *sizes))
+        found = probe(model, context, shape, device, min(2, *sizes), lowered(recipe))
         if not found.draws or recipe.batch_norm != "microbatch" or recipe.reproducible:  # `merged` does not ask
             return found
         return replace(found, owned=owns_draws(copy.deepcopy(plain), shape, device, samples=min(2, *sizes)))

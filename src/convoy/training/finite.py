@@ -151,9 +151,13 @@ class FiniteGuard:
 
     def passes(self, losses: Sequence[Tensor]) -> bool:
         """Whether the update may be made; `losses` are those of this rank's passes."""
-        fine = all(bool(torch.isfinite(loss)) for loss in losses)
-        if fine and self._gradients:
-            fine = all(bool(torch.isfinite(gradient).all()) for gradient in self._network.own_gradients())
+        found = list(losses)
+        if self._gradients:
+            gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
+            # not their squares, whose sum overflows where no number does
+            found += torch._foreach_norm(gradients, math.inf) if gradients else []
+        # one read of the device, whatever the number of layers
+        fine = not found or bool(torch.isfinite(torch.stack(found)).all())
         return not self._ranks.any(not fine)
 
     @torch.no_grad()

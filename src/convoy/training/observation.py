@@ -31,9 +31,10 @@ from convoy.planner.remembered import measured_ops, recalled
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.parallel import ParallelNetwork
+from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
-from convoy.training.workloads import measuring, workload_precision
+from convoy.training.workloads import measuring
 
 WARM_UP = 3
 """Updates that are slower than all that follow."""
@@ -127,7 +128,7 @@ class Observation:
                 engine.watch = None
 
     def _typed(self, placement: Placement) -> Placement:
-        precision = workload_precision(self._session.recipe)
+        precision = lowered(self._session.recipe)
         return replace(placement, graph=under_autocast(placement.graph, precision, self._session.device.type))
 
     def conclude(self, scored: Scored | None, store: ProfileStore | None, trace_file: Path | None = None) -> Comparison:

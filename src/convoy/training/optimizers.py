@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.training.config import Section
@@ -54,7 +54,18 @@ class _Decaying(_Common):
         return self
 
 
-class SgdConfig(_Decaying):
+class _OfTorch(_Decaying):
+    """Torch's own optimizers, which have fused kernels."""
+
+    fused: bool | None = Field(None, description="one kernel for the update; null: on GPUs in bf16 and fp16")
+
+    @model_serializer(mode="wrap")
+    def _as_before_where_nothing_is_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        return {key: value for key, value in found.items() if key != "fused" or value is not None}
+
+
+class SgdConfig(_OfTorch):
     """Stochastic gradient descent with momentum; the weight decay is added to the gradient (L2).
 
     The learning rate multiplies the momentum buffer, as in torch: when the rate changes, no momentum correction is
@@ -71,7 +82,7 @@ class SgdConfig(_Decaying):
         return self
 
 
-class AdamWConfig(_Decaying):
+class AdamWConfig(_OfTorch):
     """AdamW (Loshchilov and Hutter, 2019): the weights decay by themselves, by lr times weight_decay an update."""
 
     scaling: ClassVar[Literal["linear", "sqrt"]] = "sqrt"
@@ -173,9 +184,11 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
     groups = parameter_groups(model, config)
     match config:
         case SgdConfig():
-            return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov)
+            return torch.optim.SGD(
+                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=config.fused or None
+            )
         case AdamWConfig():
-            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps)
+            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
         case LarsConfig():
             from pytorch_optimizer import LARS  # the import takes most of a second
 

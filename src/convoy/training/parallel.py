@@ -36,12 +36,14 @@ class TrainedNetwork:
             too.
         local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
         version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
+        divides_gradients: whether ranks hold other gradients than each other, of parts or of their own samples.
     """
 
     sample_axes: Axes = ()
     exchanges_in_forward = False
     local_mean = False
     version = 0
+    divides_gradients = False
 
     def __init__(
         self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
@@ -182,6 +184,11 @@ class ParallelNetwork(TrainedNetwork):
             self.engine.reducer = None
             if not method.tree:
                 self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
+
+    @property
+    def divides_gradients(self) -> bool:  # type: ignore[override]
+        scattered = self.engine.reducer is not None and self.engine.reducer.scatter
+        return self.local_mean or scattered or any(axes for _, axes in self._divided())
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
         if self._method.tree or not self.engine.silent:

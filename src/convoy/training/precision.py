@@ -1,4 +1,7 @@
-"""Torch's switches, and training in low precision: whether a device can, tried out, and the scale of fp16's loss."""
+"""Torch's switches, and training in low precision: whether a device can, tried out, and the scale of fp16's loss.
+
+A recipe that leaves its precision open is settled first (`convoy.training.defaults`).
+"""
 
 import contextlib
 import os
@@ -16,13 +19,17 @@ from convoy.training.recipe import Recipe
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_precision(precision: str, device: torch.device) -> None:
+def check_precision(precision: str | None, device: torch.device) -> None:
     """Run one small convolution and matrix product forwards and backwards as the training would.
+
+    Args:
+        precision: as a recipe has it; one that is left open is not checked.
+        device: where.
 
     Raises:
         ConvoyError: torch cannot do that on this device; the sentence says what to choose.
     """
-    if precision == "fp32":
+    if precision not in ("bf16", "fp16"):
         return
     images = torch.ones(2, 8, 8, 8, device=device)
     weight = torch.full((8, 8, 3, 3), 0.01, device=device, requires_grad=True)
@@ -43,22 +50,27 @@ def check_precision(precision: str, device: torch.device) -> None:
 class Scaler(torch.amp.GradScaler):
     """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed.
 
-    Where parameters are divided over ranks, only the rank that has the part that overflowed would know of it, and the
-    weights and the scale would drift apart: all ranks agree once for each update.
+    Where ranks hold different gradients, only the rank that has the part that overflowed would know of it, and the
+    weights and the scale would drift apart: all ranks agree once for each update, for which each reads its device.
 
     Args:
         device: of the gradients.
         precision: `fp16`; in any other it does nothing, and asks nobody.
-        anywhere: whether something holds on any rank, given whether it does here; all ranks call it.
+        anywhere: whether something holds on any rank, given whether it does here; all ranks call it. None where all of
+            them have the same gradients: then nothing is read.
     """
 
-    def __init__(self, device: torch.device, precision: str, anywhere: Callable[[bool], bool] = bool) -> None:
+    def __init__(
+        self, device: torch.device, precision: str | None, anywhere: Callable[[bool], bool] | None = None
+    ) -> None:
         super().__init__(device.type, enabled=precision == "fp16")
         self._anywhere = anywhere
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
         found = super()._unscale_grads_(*args, **options)
+        if self._anywhere is None:
+            return found
         here = any(bool(number) for number in found.values())
         if self._anywhere(here) and not here:
             for number in found.values():
@@ -68,9 +80,13 @@ class Scaler(torch.amp.GradScaler):
 
 def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a forward pass in the recipe's precision."""
-    if recipe.precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, DTYPES[recipe.precision])
+    precision = lowered(recipe)
+    return contextlib.nullcontext() if precision is None else torch.autocast(device.type, precision)
+
+
+def lowered(recipe: Recipe) -> torch.dtype | None:
+    """In which type autocast has layers compute; None without it, and where that is left open."""
+    return None if recipe.precision in (None, "auto", "fp32") else DTYPES[recipe.precision]
 
 
 def set_numerics(recipe: Recipe) -> None:
@@ -78,5 +94,6 @@ def set_numerics(recipe: Recipe) -> None:
     torch.set_num_threads(num_threads(recipe))
     if recipe.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses to be deterministic
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
     torch.use_deterministic_algorithms(recipe.reproducible)
     torch.backends.cudnn.benchmark = not recipe.reproducible

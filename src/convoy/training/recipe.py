@@ -106,8 +106,12 @@ class Recipe(Section):
     batch_norm: Literal["microbatch", "sync", "local"] = Field(
         "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the layers; weights stay in fp32")
-    channels_last: bool = False
+    precision: Literal["fp32", "bf16", "fp16", "auto"] | None = Field(
+        None,
+        description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on a CPU "
+        "with bf16 the faster one, tried before training",
+    )
+    channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")
     reproducible: bool = Field(False, description="bit-identical weights on one device or many")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
@@ -133,6 +137,11 @@ class Recipe(Section):
             raise ValueError(
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
                 "at once: set batch_norm=microbatch, or microbatches=1"
+            )
+        if self.reproducible and self.precision == "auto":
+            raise ValueError(
+                "reproducible gives the same weights wherever it runs, but precision=auto asks the device: set "
+                "precision=fp32 or precision=bf16"
             )
         if self.reproducible and self.parallel.approximate is not None:
             raise ValueError(

@@ -26,6 +26,7 @@ from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
+from convoy.training.defaults import settle
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
@@ -151,7 +152,7 @@ def load_run(path: str | os.PathLike[str]) -> TrainedRun:
     """
     run = RunDirectory(Path(path))
     run.check_trained()
-    recipe = load_recipe(str(run.config))
+    recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     kept = "input" in run.begun_by()  # not by the first versions
     given = NetworkInput.of_run(run) if kept else NetworkInput.of(open_data(recipe.data))

@@ -18,6 +18,7 @@ from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
 from convoy.training.config import Duration
+from convoy.training.defaults import as_begun
 from convoy.training.derived import resolve
 from convoy.training.parallel_config import PLACEMENT
 from convoy.training.recipe import Recipe, load_recipe
@@ -68,6 +69,7 @@ FREE = (
     "log_every",
     "on_nan",
     "evaluate_every",
+    "optimizer.fused",
     *(f"parallel.{key}" for key in PLACEMENT),
 )
 
@@ -75,12 +77,13 @@ FREE = (
 def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     """Refuse to go on with a run under a recipe that would change its result.
 
-    How often to log, evaluate and save, the number of workers, the place of the data, devices and plan may change.
+    What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the
+    place of the data, devices and plan may change.
 
     Raises:
         ConvoyError: names the first key that differs.
     """
-    for key, now, before in differences(recipe, begun):
+    for key, now, before in differences(as_begun(recipe, begun), begun):
         ways = "or begin a new run in another --out"
         if key == "epochs":
             more = recipe.epochs.value - begun.epochs.value if recipe.epochs.unit == begun.epochs.unit else 0
@@ -192,7 +195,7 @@ def check_extension(recipe: Recipe) -> None:
             f"--weights {old.path}"
         )
     begun = load_recipe(str(old.config))
-    for key, now, before in differences(recipe, begun):
+    for key, now, before in differences(as_begun(recipe, begun), begun):
         if not _is_below(key, MAY_CHANGE):
             raise ConvoyError(
                 f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "

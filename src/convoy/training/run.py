@@ -2,7 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,19 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
+from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
-from convoy.training.recipe import Recipe, to_yaml
-from convoy.training.resume import check_data, check_extension, check_run, load_latest, moved_data
+from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.resume import check_data, check_extension, check_run, extended, load_latest, moved_data
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -62,6 +64,28 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     finally:
         batches.close()
     return f"{error}; done again, all updates were finite"
+
+
+@contextlib.contextmanager
+def memory_explained(recipe: Recipe) -> Iterator[None]:
+    """Say where a device had too little memory, and what to change.
+
+    Raises:
+        TooLargeError: it had.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        layer = f" of layer {current.layer.partition('#')[0]}" if current.layer else ""
+        where = f"update {current.update + 1:,}, {current.part}{layer}"
+        ways = [] if recipe.microbatch == 1 else ["make microbatches smaller (--set microbatch=…)"]
+        ways += ["compute in bf16 (--precision bf16)"] if recipe.precision == "fp32" else []
+        ways += ["divide layers over more devices (--plan auto)"]
+        raise TooLargeError(
+            f"out of memory in {where}{f' ({asked[1]} more were needed)' if asked else ''}: begin again, and "
+            f"{', or '.join(ways)}"
+        ) from error
 
 
 LOCK_PATIENCE_S = 30.0
@@ -135,7 +159,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if watchdog is None:
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
-        resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
+        resuming, recipe = ranks.first(partial(_claim, stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
         session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         current.to("start")
@@ -165,7 +189,8 @@ def train(
             hang(sentence)
 
         try:
-            with watchdog.ending_by(fail), disk_explained(run.path):  # as it is printed, so it is kept
+            # as it is printed, so it is kept
+            with watchdog.ending_by(fail), disk_explained(run.path), memory_explained(session.recipe):
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -212,16 +237,22 @@ def _claim(
     resume: bool,
     jobs: Sequence[str],
     reporter: Reporter,
-) -> bool:
-    """Whether there is a run to go on with; others are then kept out of it before anything costly is done."""
+) -> tuple[bool, Recipe]:
+    """Whether there is a run to go on with; others are then kept out of it before anything costly is done.
+
+    Also the recipe, whose open choices become those of the run that it goes on with, or extends.
+    """
     resuming = check_run(run, recipe, resume)
-    if recipe.extends is not None and not resuming:
+    if resuming:
+        recipe = as_begun(recipe, load_recipe(str(run.config)))
+    elif recipe.extends is not None:
         check_extension(recipe)
+        recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))
     if resuming:
         again = bool(set(jobs) & set(run.begun_by().get("jobs") or ()))
         stack.enter_context(run.lock(LEASE_S if again else LOCK_PATIENCE_S, reporter.say))
         run.sweep()
-    return resuming
+    return resuming, recipe
 
 
 def _begin(

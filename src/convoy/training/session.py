@@ -34,6 +34,7 @@ class Prepared:
         probe: what the network has shown when it was tried out.
         ranks: all ranks of the run.
         profiles: learns what was measured; None keeps nothing.
+        derived: what follows from the recipe here, for the log and the report.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Prepared:
     device: torch.device
     ranks: Ranks
     profiles: ProfileStore | None
+    derived: list[Derived]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -73,7 +75,6 @@ class Session(Prepared):
     pipeline: InputPipeline
     state: RunState
     merge: int
-    derived: list[Derived]
     notes: list[str]
     scored: Scored | None = None
     one_device_s: float | None = None

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
+from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
@@ -19,6 +20,7 @@ from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_model, check_coupling, merged, probed
+from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
 from convoy.training.optimizers import create_optimizer
@@ -44,7 +46,7 @@ def set_up(
     """Open the data, build the network and everything around it. All ranks call it.
 
     Args:
-        recipe: what to train, and how.
+        recipe: what to train, and how; what it leaves open is settled for the devices here.
         device: where.
         progress: is told of long work on the data: what, done, total.
         ranks: the ranks; None for one device.
@@ -70,13 +72,23 @@ def set_up(
     notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
+    store = ProfileStore() if keep else None
+
+    def trial(one: Recipe) -> Tried:
+        return try_passes(one, model, shape, ranks.num, device, ranks, store, change, progress)
+
+    settled = settle(recipe, device, ranks, trial)
+    recipe = settled.recipe
+    check_precision(recipe.precision, device)
+    notes += settled.notes
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
+    found = replace(found, on_device=num_on(device, ranks))
     notes += _without_heads(recipe, found, explicit_keys)
-    ready = Prepared(recipe, data, quantities, model, found, device, ranks, ProfileStore() if keep else None)
+    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
     chosen, shares = None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
@@ -87,6 +99,13 @@ def set_up(
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
+
+
+def num_on(device: torch.device, ranks: Ranks) -> int:
+    """How many ranks compute on this rank's GPU, and share its memory; 1 on a CPU. All ranks call it."""
+    gpu = own(device).gpu
+    every = ranks.gather(gpu)
+    return every.count(gpu) if gpu else 1
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
@@ -151,13 +170,13 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     division = _division(recipe, sizes, ranks, notes, shares)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
-    scaler = Scaler(device, recipe.precision, ranks.any)
+    scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
-    derived = derive(recipe, len(data.train), samples=samples, workers=num_workers(data, recipe.data))
+    derived = derive(recipe, len(data.train), samples=samples, workers=num_workers(data, recipe.data)) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     return Session(
-        **vars(ready),
+        **{**vars(ready), "derived": [*derived, *describe(recipe.parallel, plan, ranks.num, division)]},
         plan=plan,
         division=division,
         network=network,
@@ -165,7 +184,6 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
         pipeline=InputPipeline(data, device, memory_format),
         state=RunState(network, optimizer, scaler, averaged),
         merge=merge,
-        derived=[*derived, *describe(recipe.parallel, plan, ranks.num, division)],
         notes=[*recipe.notes(), *data.notes, *notes],
     )
 

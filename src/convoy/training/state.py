@@ -114,7 +114,7 @@ class RunState:
                 if not isinstance(value, Tensor) and value is not None:
                     scalars.setdefault(name, {})[key] = value
         groups = [
-            {key: value for key, value in group.items() if isinstance(value, int | float)}
+            {key: value for key, value in group.items() if isinstance(value, int | float) and key != "fused"}
             for group in self.optimizer.param_groups
         ]
         values = {

@@ -16,8 +16,11 @@ from convoy.training.build import merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
-from convoy.training.precision import DTYPES
+from convoy.training.precision import lowered
 from convoy.training.recipe import Recipe
+
+CHANGE = "--image-size, the microbatches or the model"
+"""What a user could change where a network cannot be planned for."""
 
 
 def workload_of_recipe(
@@ -26,7 +29,7 @@ def workload_of_recipe(
     """One weight update of a recipe on some number of devices.
 
     Args:
-        recipe: how it is trained; the data is not read.
+        recipe: how it is trained, settled; the data is not read.
         model: its network, on `device`; it is left as it is.
         image_shape: channels, height and width.
         devices: on which it will run.
@@ -36,8 +39,7 @@ def workload_of_recipe(
         ConvoyError: the network does not take such images, or cannot be seen as one graph.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    change = "--image-size, the microbatches or the model"
-    found = probed(model, recipe, image_shape, sizes, device, change)
+    found = probed(model, recipe, image_shape, sizes, device, CHANGE)
     merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
 
@@ -60,10 +62,10 @@ def workload_in_passes(
             recipe.batch,
             name=recipe.model.name,
             passes=passes,
-            channels_last=recipe.channels_last,
+            channels_last=bool(recipe.channels_last),
             batch_norm=recipe.batch_norm,
             microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
-            precision=workload_precision(recipe),
+            precision=lowered(recipe),
             optimizer=partial(_optimizer, recipe=recipe),
             optimizer_name=recipe.optimizer.name,
         )
@@ -86,15 +88,10 @@ def workload_in_passes(
     return even if devices == 1 else replace(even, by_speed=by_speed)
 
 
-def workload_precision(recipe: Recipe) -> torch.dtype | None:
-    """In which autocast has layers compute; None without it."""
-    return None if recipe.precision == "fp32" else DTYPES[recipe.precision]
-
-
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
     """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
-    precision = str(DTYPES[recipe.precision]).removeprefix("torch.")
-    return this_device(device, precision=precision, channels_last=recipe.channels_last, neighbours=neighbours)
+    precision = str(lowered(recipe) or torch.float32).removeprefix("torch.")
+    return this_device(device, precision=precision, channels_last=bool(recipe.channels_last), neighbours=neighbours)
 
 
 def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
