@@ -350,16 +350,18 @@ def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
 
 
 def _meet(group: dist.ProcessGroup) -> Channel | None:
-    def gather(numbers: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(list(numbers), dtype=torch.int64)
-        rows = mine.new_empty(group.size(), len(mine))
-        _gather_single(rows.view(-1), mine, group=group)
-        found: list[list[int]] = rows.tolist()
-        return found
-
     timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
-    channel = shared_memory.meet(group.rank(), names, timeout, gather)
+    # no function of this one's variables: a traceback would keep it, and the group's connections open
+    channel = shared_memory.meet(group.rank(), names, timeout, functools.partial(_gather_over, group))
     if channel is not None:
         weakref.finalize(group, channel.close)
     return channel
+
+
+def _gather_over(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    mine = torch.tensor(list(numbers), dtype=torch.int64)
+    rows = mine.new_empty(group.size(), len(mine))
+    _gather_single(rows.view(-1), mine, group=group)
+    found: list[list[int]] = rows.tolist()
+    return found

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -26,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from convoy import interfaces
 from convoy.comm import backend
-from convoy.comm.collectives import close
+from convoy.comm.collectives import close, gather_ints
 from convoy.errors import ConvoyError, MeetingError
 from convoy.failure import say_uncaught
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -213,36 +214,94 @@ def everyone() -> dist.ProcessGroup | None:
         return dist.group.WORLD
     own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit)
     if _temporary:
-        _temporary[-1].append(own)
+        _temporary[-1].add(own)
     return own
 
 
-_temporary: list[list[dist.ProcessGroup]] = []
+class Temporary:
+    """Process groups that end together.
+
+    Attributes:
+        failed: a rank has failed: nothing in them is to be waited for any more.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._groups: list[dist.ProcessGroup] = []
+        self._lock = threading.Lock()
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """One more.
+
+        Raises:
+            RuntimeError: they were aborted.
+        """
+        with self._lock:
+            self._groups.append(group)
+            if self.failed:
+                raise RuntimeError("aborted: a rank has failed")
+
+    def meet(self) -> None:
+        """Wait for the others, so that nobody begins to make a group for which one of them does not come."""
+        if self._groups:
+            gather_ints([0], self._groups[0])
+
+    def abort(self) -> None:
+        """End what waits for messages through NCCL, from any thread.
+
+        All at once: to abort one of its groups may take until the kernels of the others have ended.
+        """
+        with self._lock:
+            self.failed = True
+            ending = [threading.Thread(target=group.abort, daemon=True) for group in self._groups if not only_gloo(group)]
+            for thread in ending:
+                thread.start()
+            for thread in ending:
+                thread.join(_ABORT_S)
+
+    def end(self) -> None:
+        """Leave them."""
+        if self.failed:
+            self.abort()
+        with self._lock:
+            while self._groups:
+                group = self._groups.pop()
+                close(group)
+                if self.failed and not only_gloo(group):  # to destroy it would wait for what was sent
+                    dist.distributed_c10d._abort_process_group(group)
+                else:
+                    dist.destroy_process_group(group)
+
+
+def only_gloo(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether gloo carries all that a group sends; by default that of all ranks."""
+    return all(part.rpartition(":")[2] == "gloo" for part in dist.get_backend_config(group).split(","))
+
+
+_ABORT_S = 10.0
+_temporary: list[Temporary] = []
 """What was made within each `temporary` that is entered."""
 
 
 @contextmanager
-def temporary() -> Iterator[None]:
+def temporary() -> Iterator[Temporary]:
     """Groups that are made within are for what is done there alone, those of all ranks too, and end with it.
 
     All ranks enter it. One that leaves it with an error takes its groups with it: whoever waits there for its messages
-    gets an error too, while the groups outside still serve. That holds for messages through gloo and shared memory.
+    through gloo or shared memory gets an error too, while the groups outside still serve.
     """
-    made: list[dist.ProcessGroup] = []
+    made = Temporary()
     _temporary.append(made)
-    failed = False
     try:
-        yield
+        yield made
     except Exception as error:
-        failed = True
+        made.failed = True
         traceback.clear_frames(error.__traceback__)  # as long as anything knows a group, its connections stay
         raise
     finally:
         _temporary.pop()
-        while made:
-            close(made[-1])
-            dist.destroy_process_group(made.pop())
-        if failed:
+        made.end()
+        if made.failed:
             gc.collect()
 
 
@@ -291,8 +350,10 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
-        for axes in _all_subsets(mesh) if _temporary else ():
-            self.of(axes)
+        if _temporary:
+            _temporary[-1].meet()
+            for axes in _all_subsets(mesh):
+                self.of(axes)
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
@@ -315,7 +376,7 @@ class Groups:
                 mine = group
         assert mine is not None
         if _temporary:
-            _temporary[-1].append(mine)
+            _temporary[-1].add(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":

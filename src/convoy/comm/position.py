@@ -22,6 +22,39 @@ Part = Literal[
 """What a rank does; `reading` is of a checkpoint, `gradient` their exchange, `rest` the loss and all else."""
 
 
+_OUTSIDE = {
+    "start": "before the first update",
+    "reading": "reading a checkpoint",
+    "weights": "writing the weights",
+    "report": "writing the report",
+}
+_WORDS = {
+    "data": "waiting for data",
+    "input": "moving its data to the device",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "gradient": "exchange of gradients",
+    "update": "optimizer",
+    "rest": "between the parts of the update",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+
+
+def place_in_words(update: int, part: str, layer: str) -> str:
+    """For people: `update 7, forward pass of layer conv1`.
+
+    Args:
+        update: updates done before.
+        part: of the update, or outside of all.
+        layer: empty for none; a number behind `#` tells calls of one layer apart.
+    """
+    if part in _OUTSIDE:
+        return _OUTSIDE[part]
+    of_layer = f" of layer {layer.partition('#')[0]}" if layer else ""
+    return f"update {update + 1:,}, {_WORDS.get(part, part)}{of_layer}"
+
+
 @dataclass(slots=True)
 class Position:
     """The last thing that began; one for each process.

@@ -20,7 +20,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from convoy.comm.ranks import RankFailedError, Ranks
+from convoy.comm.failures import RankFailedError
+from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError

@@ -24,30 +24,13 @@ from typing import Self
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from convoy.comm.position import Position, current
+from convoy.comm.position import Position, current, place_in_words
 from convoy.comm.ranks import Ranks
 from convoy.training.config import in_words
 
 TIMEOUT_S = 300.0
 """Seconds without any movement that a run is given, unless the user says otherwise."""
 _LIMIT_S, _BEFORE = 600.0, 0.9
-_OUTSIDE = {
-    "start": "before the first update",
-    "reading": "reading a checkpoint",
-    "weights": "writing the weights",
-    "report": "writing the report",
-}
-_WORDS = {
-    "data": "waiting for data",
-    "input": "moving its data to the device",
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "gradient": "exchange of gradients",
-    "update": "optimizer",
-    "rest": "between the parts of the update",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-}
 
 
 @dataclass(frozen=True)
@@ -73,12 +56,9 @@ class Seen:
 
     def place(self) -> str:
         """Its position, in words."""
-        layer = f" of layer {self.layer.partition('#')[0]}" if self.layer else ""
         what = f" ({self.collective})" if self.collective != "wait" else ""
         waits = f", waiting for other ranks{what}" if self.collective else ""
-        if self.part in _OUTSIDE:
-            return f"{_OUTSIDE[self.part]}{waits}"
-        return f"update {self.update + 1:,}, {_WORDS.get(self.part, self.part)}{layer}{waits}"
+        return f"{place_in_words(self.update, self.part, self.layer)}{waits}"
 
     def works(self, timeout_s: float) -> bool:
         """Whether it moves, and waits for nobody."""
