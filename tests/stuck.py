@@ -91,6 +91,11 @@ def synchronize() -> None:
         group.synchronize()
 
 
+def groups() -> list[Stuck]:
+    """Those that this process has made."""
+    return list(_groups)
+
+
 def join(limit_s: float) -> None:
     """Join the ranks of `run_ranks(…, join=False)`; all that is not asked to go through gloo goes through this."""
     global _limit_s

@@ -63,9 +63,9 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
 
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo talk on the network on which the ranks meet, unless an interface was chosen.
+    """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen.
 
-    By itself it would take the one that this host's name belongs to, which need not be one that others reach.
+    By itself gloo would take the one that this host's name belongs to, which need not be one that others reach.
     """
     if interfaces.VARIABLES[0] in environment:
         return
@@ -76,7 +76,9 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
         return
     name = interfaces.interface_with(address)
     if name is not None:
-        environment[interfaces.VARIABLES[0]] = name
+        gloo, nccl = interfaces.VARIABLES
+        environment[gloo] = name
+        environment.setdefault(nccl, f"={name}")  # without the sign NCCL takes all that begin so: eth1, eth10
 
 
 def num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
@@ -149,7 +151,7 @@ def join(timeout: float = 600.0) -> torch.device:
         ConvoyError: only some of the variables are set, or they are no numbers.
         MeetingError: the other ranks are not to be reached.
     """
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = backend.gpus().number
     device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
@@ -164,7 +166,10 @@ def join(timeout: float = 600.0) -> torch.device:
             _limit = limit
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(device))
+            backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
+            if dist.group.WORLD is not None:
+                _connect(dist.group.WORLD)
             if choice.note and rank == 0:
                 print(f"convoy: {choice.note}", file=sys.stderr, flush=True)
         except (dist.DistError, RuntimeError) as error:
@@ -175,6 +180,12 @@ def join(timeout: float = 600.0) -> torch.device:
     # torch, too, takes exceptions when it joins, and would hold them back until all is said
     say_uncaught(_first_to_say)
     return device
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Connect the GPUs of a group that NCCL serves."""
+    if "cuda:nccl" in dist.get_backend_config(group):
+        backend.warm_up(group, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _first_to_say() -> bool:
@@ -377,6 +388,7 @@ class Groups:
         assert mine is not None
         if _temporary:
             _temporary[-1].add(mine)
+        _connect(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":

@@ -276,9 +276,8 @@ class Measurements:
         return not any(self._times.values())
 
     def give_back_memory(self) -> None:
-        """Give the kernel what earlier work has freed."""
-        if self._workload.device.type == "cpu":
-            release_freed_memory()
+        """Give back what earlier work has freed."""
+        release_freed_memory(self._workload.device)
 
     def _fits(self, job: Job) -> bool:
         return max(each.total for each in predict_memory(job.placement)) <= _ROOM * self._room
@@ -299,6 +298,7 @@ class Measurements:
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
+            self.give_back_memory()
             self.notes.append(f"{error}: its layers are predicted from what else was profiled")
             return
         self.longest_s = max(self.longest_s, time.monotonic() - start)

@@ -128,7 +128,7 @@ def probed(
                     "classes: build the network for as many classes, or choose another model"
                 )
         return probe(model, context, shape, device, samples=min(2, *sizes))
-    except ConvoyError:
+    except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)

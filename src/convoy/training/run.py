@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.failures import memory_explained
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
@@ -137,7 +138,8 @@ def train(
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
         resuming = ranks.first(lambda: _claim(stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
+        with memory_explained(ranks.rank, ranks.num):
+            session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         current.to("start")
         if first:
             on_start(session)
@@ -157,7 +159,10 @@ def train(
         ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
         summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
         summary(loop.progress, "running", loop.done, None)
-        hang = watchdog.end
+        hang, begun = watchdog.end, loop.done
+
+        def has_gone_well() -> bool:
+            return loop.done > begun
 
         def fail(sentence: str) -> None:
             why = sentence.partition("\n")[0]
@@ -165,7 +170,8 @@ def train(
             hang(sentence)
 
         try:
-            with watchdog.ending_by(fail), disk_explained(run.path):  # as it is printed, so it is kept
+            memory = memory_explained(ranks.rank, ranks.num, has_gone_well)
+            with watchdog.ending_by(fail), disk_explained(run.path), memory:  # as it is printed, so it is kept
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -177,7 +183,7 @@ def train(
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
-            del session, loop, summary
+            del session, loop, summary, has_gone_well, memory
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
