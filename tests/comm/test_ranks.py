@@ -79,7 +79,11 @@ def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, fl
     ("error", "words", "out_of_memory"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "rank 1 ran out of memory while adding; " + NEEDS_LESS, True),
-        (RuntimeError("can't allocate memory: you tried"), "rank 1 ran out of memory while adding; " + NEEDS_LESS, True),
+        (
+            RuntimeError("can't allocate memory: you tried"),
+            "rank 1 ran out of memory while adding; " + NEEDS_LESS,
+            True,
+        ),
         (ValueError("odd\nmore"), "rank 1 failed while adding (ValueError: odd): -v shows where", False),
         (RuntimeError("odd"), "rank 1 failed while adding (RuntimeError: odd): -v shows where", False),
         (ConvoyError("change the plan"), "change the plan", False),

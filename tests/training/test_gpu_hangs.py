@@ -47,7 +47,10 @@ def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
     found = run_ranks(stand_still, 4, True, join=False)
     missing = "which has not begun all reduce number 3 of layer conv2"
     first = found[0].partition("\n")[0]  # rank 2's partner on the first axis
-    assert "update 7, between the parts of the update, waiting for other ranks (all reduce number 3 of layer conv2 on" in first
+    assert (
+        "update 7, between the parts of the update, waiting for other ranks (all reduce number 3 of layer conv2 on"
+        in first
+    )
     assert "held up by rank 2 on host" in first and missing in first
     assert f"{missing}: the others wait for it" in found[2].partition("\n")[0]
     assert all("rank 2" in one.partition("\n")[0] for one in found)
@@ -71,7 +74,9 @@ def line(ranks: dict[int, Seen], own: int = 0) -> str:
 
 def test_a_gpu_that_does_not_finish_what_others_have_is_named() -> None:
     ranks = {0: seen(7), 1: seen(7), 2: seen(7, 7), 3: seen(7)}
-    assert line(ranks).endswith("held up by rank 2 on host a, whose GPU does not finish all reduce number 7 of layer conv7")
+    assert line(ranks).endswith(
+        "held up by rank 2 on host a, whose GPU does not finish all reduce number 7 of layer conv7"
+    )
 
 
 def test_who_waits_in_another_group_is_not_to_blame() -> None:

@@ -50,7 +50,9 @@ def gpus() -> Here:
         return Here(number)
     first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
     if "driver" in first and "too old" in first:
-        first += f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
+        first += (
+            f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
+        )
         first += "that is built for an older CUDA (https://pytorch.org/get-started)"
     return Here(0, first)
 

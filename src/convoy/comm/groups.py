@@ -264,7 +264,9 @@ class Temporary:
         """
         with self._lock:
             self.failed = True
-            ending = [threading.Thread(target=group.abort, daemon=True) for group in self._groups if not only_gloo(group)]
+            ending = [
+                threading.Thread(target=group.abort, daemon=True) for group in self._groups if not only_gloo(group)
+            ]
             for thread in ending:
                 thread.start()
             for thread in ending:
