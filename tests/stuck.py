@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-
 NAME = "stuck"
 _limit_s = 0.0
 _groups: "weakref.WeakSet[Stuck]" = weakref.WeakSet()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import Groups
 from convoy.comm.failures import NEEDS_LESS, RankFailedError
+from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.plans.mesh import Mesh

@@ -165,7 +165,7 @@ def _unconnected(ranks: Sequence[int], reason: str) -> str:
     interface = os.environ.get("NCCL_SOCKET_IFNAME")
     named = f"is {interface}" if interface else "is not set"
     return (
-        f"NCCL cannot connect the GPUs of {_text(ranks)} ({reason}): see whether NCCL_SOCKET_IFNAME ({named}) is the "
-        "interface between the hosts, whether GPUs reach each other (try NCCL_P2P_DISABLE=1), and whether the driver is "
-        "the same on all hosts; NCCL_DEBUG=INFO says more"
+        f"NCCL cannot connect the GPUs of {_text(ranks)} ({reason}): see whether NCCL_SOCKET_IFNAME ({named}) is "
+        "the interface between hosts, whether GPUs reach others (try NCCL_P2P_DISABLE=1), and whether the driver is "
+        "the same on all; NCCL_DEBUG=INFO says more"
     )

@@ -125,7 +125,7 @@ class Failure:
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """What was asked for in vain, to follow a sentence: `: it asked for 2.00 GiB where 1.02 GiB of 79.10 GiB were free`.
+    """What was asked for in vain, to end a sentence: `: it asked for 2.00 GiB where 1.02 GiB of 79.10 GiB were free`.
 
     Empty where the error does not say; None where it says anything else than that memory lacks.
     """
