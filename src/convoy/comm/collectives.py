@@ -133,7 +133,7 @@ def _numbered(name: str, work: dist.Work | None, x: Tensor, group: dist.ProcessG
     """Note what was enqueued through a backend that does not wait; without `work` the stream waits for it already."""
     done = work.is_completed if work is not None else _yes
     entry = ledger.add(group.group_name, functools.partial(dist.get_process_group_ranks, group), name, done)
-    numbered = _Numbered(work, entry, x.is_cuda)
+    numbered = _Numbered(work, entry, x.is_cuda and torch.cuda.is_initialized())
     if work is None:
         numbered.wait()
     return numbered

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from convoy import interfaces
 from convoy.comm import backend
 from convoy.comm.collectives import close, gather_ints
+from convoy.comm.position import ledger
 from convoy.errors import ConvoyError, MeetingError
 from convoy.failure import say_uncaught
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -208,6 +209,7 @@ def leave() -> None:
     """Leave the process group, if one is joined."""
     global _store
     _store = None
+    ledger.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

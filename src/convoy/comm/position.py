@@ -151,6 +151,11 @@ class Ledger:
         for each in (self._members, self._counts, self._open):
             each.pop(group, None)
 
+    def clear(self) -> None:
+        """All groups have ended."""
+        for each in (self._members, self._counts, self._open):
+            each.clear()
+
     def state(self) -> dict[str, GroupState]:
         """What there is, by the names of groups; from any thread."""
         found: dict[str, GroupState] = {}

@@ -37,7 +37,8 @@ def choose_device(name: str | None) -> torch.device:
             raise ConvoyError(f"--device {name} is not to be used: {here.why}; --device cpu trains without")
         if not 0 <= (device.index or 0) < here.number:
             raise ConvoyError(f"--device {name} is not here: torch sees {here.number} GPUs; use --device cpu")
-        torch.cuda.set_device(device)  # what asks for "cuda" alone means this one: streams, events, random numbers
+        if device.index is not None:
+            torch.cuda.set_device(device)  # what asks for "cuda" alone means this one: streams, events, random numbers
     return device
 
 
