@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                 ResNet-50, 224 px, batches of 256 and 128, bf16
     python benchmarks/gpu.py --trainer                       and `convoy train`, with its loader, on pictures in memory
+    python benchmarks/gpu.py --predict --ways eager --batches 8,64,256      and an update as the planner predicts it
     python benchmarks/gpu.py --device cpu --precision fp32 --batches 4 --size 64 --updates 2
 
 Both sides train the same network with the same optimizer on the same random batch, which stays on the device:
@@ -31,6 +32,8 @@ from torch import Tensor, nn
 
 import convoy
 from convoy import models
+from convoy.comm.ranks import Ranks
+from convoy.planner import make_plan, workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAINER_WARM_UP = 8
@@ -66,7 +69,8 @@ def main() -> None:
     print(f"{about['gpu'] or 'no GPU'}; {machine.sentence(about)}", flush=True)
     document: dict[str, Any] = {"machine": about, "options": vars(arguments) | {"out": str(arguments.out)}, "cases": []}
     for size in arguments.batches:
-        case = measure(arguments, device, size)
+        update_s = predicted(arguments, device, size) if arguments.predict else None
+        case = measure(arguments, device, size) | {"predicted_s": update_s}
         document["cases"].append(case)
         if arguments.trainer:
             case["trainer"] = trainer(arguments, size)
@@ -128,6 +132,22 @@ def updater(
     return update
 
 
+def predicted(arguments: argparse.Namespace, device: torch.device, size: int) -> float:
+    """Seconds of an update on one device, as the planner predicts it from what it profiles now."""
+    torch.manual_seed(0)
+    model = models.create(arguments.model, num_classes=1000)
+    model.to(device=device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    dtype = DTYPES[arguments.precision]
+    workload = workload_of(
+        model,
+        batch(arguments, device, size)[0],
+        size,
+        precision=None if dtype == torch.float32 else dtype,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-5),
+    )
+    return make_plan(workload, 1, Ranks()).serial.seconds
+
+
 def batch(arguments: argparse.Namespace, device: torch.device, size: int) -> tuple[Tensor, Tensor]:
     """Random images and labels on the device."""
     random = torch.Generator().manual_seed(1)
@@ -185,6 +205,11 @@ def markdown(arguments: argparse.Namespace, case: dict[str, Any]) -> str:
         cells = [f"{_middle(rates)} | {min(rates):,.1f}–{max(rates):,.1f}" for rates in (plain, ours)]
         spread = f"{min(ratios):.3f}–{max(ratios):.3f}"
         lines.append(f"| {way} | {' | '.join(cells)} | {statistics.median(ratios):.3f} | {spread} |")
+    if case.get("predicted_s"):
+        rates = next(s["rates"] for s in case["sides"] if s["way"] == arguments.ways[0] and s["library"] == "Convoy")
+        ours, said = case["batch"] / statistics.median(rates), case["predicted_s"]
+        lines.append(f"\nAn update, {arguments.ways[0]}: predicted {1e3 * said:.2f} ms, measured {1e3 * ours:.2f} ms, ")
+        lines[-1] += f"{said / ours - 1:+.1%}"
     if case.get("trainer"):
         rates = case["trainer"]
         lines.append(f"\n`convoy train`: {_middle(rates)} images/s, {min(rates):,.1f}–{max(rates):,.1f}")
@@ -211,6 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--updates", type=int, default=20, help="timed in a round")
     parser.add_argument("--trainer", action="store_true", help="measure `convoy train` too")
+    parser.add_argument("--predict", action="store_true", help="the planner's prediction beside the measurement")
     parser.add_argument("--out", type=Path, help="file for JSON")
     return parser
 

@@ -4,12 +4,13 @@
     python benchmarks/planner_accuracy.py --networks alexnet,vgg11 --updates 5
     python benchmarks/planner_accuracy.py --cluster benchmarks/clusters/four-3gbit.yaml        emulated devices, as root
 
-A device is one core and one thread, or an emulated one with a share of a core. For each network and batch the planner
-measures the layers and the link on the devices, predicts one device, all plans and the plan that it would choose
-itself, and only then are they trained and timed, each plan once, by processes of its own. Printed are the relative
-error of each, its mean over all and over `sample` plans, how the order of the plans agrees (Kendall's tau, ties left
-out), how far the chosen plan is from the best measured one, and how much better the errors are than those of "N devices
-are N times as fast".
+A device is one core and one thread, or an emulated one with a share of a core. In each round of a network and batch
+the planner measures the layers and the link on the devices, predicts one device, all plans and the plan that it would
+choose itself, and only then are they trained and timed, by processes of their own. Predictions and plans so take
+turns: a machine whose speed drifts slows all of them. Printed are the medians over the rounds, the relative error of
+each, its mean over all and over `sample` plans, how the order of the plans agrees (Kendall's tau, ties left out), how
+far the chosen plan is from the best measured one, and how much better the errors are than those of "N devices are N
+times as fast".
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import machine, ranks
-from measuring.prediction import CHOSEN, SERIAL, Row, Subject, beside, measure, predict
+from measuring.prediction import CHOSEN, SERIAL, Predicted, Row, Subject, beside, measure, predict
 
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
@@ -88,12 +89,18 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None, places: Sequenc
     found: list[tuple[Subject, list[Row]]] = []
     for subject in _subjects(arguments):
         limits = ranks.Limits(arguments.timeout)
-        predicted = ranks.run_ranks(predict, num, subject, PLANS[num], places=places, limits=limits)[0]
+        predictions: dict[str, list[Predicted]] = {}
         seconds: dict[str, list[float]] = {}
-        for text, plan in {str(one.plan): one.plan for one in predicted}.items():
-            given = (subject, plan, arguments.updates, arguments.warm_up)
-            seconds[text] = ranks.run_ranks(measure, num, *given, places=places, limits=limits)[0]
-        rows = [beside(one, seconds[str(one.plan)]) for one in predicted]
+        for _ in range(arguments.rounds):
+            predicted = ranks.run_ranks(predict, num, subject, PLANS[num], places=places, limits=limits)[0]
+            for one in predicted:
+                predictions.setdefault(one.name, []).append(one)
+            for text, plan in {str(one.plan): one.plan for one in predicted}.items():
+                given = (subject, plan, arguments.updates, arguments.warm_up)
+                seconds.setdefault(text, []).extend(
+                    ranks.run_ranks(measure, num, *given, places=places, limits=limits)[0]
+                )
+        rows = [beside(several, seconds[str(several[0].plan)]) for several in predictions.values()]
         found.append((subject, rows))
         print("\n" + _table(subject, rows), flush=True)
         _store(arguments.out, {**about, "devices": num}, found)
@@ -143,7 +150,7 @@ def _summary(found: Sequence[tuple[Subject, Sequence[Row]]], num: int) -> str:
         pairs.setdefault(subject.name, []).append([(r.predicted, r.measured) for r in several if r.plan != SERIAL])
     gaps = []
     for _, several in found:
-        chosen = next((row.measured for row in several if row.plan.startswith(CHOSEN)), None)
+        chosen = max((row.measured for row in several if row.plan.startswith(CHOSEN)), default=None)
         if chosen is not None:
             gaps.append(chosen / min(row.measured for row in several if row.plan != SERIAL) - 1)
     lines = [
@@ -212,7 +219,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=_numbers, default=[], help="some of them, e.g. 32,64; default: all")
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
-    parser.add_argument("--updates", type=int, default=5, help="timed of each plan")
+    parser.add_argument("--rounds", type=int, default=2, help="of predictions and measurements in turn")
+    parser.add_argument("--updates", type=int, default=5, help="timed of each plan in a round")
     parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument(
         "--timeout",

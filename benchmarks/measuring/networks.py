@@ -1,5 +1,7 @@
 """Networks that the package does not have and nothing in it was tuned on: predictions are checked on them too."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -90,3 +92,115 @@ def resnext50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
             layers.append(Residual(channels, out // 2, out, stride if number == 0 else 1, 32, inverted=False))
             channels = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, num_classes))
+
+
+class StochasticDepth(nn.Module):
+    """Leave out the branch of some samples (Huang et al., 2016), drawn as torchvision and timm do."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, ...] to the same."""
+        if not self.training or self.p == 0:
+            return x
+        kept = torch.empty(len(x), *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device)
+        return x * kept.bernoulli_(1 - self.p).div_(1 - self.p)
+
+
+class SqueezeExcitation(nn.Module):
+    """Scale each channel by what all of them are on average (Hu et al., 2018)."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Conv2d(channels, inner, 1), nn.Conv2d(inner, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, H, W] to the same."""
+        means = F.adaptive_avg_pool2d(x, 1)
+        return x * self.excite(F.silu(self.squeeze(means), inplace=True)).sigmoid()
+
+
+class InvertedResidual(nn.Module):
+    """1x1 to wider, depthwise, squeeze and excitation, 1x1 back."""
+
+    def __init__(self, channels: int, out: int, expansion: int, size: int, stride: int, p: float) -> None:
+        super().__init__()
+        inner = channels * expansion
+        layers = _convolution(channels, inner, 1, 1, 1) if expansion > 1 else []
+        layers += [*_convolution(inner, inner, size, stride, inner), SqueezeExcitation(inner, max(1, channels // 4))]
+        self.body = nn.Sequential(*layers, nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out))
+        self.drop = StochasticDepth(p) if stride == 1 and channels == out else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, H, W] to [N, out, H / stride, W / stride]."""
+        y: Tensor = self.body(x)
+        return y if self.drop is None else self.drop(y) + x
+
+
+def _convolution(channels: int, out: int, size: int, stride: int, groups: int) -> list[nn.Module]:
+    convolution = nn.Conv2d(channels, out, size, stride, size // 2, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(out), nn.SiLU(inplace=True)]
+
+
+def efficientnet_b0(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """Table 1 of Tan and Le (2019): images [N, in_channels, H, W] to logits [N, num_classes]."""
+    layers = _convolution(in_channels, 32, 3, 2, 1)
+    channels, number = 32, 0
+    for expansion, out, repeats, stride, size in (
+        (1, 16, 1, 1, 3),
+        (6, 24, 2, 2, 3),
+        (6, 40, 2, 2, 5),
+        (6, 80, 3, 2, 3),
+        (6, 112, 3, 1, 5),
+        (6, 192, 4, 2, 5),
+        (6, 320, 1, 1, 3),
+    ):
+        for first in (True,) + (False,) * (repeats - 1):
+            layers.append(InvertedResidual(channels, out, expansion, size, stride if first else 1, 0.2 * number / 16))
+            channels, number = out, number + 1
+    layers += [*_convolution(channels, 1280, 1, 1, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(1280, num_classes))
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Layer norm over the channels of images."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, channels, H, W] to the same."""
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise 7x7, layer norm and two linear layers, scaled by channel."""
+
+    def __init__(self, channels: int, p: float) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels, eps=1e-6)
+        self.perceptron = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
+        self.scale = nn.Parameter(torch.full((channels, 1, 1), 1e-6))
+        self.drop = StochasticDepth(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, H, W] to the same."""
+        y = self.perceptron(self.norm(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        kept: Tensor = self.drop(self.scale * y)
+        return kept + x
+
+
+def convnext_t(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """ConvNeXt-T of Liu et al. (2022): images [N, in_channels, H, W] to logits [N, num_classes]."""
+    layers: list[nn.Module] = [nn.Conv2d(in_channels, 96, 4, 4), ChannelNorm(96, eps=1e-6)]
+    channels, number = 96, 0
+    for out, repeats in ((96, 3), (192, 3), (384, 9), (768, 3)):
+        if out != channels:
+            layers += [ChannelNorm(channels, eps=1e-6), nn.Conv2d(channels, out, 2, 2)]
+        for _ in range(repeats):
+            layers.append(ConvNeXtBlock(out, 0.1 * number / 17))
+            number += 1
+        channels = out
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), ChannelNorm(768, eps=1e-6), nn.Flatten(), nn.Linear(768, num_classes)
+    )

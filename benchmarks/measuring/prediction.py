@@ -127,10 +127,11 @@ def measure(subject: Subject, plan: Plan | None, updates: int, warm_up: int) -> 
     return _time(_updater(net, made.images[mine].clone(), made.labels[mine], divided=True), updates, warm_up)
 
 
-def beside(predicted: Predicted, seconds: Sequence[float]) -> Row:
-    """What was predicted of a plan and what was measured."""
-    ends = min(seconds), max(seconds)
-    return Row(predicted.name, predicted.seconds, statistics.median(seconds), predicted.where, ends)
+def beside(predictions: Sequence[Predicted], seconds: Sequence[float]) -> Row:
+    """What was predicted of a plan, each time anew, and the seconds of its updates."""
+    predicted = statistics.median(one.seconds for one in predictions)
+    where, ends = predictions[0].where, (min(seconds), max(seconds))
+    return Row(predictions[0].name, predicted, statistics.median(seconds), where, ends)
 
 
 @dataclass(frozen=True)

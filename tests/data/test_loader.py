@@ -20,6 +20,7 @@ from convoy.data import (
     DataConfig,
     Order,
     evaluation_batches,
+    loader,
     num_workers,
     open_data,
     training_batches,
@@ -339,6 +340,7 @@ def test_in_memory_batches_cross_epochs_and_resume(tmp_path):
 def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
     write_mnist(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
+    monkeypatch.setattr(loader, "cores_allowed", lambda: float("inf"))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def number(path, **options) -> int:
@@ -355,6 +357,18 @@ def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
     assert number(photos) == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert number(photos) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(224), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert number(photos) == 28
+    monkeypatch.setattr(loader, "cores_allowed", lambda: 40.5)  # of a container, which knows all cores of its host
+    assert number(photos) == 5
+    monkeypatch.setenv(loader.PINNED, "0,1,2,3")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(28), raising=False)
+    assert number(photos) == 5
+    monkeypatch.setattr(loader, "cores_allowed", lambda: float("inf"))
+    assert number(photos) == 28
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(112), raising=False)
+    assert number(photos) == 32
 
 
 def test_a_batch_of_nothing_is_refused_at_once(photos):

@@ -162,9 +162,12 @@ def test_the_private_functional_collectives_of_torch_are_still_there():
 
 
 def _numbers_of_gpus():
-    return gather_ints([dist.get_rank(), 7], dist.group.WORLD, torch.device("cuda", 0))
+    """As with `init_process_group("nccl")`: half of the ranks speak in a group that carries tensors of GPUs alone."""
+    groups = [dist.new_group(ranks, backend="cuda:gloo") for ranks in ([0, 2], [1])]
+    rank = dist.get_rank()
+    return gather_ints([rank, 7], groups[rank % 2]), gather_ints([rank, 8], groups[rank % 2])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a tensor on the GPU would be no error")
 def test_numbers_of_ranks_with_gpus_travel_between_cpus():
-    assert run_ranks(_numbers_of_gpus, 2) == [[[0, 7], [1, 7]]] * 2
+    found = [([[0, 7], [2, 7]], [[0, 8], [2, 8]]), ([[1, 7]], [[1, 8]]), ([[0, 7], [2, 7]], [[0, 8], [2, 8]])]
+    assert run_ranks(_numbers_of_gpus, 3) == found

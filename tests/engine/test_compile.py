@@ -5,10 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import convoy
+from convoy import models
 from convoy.engine import program
 from convoy.engine import program as stretches
+from convoy.engine.gradients import reducer
 from ranks import run_ranks
 
 IMAGES = (6, 3, 12, 12)
@@ -119,7 +123,7 @@ def test_other_numbers_would_be_noticed(plan, batch_norm, sabotage):
 
 def _uncompiled():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "compiled", lambda instructions, results: instructions)
+        patch.setattr(program, "compiled", lambda instructions, *_: instructions)
         return _compare("sample=2", "microbatch")
 
 
@@ -164,9 +168,71 @@ def test_stretches_end_where_something_else_happens():
         step(_times_two, (2,), (3,), alone=True),
         step(_times_two, (3,), (4,), alone=False),
     ]
-    found = stretches.compiled(program, [4, 1])
+    found = stretches.compiled(program, [4, 1], {})
     assert [(each.inputs, each.outputs, each.alone) for each in found] == [
         ((0,), (1, 2), False),
         ((2,), (3,), True),
         ((3,), (4,), False),
     ]
+
+
+def test_stretches_end_where_enough_gradients_have_come_together():
+    step, large = stretches.Instruction, stretches.LEAST_BYTES
+    program = [step(_times_two, (number, 10 + number), (number + 1,), alone=False) for number in range(4)]
+    found = stretches.compiled(program, [4], {10: 2 * large, 11: large, 12: large // 2, 13: large // 2})
+    assert [sorted(each.inputs) for each in found] == [[0, 10], [1, 11], [2, 12, 13]]
+
+
+def _events(cut):
+    """Messages of gradients and backward passes of compiled stretches, in the order in which they begin."""
+    torch.manual_seed(0)
+    images = torch.randn(IMAGES)
+    events = []
+    inner, start = torch.compile, reducer.GradientReducer._start
+
+    def noted(graph, _):
+        def run(*values):
+            events.append("backward")
+            return graph(*values)
+
+        return make_boxed_func(run)
+
+    def sent(self, number):
+        events.append("message")
+        start(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted)
+        patch.setattr(torch, "compile", lambda function, **options: inner(function, backend=backend, **options))
+        patch.setattr(reducer.GradientReducer, "_start", sent)
+        patch.setattr(reducer.Sizes, "default", lambda _: reducer.Sizes(alone=1, bucket=1, first=1))
+        patch.setattr(program, "LEAST_BYTES", 1 if cut else 2**40)
+        net = Net()
+        net.last[2] = nn.Identity()  # dropout would divide the network
+        net = convoy.parallelize(net, "sample=2", images[:2], batch_norm="local", seed=1, compile=True)
+        for _ in range(2):  # the first shows the order of the gradients
+            events.clear()
+            net(images[convoy.local_samples(net, len(images))]).square().mean().backward()
+    return events
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_gradients_are_sent_while_the_backward_pass_goes_on(cut):
+    for events in run_ranks(_events, 2, cut, timeout=120):
+        last = len(events) - 1 - events[::-1].index("backward")
+        assert ("message" in events[:last]) == cut, events
+
+
+def _stretches_of_resnet50():
+    made, images = [], torch.randn(2, 3, 32, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: made.append(function) or function)
+        net = convoy.parallelize(models.create("resnet50"), "sample=2", images, batch_norm="local", compile=True)
+        net._convoy.samples = (2, 2)
+        net._convoy.context.enter(0, 0, (2, 2), torch.device("cpu"))
+        net(images)
+    return len(made)
+
+
+def test_a_deep_network_is_a_handful_of_graphs():
+    assert run_ranks(_stretches_of_resnet50, 2, timeout=120) == [5, 5]

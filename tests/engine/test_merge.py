@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.engine import StepContext, passes, prepare, probe
+from convoy.engine.coupling import owns_draws
+from convoy.engine.parallelize import take_part
 
 CPU = torch.device("cpu")
 
@@ -63,6 +65,63 @@ class Zero(nn.Module):
         return x + self.last(branch - branch.mean(self.dims, keepdim=True))
 
 
+def survivors(x: Tensor, p: float) -> Tensor:
+    """Stochastic depth as torchvision and timm draw it: one number for each sample."""
+    return torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(p).div_(p)
+
+
+class InvertedResidual(nn.Module):
+    """A block of EfficientNet (Tan and Le, 2019): depthwise, squeeze and excitation, stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(6, 12, 1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.SiLU(inplace=True),
+            nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False),
+            nn.BatchNorm2d(12),
+            nn.SiLU(inplace=True),
+        )
+        self.squeeze, self.excite = nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
+        self.project = nn.Sequential(nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y = y * self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))).sigmoid()
+        y = self.project(y)
+        return x + (y * survivors(y, 0.6) if self.training else y)
+
+
+class LayerScaled(nn.Module):
+    """A block of ConvNeXt (Liu et al., 2022): depthwise, layer norm and a perceptron, scaled, with stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(6, 6, 7, padding=3, groups=6)
+        self.norm = nn.LayerNorm(6)
+        self.perceptron = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
+        self.scale = nn.Parameter(torch.full((6, 1, 1), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.perceptron(self.norm(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return x + (self.scale * y * survivors(y, 0.6) if self.training else self.scale * y)
+
+
+class OneNumberForAll(nn.Module):
+    """Stochastic depth of whole microbatches: the numbers belong to no sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.empty(1, 1, 1, 1).bernoulli_(0.5) if self.training else x
+
+
+class Noise(nn.Module):
+    """Draws in a way that the engine has no rule for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
 class OwnBatchNorm(nn.BatchNorm2d):
     pass
 
@@ -115,6 +174,64 @@ def test_another_dropout_key_would_not() -> None:
         model.drop.key = 1
 
     assert worst(rekey) > 1e-3
+
+
+def by_engine(between: nn.Module, merge: int, by_pass: bool = False) -> dict[str, Tensor]:
+    """Gradients and buffers where the engine draws: by the samples' places in the batch, or wrongly in the pass."""
+    torch.manual_seed(0)
+    model = Net(between).double()
+    network = take_part(
+        model, "serial", torch.zeros(5, 3, 8, 8, dtype=torch.float64), batch_norm="microbatch", loss="part", seed=3
+    )
+
+    def forward(images: Tensor) -> Tensor:
+        network.samples = (len(images),)
+        return model(images)
+
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(12, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, (12,), generator=generator)
+    start = 0
+    for group in passes((5, 4, 3), merge):
+        end = start + sum(group)
+        network.context.enter(1, 0 if by_pass else start, group, CPU)
+        loss = F.cross_entropy(forward(images[start:end]), labels[start:end])
+        (loss * ((end - start) / 12)).backward()
+        start = end
+    network.context.statistics.fold()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {**found, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("block", [InvertedResidual, LayerScaled])
+def test_one_pass_with_stochastic_depth_equals_microbatches_one_by_one(block: Callable[[], nn.Module]) -> None:
+    def off(by_pass: bool) -> float:
+        want, have = by_engine(block(), 1, by_pass), by_engine(block(), 3)
+        assert want.keys() == have.keys()
+        return max(((want[n] - have[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)).item() for n in want)
+
+    assert off(by_pass=False) < 1e-10
+    assert off(by_pass=True) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("between", "owned"),
+    [
+        (InvertedResidual(), True),
+        (LayerScaled(), True),
+        (FunctionalDropout(), True),
+        (OneNumberForAll(), False),
+        (Noise(), False),
+        (nn.Sequential(FunctionalDropout(), CenterOverBatch()), False),
+        (nn.Sequential(FunctionalDropout(), Scaled(0.0, (0,))), False),
+        (nn.Sequential(FunctionalDropout(), Scaled(1e-6, (2, 3))), True),
+    ],
+)
+def test_the_engine_owns_numbers_that_belong_to_samples(between: nn.Module, owned: bool) -> None:
+    model = Net(copy.deepcopy(between))
+    state = torch.get_rng_state()
+    assert owns_draws(model, (3, 8, 8), CPU) == owned
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_replacing_keeps_names_and_values() -> None:

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
-from convoy.engine.watched import DeviceClock, Segment, WatchedUpdate
+from convoy.engine.watched import Segment, WatchedUpdate
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

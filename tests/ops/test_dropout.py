@@ -7,6 +7,7 @@ from torch import Tensor
 
 from convoy.engine import SampleDropout, StepContext
 from convoy.errors import ConvoyError
+from convoy.ops.random_bits import layer_key, one_for_each, random_bits, sample_keys
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
 from one_call import OneCall, run_call
 
@@ -57,6 +58,14 @@ def test_samples_that_cannot_be_told_apart_are_refused() -> None:
     case.gradient = case.tensors["x"] = case.tensors["x"].view(10, 3, 4, 3)
     with pytest.raises(ConvoyError, match="layer 'layer' drops elements of 10 samples of a batch of 5"):
         case.placed()
+
+
+def test_one_number_for_each_sample_of_all_layers_is_that_of_each_layer() -> None:
+    keys = sample_keys(3, 5, range(100))
+    layers = [layer_key(name) for name in ("blocks.0.drop", "blocks.1.drop", "head")]
+    together = one_for_each(keys, torch.tensor(layers, dtype=torch.int32))
+    for layer, found in zip(layers, together, strict=True):
+        assert torch.equal(found, random_bits(keys, layer, 1)[:, 0])
 
 
 @pytest.mark.parametrize(("draw", "p"), [("bernoulli", 0.7), ("bernoulli", 1.0), ("bernoulli", 0.0), ("uniform", None)])

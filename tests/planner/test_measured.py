@@ -2,13 +2,17 @@
 
 import math
 import resource
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from convoy.comm.groups import _end as end
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profile, Profiler
@@ -21,7 +25,7 @@ from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
 from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.measured import jobs_for
+from convoy.planner.measured import Measurements, jobs_for
 from convoy.planner.profiling import profile
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
@@ -92,9 +96,42 @@ def test_what_was_used_before_is_given_back_to_begin_with() -> None:
     assert before - after > 2**27
 
 
+def test_a_gpu_gives_back_what_its_cache_holds() -> None:
+    gpu = SimpleNamespace(_workload=SimpleNamespace(device=torch.device("cuda")))
+    with patch.object(torch.cuda, "empty_cache") as emptied:
+        Measurements.give_back_memory(gpu)  # type: ignore[arg-type]
+    emptied.assert_called_once_with()
+
+
 def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:
     for _, _, _, failure in run_ranks(planned_with_a_failure, 2, ValueError("odd shape"), 1, 1):
         assert failure == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
+
+
+def groups_made(reused: bool) -> tuple[list[int], int]:
+    """Ranks of each group that is made while plans are profiled together, and how many are left afterwards."""
+    made: list[int] = []
+    make = torch.distributed.new_group
+
+    def counted(ranks: Sequence[int] | None = None, **options: object) -> object:
+        made.extend([len(ranks)] if ranks else [])
+        return make(ranks, **options)  # type: ignore[arg-type]
+
+    known = torch.distributed.distributed_c10d._world.pg_map
+    ranks = Ranks.here()
+    before = len(known)
+    with patch.object(torch.distributed, "new_group", counted), ExitStack() as stack:
+        if not reused:
+            stack.enter_context(patch("convoy.comm.groups._end", lambda group, keep: end(group, False)))
+        make_plan(lenet(), 2, ranks, plans=[Plan.parse("sample=2"), Plan.parse("filter=2"), Plan.parse("height=2")])
+    return made, len(known) - before
+
+
+@pytest.mark.parametrize(("reused", "times"), [(True, 1), (False, 6)])
+def test_plans_are_profiled_in_the_same_groups(reused: bool, times: int) -> None:
+    """Links are measured in them too; otherwise each profiling would connect anew."""
+    for made, left in run_ranks(groups_made, 2, reused):
+        assert (made, left) == ([2] * times, 0)
 
 
 def test_links_without_memory_on_one_rank_end_all_of_them() -> None:

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from convoy.engine.watched import Segment
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost
@@ -16,7 +18,7 @@ from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.profiling import local_op_of
-from convoy.planner.remembered import recalled, remember
+from convoy.planner.remembered import measured_ops, recalled, remember
 from convoy.plans.plan import Plan
 
 DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
@@ -79,3 +81,17 @@ def test_what_is_not_known_predicts_nothing(workload: Workload, tmp_path: Path) 
     assert recalled(store, replace(DEVICE, threads=2), "sgd", PLAN, placement, 1) is None
     store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
     assert recalled(store, DEVICE, "sgd", PLAN, placement, 1) is None
+
+
+@pytest.mark.parametrize(("host", "learns"), [(0.0, True), (5e-4, True), (2e-3, False)])
+def test_a_run_in_which_a_gpu_waited_for_its_host_teaches_nothing(
+    workload: Workload, host: float, learns: bool
+) -> None:
+    placement = workload.place(PLAN)
+    segments = [
+        Segment(way, placed.call.name, 1e-3, 0, host) for placed in placement.calls for way in ("forward", "backward")
+    ]
+    update = SimpleNamespace(placements=[placement], segments=lambda: segments)
+    found = measured_ops([update], 0, "sync", 0)  # type: ignore[list-item]
+    assert bool(found) == learns
+    assert set(found.values()) <= {Times(1e-3, 1e-3)}

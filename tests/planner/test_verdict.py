@@ -15,7 +15,7 @@ from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.times import Times
 from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import Explained, explained, faster
+from convoy.planner.verdict import HOST, Explained, explained, faster
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import ENGINE
 from convoy.report.timeline_drawing import draw_timeline, kinds_in
@@ -220,3 +220,16 @@ def test_parts_that_take_longer_than_the_whole_are_doubted_too() -> None:
     assert found.verdict.kind == "division"
     assert "times as long as one that does all alone, which no plan explains" in found.notes[0]
     assert not explain("sample=2", costs(with_delay)).notes
+
+
+def test_gpus_that_wait_for_their_host_are_bound_by_it() -> None:
+    def issued(local_op: LocalOp) -> Times:
+        return by_flops(local_op) + Times(0.0, 0.0, 5e-3, 5e-3)
+
+    found = explain("serial", replace(costs(issued), on_cpu=False))
+    assert found.verdict.kind == "host"
+    assert found.verdict.sentence.startswith("Bound by the host: for 9")
+    assert {part.name: part.seconds for part in found.parts}[HOST] > 0.9 * found.scored.seconds
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.scored.seconds)
+    assert all(change.kind != "compute" for change in found.changes)
+    assert found.verdict.sentence in explanation_text(found)

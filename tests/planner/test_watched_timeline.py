@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from convoy.engine.watched import DeviceClock, WatchedUpdate
+from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import WatchedUpdate
 from convoy.planner.cost.trace import trace
 from convoy.training.observation import middle_update
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
@@ -240,3 +242,23 @@ def test_input_is_part_of_the_prediction(data: Path, tmp_path: Path) -> None:
     for notes in run_ranks(slow_input, 2, data, tmp_path):
         assert any("Input-bound" in note for note in notes), notes
         assert any("of memory a device" in note for note in notes)
+
+
+def test_on_a_gpu_racers_take_pinned_batches_and_are_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+
+    def pinned(batch: Batch) -> Batch:
+        return replace(batch, epoch=7)
+
+    def step(batch: Batch, update: int) -> None:
+        happened.append((batch.epoch, update))
+
+    step.rank, step.passes = 0, [SimpleNamespace(parts=[range(8)])]  # type: ignore[attr-defined]
+    monkeypatch.setattr(Batch, "pin_memory", pinned)
+    monkeypatch.setattr(auto_plan, "wait_for", lambda device: happened.append("wait"))
+    on_gpu, on_cpu = [(7, 0), (7, 1), (7, 2), (7, 3), "wait"], [(0, 0), "wait", (0, 1), "wait"]
+    for device, first in (("cuda", on_gpu), ("cpu", on_cpu)):
+        happened.clear()
+        choice = SimpleNamespace(device=torch.device(device), ranks=Ranks(), image_shape=(1, 4, 4))
+        assert auto_plan.Choice._time(choice, step) >= 0  # type: ignore[arg-type]
+        assert happened[: len(first)] == first

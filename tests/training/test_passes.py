@@ -17,6 +17,7 @@ from convoy.training.build import merged, probed
 from convoy.training.division import Division, soonest
 from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
 from ranks import run_ranks
+from tiny import TinyDepth
 
 SIZE, COUNTS = 2, (4, 1)
 
@@ -147,6 +148,20 @@ def test_all_microbatches_of_one_call_before_those_of_the_next_would_be_noticed(
     assert merge == sum(COUNTS)
     wrong = {name for name, tensor in _serial(True).items() if not torch.allclose(result[name], tensor, rtol=1e-6)}
     assert wrong and all("running" in name for name in wrong)
+
+
+def test_stochastic_depth_runs_a_batch_of_256_in_one_pass() -> None:
+    sizes, cpu = (32,) * 8, torch.device("cpu")
+
+    def passes(*settings: str) -> int:
+        recipe = load_recipe("default", ["model.name=depth", "data.path=nowhere", "batch=256", *settings])
+        found = probed(TinyDepth(), recipe, (1, 28, 28), sizes, cpu, "nothing")
+        assert found.draws
+        merge, _ = merged(recipe, found, sizes, cpu, alone=True)
+        return len(Division(sizes, (8,)).passes(merge))
+
+    assert passes() == 1
+    assert passes("reproducible=true") == 8
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 2.0), (1.0, 3.3), (2.0, 1.0, 1.5, 5.0)])

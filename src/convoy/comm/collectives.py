@@ -88,6 +88,8 @@ _SMALL = 1 << 18
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+"""For groups that carry no tensors of the CPU, others of the same ranks that do."""
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weakref.WeakKeyDictionary()
 
 
@@ -338,26 +340,24 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     return x if here is x else x.copy_(here)
 
 
-def gather_ints(numbers: Sequence[int], group: Group, device: torch.device | None = None) -> list[list[int]]:
+def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank.
 
-    They travel between CPUs where the group can: a GPU would have to finish all that it was asked before.
+    They travel between CPUs: a GPU would have to finish all that it was asked before. A group that carries tensors of
+    GPUs alone, as who joins NCCL by themselves has it, gets another one beside it for that, over gloo.
 
     Args:
         numbers: this rank's.
         group: of the ranks.
-        device: for a group that only serves that one.
     """
-    if device is not None and serves_cpu(group):
-        device = None
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    rows: list[list[int]] = all_gather(mine, group).tolist()
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        if group not in _beside:
+            _beside[group] = dist.new_group(
+                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+            )
+        group = _beside[group]
+    rows: list[list[int]] = all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist()
     return rows
-
-
-def serves_cpu(group: Group) -> bool:
-    """Whether tensors on the CPU can travel in a group."""
-    return group is None or "cpu:" in dist.get_backend_config(group)
 
 
 def close(group: dist.ProcessGroup) -> None:

@@ -281,11 +281,14 @@ class Temporary:
         with self._lock:
             while self._groups:
                 group = self._groups.pop()
+                if not self.failed:
+                    _end(group, keep=True)
+                    continue
                 close(group)
-                if self.failed and not only_gloo(group):  # to destroy it would wait for what was sent
-                    dist.distributed_c10d._abort_process_group(group)
-                else:
+                if only_gloo(group):
                     dist.destroy_process_group(group)
+                else:  # to destroy it would wait for what was sent
+                    dist.distributed_c10d._abort_process_group(group)
 
 
 def only_gloo(group: dist.ProcessGroup | None = None) -> bool:
@@ -318,6 +321,39 @@ def temporary() -> Iterator[Temporary]:
         made.end()
         if made.failed:
             gc.collect()
+
+
+_kept: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] | None = None
+"""By the ranks of all groups over some axes, what `reusing` keeps of them; None outside of it."""
+_over: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
+"""The ranks of all groups over the axes for which each temporary group was made."""
+
+
+@contextmanager
+def reusing() -> Iterator[None]:
+    """Groups of one `temporary` are kept for the next ones, which need not connect anew. All ranks enter it."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        forget()
+        _kept = None
+
+
+def forget() -> None:
+    """Keep nothing of what was made so far: a rank has failed. All ranks call it."""
+    while _kept:
+        _end(_kept.popitem()[1], keep=False)
+
+
+def _end(group: dist.ProcessGroup, keep: bool) -> None:
+    ranks = _over.get(group)
+    if keep and _kept is not None and ranks is not None and ranks not in _kept:
+        _kept[ranks] = group
+        return
+    close(group)
+    dist.destroy_process_group(group)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
@@ -384,15 +420,19 @@ class Groups:
         if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        mine: dist.ProcessGroup | None = None
-        for ranks in self.mesh.groups(axes):
-            group = dist.new_group(ranks, timeout=_limit)
+        all_ranks = tuple(tuple(ranks) for ranks in self.mesh.groups(axes))
+        mine = _kept.pop(all_ranks, None) if _kept and _temporary else None
+        reused = mine is not None
+        for ranks in () if reused else all_ranks:
+            group = dist.new_group(list(ranks), timeout=_limit)
             if self.rank in ranks:
                 mine = group
         assert mine is not None
         if _temporary:
             _temporary[-1].add(mine)
-        _connect(mine)
+            _over[mine] = all_ranks
+        if not reused:
+            _connect(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":

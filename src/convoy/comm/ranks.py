@@ -16,7 +16,7 @@ from torch import Tensor
 
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
 from convoy.comm.failures import Alarm, Failure
-from convoy.comm.groups import everyone, num_local, temporary
+from convoy.comm.groups import everyone, forget, num_local, temporary
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
@@ -208,6 +208,7 @@ class Ranks:
             said = self.gather(Failure.of(error))
         failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
         if failed:
+            forget()
             first, rank = min(failed, key=lambda each: (each[0].sort, each[1]))
             raise first.error(rank, what) from failure
         return cast(T, found)

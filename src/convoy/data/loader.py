@@ -22,9 +22,9 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError, MachineError
-from convoy.launch.cores import PINNED, own_cores
+from convoy.launch.cores import PINNED, cores_allowed, own_cores
 
-_MAX_AUTOMATIC = 16
+_MAX_AUTOMATIC = 32
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
@@ -70,7 +70,7 @@ def _training(maker: BatchMaker, order: Order, part: slice, update: int) -> Batc
 
 
 def evaluation_batches(
-    data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1
+    data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
     """Every sample of the test split exactly once, in order, resized and cut in the center.
 
@@ -83,6 +83,7 @@ def evaluation_batches(
         batch: samples in a batch.
         part: which part, from 0.
         num_parts: how many there are.
+        pin_memory: put the batches into pinned memory (for a GPU).
 
     Raises:
         ConvoyError: a picture cannot be read and bad ones are not skipped.
@@ -93,7 +94,8 @@ def evaluation_batches(
     maker = _maker(data, config, data.test, seed=0)
     num_batches = -(-len(data.test) // (batch * num_parts))
     numbers = range(part, num_batches * num_parts, num_parts)
-    return _run(partial(_evaluation, maker, batch), numbers, min(num_workers(data, config)[0], num_batches))
+    workers = min(num_workers(data, config)[0], num_batches)
+    return _run(partial(_evaluation, maker, batch), numbers, workers, pin_memory)
 
 
 def _evaluation(maker: BatchMaker, batch: int, number: int) -> Batch:
@@ -103,15 +105,16 @@ def _evaluation(maker: BatchMaker, batch: int, number: int) -> Batch:
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     """How many worker processes to use, and why.
 
-    None where a batch is taken from memory at once; else a core of this process's share for each, up to 16.
+    None where a batch is taken from memory at once; else a core of this process's share for each, up to 32: what one
+    GPU can use up. Cores are those that the process may run on, or as many as control groups leave time for.
     """
     if config.workers is not None:
         return config.workers, "as the recipe says"
     if _maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
-    cores = len(own_cores())
-    # Cores to which a rank is pinned are its own.
-    ranks = 1 if PINNED in os.environ else max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    ranks = 1 if PINNED in os.environ else local  # cores to which a rank is pinned are its own
+    cores = int(min(len(own_cores()), cores_allowed() * ranks / local))
     return min(
         max(cores // ranks, 1), _MAX_AUTOMATIC
     ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import gather_ints, serves_cpu
+from convoy.comm.collectives import gather_ints
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
@@ -157,14 +157,12 @@ def exchange_samples(
         ConvoyError: ranks pass images of different sizes or types, run in different modes, or do something else; or
             those that work on the same samples have different numbers of them.
     """
-    mesh, device = groups.mesh, inputs[0].device
+    mesh = groups.mesh
     world = groups.of(tuple(mesh.axes))
-    if groups.of(axes) is None and not serves_cpu(world):
-        return (len(inputs[0]),)  # no need to send the number to the device and wait for it to come back
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
     own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
-    rows = gather_ints(own, world, device)
+    rows = gather_ints(own, world)
     _check(_PASS, groups.rank, [row[0] for row in rows])
     found: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
@@ -182,7 +180,7 @@ def exchange_samples(
     return tuple(found[place] for place in range(mesh.size(axes)))
 
 
-def agree(call: str, groups: Groups, device: torch.device) -> None:
+def agree(call: str, groups: Groups) -> None:
     """Wait until all ranks have made the same call of the interface.
 
     Raises:
@@ -193,7 +191,7 @@ def agree(call: str, groups: Groups, device: torch.device) -> None:
         return
     try:
         with _impatient(call, groups.rank):
-            rows = gather_ints([_CALLS.index(call), 0, 0], group, device)
+            rows = gather_ints([_CALLS.index(call), 0, 0], group)
     except RuntimeError as error:
         raise ConvoyError(
             f"rank {groups.rank} has called {call}, which all ranks call together, and others have not "

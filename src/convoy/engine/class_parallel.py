@@ -4,6 +4,7 @@ A head with a million classes is so trained with each rank holding its share of 
 (Deng et al., ArcFace, 2019; An et al., Partial FC, 2021): per sample, the ranks exchange three numbers.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -45,16 +46,23 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor, *, label_smoot
         raise ConvoyError("cross_entropy needs a network whose only output is logits [samples, classes]")
     ((name, logits),) = outputs.items()
     num_classes = placement.graph.shape(name)[1]
-    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < num_classes):
-        raise ConvoyError(
-            f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
-            "leave samples without a class out"
-        )
+    _check_labels(labels, num_classes)
     rows = placement.output_layouts[name].split(0)
     labels = _move_rows(labels, placement, rows, network.groups)
     losses = _losses(logits, labels, placement, name, network.groups, label_smoothing)
     loss: Tensor = _AddOver.apply(losses.sum() / placement.batch.num_samples, rows.axes if rows else (), network.groups)
     return loss
+
+
+def _check_labels(labels: Tensor, num_classes: int) -> None:
+    """Refuse labels that are no class. A GPU does so itself, as in torch's cross-entropy: nobody waits for it."""
+    if labels.is_cuda:
+        labels.new_empty(num_classes).gather(0, labels)
+    elif len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < num_classes):
+        raise ConvoyError(
+            f"labels go from {int(labels.min())} to {int(labels.max())}, but the classes are 0 to {num_classes - 1}: "
+            "leave samples without a class out"
+        )
 
 
 def _move_rows(x: Tensor, placement: Placement, rows: Split | None, groups: Groups) -> Tensor:
@@ -84,9 +92,15 @@ def _positions(labels: Tensor, classes: Indices, num_classes: int) -> Tensor:
     if isinstance(classes, range):
         inside = (labels >= classes.start) & (labels < classes.stop)
         return torch.where(inside, labels - classes.start, -1)
-    table = torch.full((num_classes,), -1, dtype=torch.int64, device=labels.device)
-    table[torch.tensor(classes, device=labels.device)] = torch.arange(len(classes), device=labels.device)
-    return table[labels]
+    return _table(classes, num_classes, labels.device)[labels]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(classes: tuple[int, ...], num_classes: int, device: torch.device) -> Tensor:
+    """The places of all classes among some of them, on a device where lists are not to be copied in every pass."""
+    table = torch.full((num_classes,), -1, dtype=torch.int64)
+    table[torch.tensor(classes)] = torch.arange(len(classes))
+    return table.to(device)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -112,8 +126,9 @@ class _CrossEntropy(torch.autograd.Function):
         p, where = ctx.saved_tensors
         num_classes, smoothing, dtype = ctx.options
         z = p - smoothing / num_classes
-        rows = (where >= 0).nonzero()[:, 0]
-        z[rows, where[rows]] -= 1.0 - smoothing
+        if z.shape[1]:
+            own, place = (where >= 0).to(z.dtype), where.clamp(min=0)[:, None]
+            z.scatter_(1, place, z.gather(1, place) - ((1.0 - smoothing) * own)[:, None])
         return (z * gradient[:, None]).to(dtype), None, None, None, None
 
 

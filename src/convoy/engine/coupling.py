@@ -8,18 +8,20 @@ nothing: where there are such weights, it is run both ways with others in their 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from convoy.comm.groups import Groups
 from convoy.engine.layers import MicrobatchNorm, SampleDropout
 from convoy.engine.layerwise import Layerwise, random_state
-from convoy.engine.network import network_of
-from convoy.graph.graph import Call, Graph
+from convoy.engine.network import Network, network_of
+from convoy.graph.graph import Call, CaptureError, Graph
 from convoy.graph.tree import leaves
 from convoy.ops import place
 from convoy.ops.context import StepContext
@@ -29,6 +31,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, PlacedCall
 from convoy.plans.plan import Plan
 
+_ALONE = Plan.parse("serial")
 _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
 
@@ -135,6 +138,7 @@ class Probe:
         separable: microbatches that run in one pass give what they give one after the other; where the network draws
             random numbers, in evaluation mode.
         draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
+        owned: the engine draws all of them itself (`owns_draws`).
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
@@ -146,6 +150,7 @@ class Probe:
     bytes_per_sample: int
     normed_again: bool
     outputs: int = 1
+    owned: bool = False
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
@@ -155,7 +160,7 @@ class Probe:
         A GPU's budget is half of its memory. On a CPU large passes fall out of the caches and are slower than small
         ones, so that a pass keeps 16 MiB for the backward pass at most.
         """
-        if self.draws or not self.separable:
+        if (self.draws and not self.owned) or not self.separable:
             return 1
         budget = (
             CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else CPU_BUDGET
@@ -202,28 +207,76 @@ def probe(
             model.eval()
             together = _run(model, context, images, 0, sizes)
         weights = {p.data_ptr() for p in model.parameters()}
-        separable = _alike([each.detach() for each in together], model, context, images, samples)
-        asleep = list(_asleep(model))
-        if separable and asleep:
-            with _awake(asleep):
-                together = _run(model, context, images, 0, sizes)
-                finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
-                separable = not finite or _alike(together, model, context, images, samples)
+        separable = _separable(model, model, context, images, [each.detach() for each in together])
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
     return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
 
 
+def owns_draws(
+    model: nn.Module, image_shape: tuple[int, ...], device: torch.device, samples: int = PROBE_SAMPLES
+) -> bool:
+    """Whether the engine draws all random numbers of a network, each as a function of (seed, step, layer, sample), and
+    two microbatches in one pass give what they give one after the other; in training mode, which is tried.
+
+    Args:
+        model: the plain network. Its buffers change: give a copy.
+        image_shape: (channels, height, width).
+        device: where the network lives.
+        samples: size of each of the two microbatches.
+    """
+    context = StepContext(batch_norm="microbatch")
+    images = torch.rand(2 * samples, *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    network = Network(model.train(), _ALONE, Groups(_ALONE.mesh, rank=0), context, loss="part")
+    try:
+        network.look([images], training=True)
+        network.place_parameters()
+        graph = network.example_placement(True).graph
+    except CaptureError:  # numbers that belong to no sample, or are drawn in a way of the network's own
+        return False
+    if coupling(graph) is not None:
+        return False
+
+    def forward(images: Tensor) -> Any:
+        network.samples = (len(images),)
+        return network.forward(images)
+
+    return _separable(model, forward, context, images, _run(forward, context, images, 0, (samples, samples)))
+
+
+def _separable(
+    model: nn.Module, forward: Callable[[Tensor], Any], context: StepContext, images: Tensor, together: list[Tensor]
+) -> bool:
+    """Whether the two halves of the images one after the other give what they gave `together`, as two microbatches;
+    also with weights that are not next to zero."""
+    sizes = (len(images) // 2,) * 2
+    if not _alike(together, forward, context, images, sizes[0]):
+        return False
+    asleep = list(_asleep(model))
+    if not asleep:
+        return True
+    with _awake(asleep):
+        together = _run(forward, context, images, 0, sizes)
+        finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
+        return not finite or _alike(together, forward, context, images, sizes[0])
+
+
 def _run(
-    model: nn.Module, context: StepContext, images: Tensor, first_sample: int, sizes: tuple[int, ...] | None = None
+    forward: Callable[[Tensor], Any],
+    context: StepContext,
+    images: Tensor,
+    first_sample: int,
+    sizes: tuple[int, ...] | None = None,
 ) -> list[Tensor]:
     context.enter(0, first_sample, sizes or (len(images),), images.device)
     with torch.no_grad():
-        return leaves(model(images), Tensor)
+        return leaves(forward(images), Tensor)
 
 
-def _alike(together: list[Tensor], model: nn.Module, context: StepContext, images: Tensor, samples: int) -> bool:
+def _alike(
+    together: list[Tensor], forward: Callable[[Tensor], Any], context: StepContext, images: Tensor, samples: int
+) -> bool:
     """Whether two microbatches one after the other give what they gave together."""
-    apart = [_run(model, context, images[start : start + samples], start) for start in (0, samples)]
+    apart = [_run(forward, context, images[start : start + samples], start) for start in (0, samples)]
     return all(_close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together))
 
 

@@ -118,14 +118,14 @@ class Guard:
     def _compare(self, inputs: Sequence[Tensor], now: float) -> int:
         """Compare; how many passes may follow until the next time."""
         groups = self._network.groups
-        mesh, device = groups.mesh, inputs[0].device
+        mesh = groups.mesh
         tensors = dict(self._alike())
         pass_s = (now - self._looked_at) / self._gap
         wanted = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
         sums = [_checksum(tensor) for tensor in tensors.values()]
         sums += [torch.stack([_checksum(x) for x in inputs]).sum()]
         own = [*torch.stack(sums).tolist(), self._updates, *_hyperparameters(self._optimizers), wanted]
-        rows = gather_ints(own, groups.of(tuple(mesh.axes)), device)
+        rows = gather_ints(own, groups.of(tuple(mesh.axes)))
         *weights, samples, updates, rates, rate, gaps = zip(*rows, strict=True)
         if len(set(updates)) > 1:
             other = next(rank for rank, value in enumerate(updates) if value != updates[0])

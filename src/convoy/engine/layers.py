@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.errors import ConvoyError
-from convoy.ops.batch_norm import normalize_by_itself
 from convoy.ops.context import BatchNormMode, StepContext
+from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
 from convoy.ops.random import drop
 from convoy.ops.random_bits import layer_key, random_bits
-from convoy.ops.statistics import add_term
+from convoy.ops.statistics import Running, add_term
 
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -84,7 +84,17 @@ class MicrobatchNorm(_BatchNorm):
                 f"a batch norm of {self.num_features} channels sees {len(input)} samples of a batch of {sum(sizes)}: "
                 "the network folds something into the batch, so set batch_norm=sync"
             )
+        if at_once(input):
+            return self._normalize_at_once(input, sizes)
         return torch.cat([self._normalize(piece) for piece in input.split(sizes)])
+
+    def _normalize_at_once(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        running = None
+        if self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(len(sizes))
+            running = Running("", self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        return normalize_at_once(x, self.weight, self.bias, self.eps, sizes, running)[0]
 
     def _normalize(self, x: Tensor) -> Tensor:
         y, term = normalize_by_itself(x, self.weight, self.bias, self.eps)
@@ -92,7 +102,7 @@ class MicrobatchNorm(_BatchNorm):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            add_term([self.running_mean, self.running_var], term, [weight] * 2)
+            add_term([self.running_mean, self.running_var], term.unbind(0), [weight] * 2)
         return y
 
 

@@ -179,7 +179,7 @@ def take_part(
     parsed = Plan.parse(plan, num_devices=num_ranks())
     check_devices(parsed.mesh, num_ranks())
     groups = Groups(parsed.mesh)
-    context = StepContext(_seed(seed, groups, examples[0].device), batch_norm=batch_norm)
+    context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
         network = _network(model, parsed, groups, context, examples, form, loss)
         network.compile = compile
@@ -207,7 +207,7 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
         A tensor for every parameter that has a gradient, the same on every rank.
     """
     network = network_of(net)
-    agree("convoy.gradients", network.groups, network.device)
+    agree("convoy.gradients", network.groups)
     return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
 
 
@@ -246,7 +246,7 @@ def clip_grad_norm_(net: nn.Module, max_norm: float) -> Tensor:
         The norm before.
     """
     network = network_of(net)
-    agree("convoy.clip_grad_norm_", network.groups, network.device)
+    agree("convoy.clip_grad_norm_", network.groups)
     divided = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in net.named_parameters()]
     with torch._C.DisableTorchFunctionSubclass():  # they may be marked as parts, which would ask once for each
         return clip_grad_norm(divided, network.groups, max_norm)
@@ -317,11 +317,11 @@ def _network(
     return network
 
 
-def _seed(seed: int | None, groups: Groups, device: torch.device) -> int:
+def _seed(seed: int | None, groups: Groups) -> int:
     """Rank 0's seed, on every rank."""
     own = (torch.initial_seed() if seed is None else seed) % 2**64
     world = groups.of(tuple(groups.mesh.axes))
-    high, low = gather_ints([own >> 32, own % 2**32], world, device)[0]
+    high, low = gather_ints([own >> 32, own % 2**32], world)[0]
     return (high << 32) + low
 
 
@@ -331,7 +331,7 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
     images = [x for x in (*examples, *model.parameters()) if x.dim() in formats]
     lies_so = any(x.is_contiguous(memory_format=formats[x.dim()]) and not x.is_contiguous() for x in images)
     world = groups.of(tuple(groups.mesh.axes))
-    return gather_ints([int(lies_so)], world, examples[0].device)[0][0] == 1
+    return gather_ints([int(lies_so)], world)[0][0] == 1
 
 
 def _take_shards(network: Network) -> None:

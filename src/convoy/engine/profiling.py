@@ -9,12 +9,15 @@ had comes from the kernel page by page, and the C library needs some rounds unti
 rounds to warm up is either too small or a waste.
 """
 
+import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean as mean
+from statistics import median_low
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Redistribution, Transfer
 from convoy.engine.allocation import get_ahead, page_faults
+from convoy.engine.clock import DeviceClock
 from convoy.engine.fake_inputs import NoTransfer, source
 from convoy.engine.program import Program
 from convoy.ops.context import StepContext
@@ -75,43 +79,51 @@ def steady(
 
 
 class TimedTransfer(Transfer):
-    """A transfer with a record of its seconds; arguments as for `Transfer`.
+    """A transfer with a record of its time.
+
+    Args:
+        clock: of the device.
+        args: as for `Transfer`.
 
     Attributes:
         dtype: of what was sent last.
-        taken: seconds of the last time, forward and backward.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, clock: DeviceClock, *args: Any) -> None:
         super().__init__(*args)
         self.dtype = torch.float32
-        self.taken = (0.0, 0.0)
+        self._clock = clock
+        self._ways: list[tuple[Any, Any, float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """The step without autograd."""
         self.dtype = x.dtype
-        found, seconds = _timed(super().forward, x)
-        self.taken = (seconds, 0.0)
-        return found
+        self._ways = []
+        return self._timed(super().forward, x)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The conjugate of the step."""
-        found, seconds = _timed(super().backward, gradient)
-        self.taken = (self.taken[0], seconds)
+        return self._timed(super().backward, gradient)
+
+    def _timed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        start, began = self._clock.now(), self._clock.host()
+        found = run(x)
+        issuing = self._clock.host() - began
+        self._ways.append((start, self._clock.now(), issuing))
         return found
 
+    def taken(self) -> tuple[float, float]:
+        """Seconds of the last time, forward and backward."""
+        return self._both([self._clock.between(start, end) for start, end, _ in self._ways])
 
-def _timed(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float]:
-    _wait(x)
-    start = time.perf_counter()
-    found = run(x)
-    _wait(found)
-    return found, time.perf_counter() - start
+    def issuing(self) -> tuple[float, float]:
+        """Those of the host."""
+        return self._both([seconds for *_, seconds in self._ways])
 
-
-def _wait(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    @staticmethod
+    def _both(ways: list[float]) -> tuple[float, float]:
+        forward, backward, *_ = (*ways, 0.0, 0.0)
+        return forward, backward
 
 
 OUTSIDE = ""
@@ -129,10 +141,14 @@ class CallTimes:
 
     Attributes:
         forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
+        host_forward, host_backward: those of the host that issues it, the median; 0 where it is the device. The host's
+            first pass may take seconds, in which kernels are loaded and tried out, while the device's is like others.
     """
 
     forward: float
     backward: float
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -173,6 +189,7 @@ class Profiler:
         microbatches: samples of each microbatch of the pass; by default all are one.
         contents: whole parameters and buffers by name, and images, as far as they are at hand.
         groups: the other ranks of the mesh, which do the same at the same time; None if they are not there.
+        clock: of the device.
     """
 
     def __init__(
@@ -186,14 +203,17 @@ class Profiler:
         microbatches: Sequence[int] = (),
         contents: Mapping[str, Tensor] | None = None,
         groups: Groups | None = None,
+        clock: DeviceClock | None = None,
     ) -> None:
         self._device = device
+        self._clock = clock or DeviceClock(device)
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
         self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
         mesh, values = placement.mesh, placement.graph.values
         place = mesh.coordinates(rank)
 
         self._timed: list[TimedTransfer] = []
+        self._now: Callable[[], Any] = self._clock.now
         self._ahead = 4
         self._grew = False
 
@@ -202,7 +222,7 @@ class Profiler:
 
         def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
             assert groups is not None
-            found = [TimedTransfer(step, mesh, place, groups, shape, channels_last) for step in steps]
+            found = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
             self._timed += found
             return Redistribution(found)
 
@@ -221,7 +241,6 @@ class Profiler:
             torch.OutOfMemoryError: it does not fit.
         """
         self._pass()
-        _wait(self._tensors[0])
 
     def run(
         self,
@@ -247,15 +266,9 @@ class Profiler:
         passes = middle_half(passes, lambda one: one.slowest)
         names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward) if name != _MADE_UP)
         calls = {
-            name: CallTimes(
-                mean(one.forward.get(name, 0.0) for one in passes), mean(one.backward.get(name, 0.0) for one in passes)
-            )
-            for name in names
+            name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
         }
-        taken = (
-            CallTimes(*map(mean, zip(*times, strict=True)))
-            for times in zip(*(one.transfers for one in passes), strict=True)
-        )
+        taken = map(_middle, zip(*(one.transfers for one in passes), strict=True))
         return Profile(
             calls,
             [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
@@ -265,24 +278,38 @@ class Profiler:
 
     def _measured(self, slowest: Callable[[float], float]) -> "_Pass":
         """A pass; where memory still grew in it, it need not grow in the next ones."""
+        host: tuple[dict[str, float], dict[str, float]] = {}, {}
+        issuing = [(0.0, 0.0)] * len(self._timed)
+        if self._clock.is_queue:  # first what the host takes, then what the device does where the host is ahead
+            self._clock.wait()
+            self._now = self._clock.host
+            forward, backward = self._pass()
+            host = forward.spans(operator.sub), backward.spans(operator.sub)
+            issuing = [one.issuing() for one in self._timed]
+            self._clock.wait()
+            self._clock.delay(sum(sum(way.values()) for way in host))
         before = page_faults()
+        self._now = self._clock.now
         forward, backward = self._pass()
         grown = page_faults() - before
         self._grew = self._device.type == "cpu" and self._ahead > 0 and grown > _GROWS
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * grown)
-        transfers = [one.taken for one in self._timed]
-        seconds = sum(taken for way in (forward, backward) for name, taken in way.items() if name != _MADE_UP)
-        seconds += sum(map(sum, transfers))
-        return _Pass(forward, backward, transfers, seconds, slowest(seconds))
+        there, back = (way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward))
+        taken = [one.taken() for one in self._timed]
+        seconds = sum(found for way in (there, back) for name, found in way.items() if name != _MADE_UP)
+        seconds += sum(map(sum, taken))
+        transfers = [(*both, *issued) for both, issued in zip(taken, issuing, strict=True)]
+        return _Pass(there, back, *host, transfers, seconds, slowest(seconds))
 
-    def _pass(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _pass(self) -> "tuple[_Stopwatch, _Stopwatch]":
+        """One forward and one backward pass, with marks at the moments that `_now` gives."""
         self._context.statistics = RunningStatistics()
         self._context.enter(0, 0, self._sizes, self._device)
         for tensor in self._tensors:
             tensor.grad = None
-        forward, backward = _Stopwatch(self._device), _Stopwatch(self._device)
+        forward, backward = _Stopwatch(self._now), _Stopwatch(self._now)
         outputs = self._program(self._tensors, _Marks(forward, backward))
         forward.mark(OUTSIDE)
         differentiable = [output for output in outputs if output.requires_grad]
@@ -291,7 +318,7 @@ class Profiler:
             backward.mark(OUTSIDE)
             torch.autograd.backward(differentiable, gradients)
             backward.mark(OUTSIDE)
-        return forward.spans(), backward.spans()
+        return forward, backward
 
 
 @dataclass(frozen=True)
@@ -300,9 +327,21 @@ class _Pass:
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
-    transfers: Sequence[tuple[float, float]]
+    host_forward: Mapping[str, float]
+    host_backward: Mapping[str, float]
+    transfers: Sequence[tuple[float, float, float, float]]
     seconds: float
     slowest: float
+
+
+_WAYS = "forward", "backward", "host_forward", "host_backward"
+"""As `CallTimes` has them."""
+
+
+def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
+    """Of the times of a call in several passes."""
+    forward, backward, *host = zip(*passes, strict=True)
+    return CallTimes(mean(forward), mean(backward), *map(median_low, host))
 
 
 def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
@@ -319,28 +358,20 @@ def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
 
 
 class _Stopwatch:
-    """Marks on the device's time; each names what begins there."""
+    """Marks at moments; each names what begins there."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, now: Callable[[], Any]) -> None:
+        self._now = now
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
+        self._marks.append((name, self._now()))
 
-    def spans(self) -> dict[str, float]:
-        """Seconds from each mark to the next, added up by name."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+    def spans(self, between: Callable[[Any, Any], float]) -> dict[str, float]:
+        """Seconds from each mark to the next, added up by name; `between` is given the later moment first."""
         found: dict[str, float] = {}
-        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds = start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
-            found[name] = found.get(name, 0.0) + seconds
+        for (name, start), (_, end) in itertools.pairwise(self._marks):
+            found[name] = found.get(name, 0.0) + between(end, start)
         return found
 
 

@@ -2,11 +2,13 @@
 
 Calls may overwrite what they are given where nobody needs it any more, which saves a tensor and a pass over fresh
 memory (`overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
-as it is (`compiled`).
+as it is (`compiled`). The backward pass of a compiled segment gives all of its gradients at its end, so that long ones
+are cut where many gradients have come together: these are sent while the backward pass goes on in the segment before.
 """
 
+import math
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -65,23 +67,35 @@ class Instruction:
     layer: str = ""
 
 
-def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> list[Instruction]:
-    """The same program with every stretch of instructions that only compute as one.
+MOST_CUTS = 5
+LEAST_BYTES = 2**23
+"""Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse."""
+
+
+def compiled(
+    instructions: Sequence[Instruction], results: Iterable[int], gradients: Mapping[int, int]
+) -> list[Instruction]:
+    """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
 
     Args:
         instructions: of the program, in order.
         results: slots that are read after the last one.
+        gradients: bytes that ranks exchange for the gradient of what is in a slot.
     """
     wanted = set(results)
     found: list[Instruction] = []
     stretch: list[Instruction] = []
+    enough = max(LEAST_BYTES, sum(gradients.values()) / MOST_CUTS)
     for instruction in reversed(instructions):
         if instruction.alone:
             found += [*_joined(stretch, wanted), instruction]
             stretch = []
             wanted |= set(instruction.inputs)
-        else:
-            stretch.insert(0, instruction)
+            continue
+        stretch.insert(0, instruction)
+        if sum(gradients.get(slot, 0) for slot in {slot for one in stretch for slot in one.inputs}) >= enough:
+            found += _joined(stretch, wanted)
+            stretch = []
     found += _joined(stretch, wanted)
     return found[::-1]
 
@@ -208,7 +222,7 @@ class Program:
         self._outputs = [self._slot(name, placement.output_layouts[name]) for name in self.outputs]
         self._instructions += records
         if compile:
-            self._instructions = compiled(self._instructions, self._outputs)
+            self._instructions = compiled(self._instructions, self._outputs, self._gradients())
         self._instructions = self._freeing()
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
@@ -274,6 +288,16 @@ class Program:
     def _redistribution(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         groups = self._groups
         return redistribute(steps, self._placement.mesh, groups.coordinates, groups, shape, self._channels_last)
+
+    def _gradients(self) -> dict[int, int]:
+        """Bytes that ranks exchange for the gradient of the parameter in a slot."""
+        placement, found = self._placement, {}
+        for name, slot in zip(self.sources, self._sources, strict=True):
+            value, layout = placement.graph.values[name], placement.layouts[name]
+            if value.origin == "parameter" and placement.mesh.size(tuple(layout.copied)) > 1:
+                parts = placement.mesh.size(tuple(layout.split_axes))
+                found[slot] = math.prod(value.shape) * value.dtype.itemsize // parts
+        return found
 
     def _freeing(self) -> list[Instruction]:
         """The instructions, each emptying the slots that it reads last."""

@@ -4,17 +4,16 @@ Watching changes no number: marks are taken between the calls, and hooks on the 
 """
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.backward import at_end_of_backward
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Kind as TaskKind
@@ -23,33 +22,6 @@ from convoy.plans.timeline import Span, Stream, Task, Timeline
 Kind = Literal["input", "forward", "backward", "copy", "transfer", "gradient", "update", "rest"]
 """What began: as in `convoy.plans.timeline`, with `input`, and `rest` for all that has no name of its own."""
 _STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "gradient": "gradients"}
-
-
-class DeviceClock:
-    """The time on a device: of the host for a CPU, of the stream that computes for a GPU, which is not waited for.
-
-    Args:
-        device: whose.
-        host: seconds on the host.
-    """
-
-    def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
-        self._is_cuda, self._host = device.type == "cuda", host
-
-    def now(self) -> Any:
-        """This moment."""
-        if not self._is_cuda:
-            return self._host()
-        moment = torch.cuda.Event(enable_timing=True)
-        moment.record()
-        return moment
-
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds from one moment to another; a GPU must have come that far."""
-        if not self._is_cuda:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -61,12 +33,14 @@ class Segment:
         call: whose it was; for a transfer, that which asked for it; empty for none.
         seconds: that it took.
         run: which pass through the network it belongs to, from 0; -1 outside of all.
+        host: seconds that the host took meanwhile; 0 where it is the device.
     """
 
     kind: Kind
     call: str
     seconds: float
     run: int = -1
+    host: float = 0.0
 
 
 class WatchedUpdate:
@@ -82,6 +56,7 @@ class WatchedUpdate:
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self._marks: list[tuple[Kind, str, int, Any]] = []
+        self._issued: list[float] = []
         self._now: tuple[Kind, str, int] = ("rest", "", -1)
         self._before_adding: tuple[Kind, str, int] = self._now
         self.placements: list[Placement] = []
@@ -90,6 +65,8 @@ class WatchedUpdate:
         """Something of a kind begins."""
         self._now = (kind, call, run)
         self._marks.append((kind, call, run, self._clock.now()))
+        if self._clock.is_queue:
+            self._issued.append(self._clock.host())
 
     def of_pass(self, placement: Placement) -> "_WatchedPass":
         """What watches the next pass through the network."""
@@ -117,7 +94,8 @@ class WatchedUpdate:
             kind, call, run, start = mark
             if kind == "transfer":
                 call = self._asked(number, run, call == "backward")
-            found.append(Segment(kind, call, self._clock.between(start, after[3]), run))
+            host = self._issued[number + 1] - self._issued[number] if self._issued else 0.0
+            found.append(Segment(kind, call, self._clock.between(start, after[3]), run, host))
         return found
 
     def timeline(self, rank: int, alone: bool = False) -> Timeline:

@@ -1,9 +1,9 @@
-"""The processor cores of a rank: its share of those of its machine, to which it is pinned."""
+"""The processor cores of a rank: which it is pinned to, and as how many control groups leave it time for."""
 
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,10 @@ from convoy.errors import ConvoyError
 
 PINNED = "CONVOY_CORES"
 _CPU = Path("/sys/devices/system/cpu")
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""The file that says which groups the process is in."""
+ROOT = Path("/sys/fs/cgroup")
+"""Where their file systems are."""
 
 
 def own_cores() -> list[int]:
@@ -87,6 +91,44 @@ def pin(cores: Sequence[int]) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             os.sched_setaffinity(thread, cores)
     os.environ[PINNED] = ",".join(map(str, cores))
+
+
+def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
+    """The folder of each group of a controller that the process is in, and of all around it, with the version."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        version = 2 if controllers == "" else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        mount = root if version == 2 else root / controller
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for length in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:length]), version
+
+
+def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
+    """The number of cores whose time the process may use in a period; infinite where nobody says."""
+    found = float("inf")
+    for folder, version in folders("cpu", membership, root):
+        if version == 2:
+            words = text_of(folder / "cpu.max").split()
+        else:
+            words = [text_of(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
+            found = min(found, int(words[0]) / int(words[1]))
+    return found
+
+
+def text_of(file: Path) -> str:
+    """What a file of the system says; nothing where it is not there."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _physical(core: int) -> tuple[int, int]:

@@ -15,9 +15,11 @@ from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
+from convoy.ops.microbatch_norm import at_once, new_term, normalize_at_once, normalize_by_itself
 from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.shared_statistics import Holders, affine, normalize_together
-from convoy.ops.statistics import Running, Term, add_term
+from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
+from convoy.ops.shared_statistics import affine
+from convoy.ops.statistics import Running, add_term
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed
@@ -32,24 +34,6 @@ def _batch_norm(call: TorchCall) -> Recognized:
         found["momentum"] = call.module.momentum
     updates = bool(found["training"] and found["running_mean"])
     return Recognized("batch_norm", {**found, "num_batches_tracked": counter}, updates=updates)
-
-
-def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Term]:
-    """Normalize a microbatch by its own mean and variance.
-
-    Args:
-        x: [samples, channels, ...].
-        weight, bias: [channels] or None.
-        eps: added to the variance.
-
-    Returns:
-        The normalized microbatch, and what it adds to the running statistics.
-    """
-    dtype = x.dtype if weight is None else weight.dtype
-    mean = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    var = torch.zeros_like(mean)
-    y = F.batch_norm(x, mean, var, weight, bias, training=True, momentum=1.0, eps=eps)
-    return y, (mean, var)
 
 
 ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -125,6 +109,7 @@ class _Layer:
         self.passing = self._holders(tuple(sorted({*self.sample_axes, *self.other_axes})))
         self.own = self._holders(self.other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
+        self._holders_of: dict[int, Holders] = {}
 
     def by_running_statistics(self, t: Tensors) -> Tensor:
         if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
@@ -138,17 +123,20 @@ class _Layer:
             return _nothing(t)
         if self.passing is None:
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
-        y, term = normalize_together(t.x, t.weight, t.bias, self.eps, self.passing)
-        if t.mean is not None and t.var is not None:
-            add_term([t.mean, t.var], term, [weight] * 2)
-        return y
+        following = None if t.mean is None or t.var is None else Following(t.mean, t.var, weight)
+        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
-        """Over the samples of this rank; approximate: the result depends on how many ranks there are."""
+        """Over the samples of this rank; approximate: the result depends on how many ranks there are.
+
+        A GPU brings the running statistics up to date in the same launch.
+        """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
+        if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
+            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
         y, term = self._normalize(t, t.x)
-        return y, [*term]
+        return y, [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
@@ -159,17 +147,21 @@ class _Layer:
         if running.mean.numel():
             self.site.context.statistics.record_local(running)
         if terms:
-            mean, var = terms
-            add_term([running.mean, running.var], (mean, var), [weight] * 2)
+            add_term([running.mean, running.var], terms[0].unbind(0), [weight] * 2)
 
     def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over each microbatch, all of which a rank has."""
         sizes = self._division().sizes if t.x.shape[1] else ()
         if not sizes:
             return _nothing(t), []
-        pieces = [self._normalize(t, x) for x in ([t.x] if len(sizes) == 1 else t.x.split(sizes))]
-        terms = [number for _, term in pieces for number in term]
-        return pieces[0][0] if len(sizes) == 1 else torch.cat([y for y, _ in pieces]), terms
+        if len(sizes) == 1:
+            y, term = self._normalize(t, t.x)
+            return y, [term[None]]
+        if self.own is None and at_once(t.x):
+            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes)
+            return y, [terms]
+        pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
+        return torch.cat([y for y, _ in pieces]), [torch.stack([term for _, term in pieces])]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
@@ -178,21 +170,22 @@ class _Layer:
         running = self._running(buffers)
         if running is None or running.mean.numel() == 0:
             return
-        division, own = self._division(), iter(zip(terms[::2], terms[1::2], strict=True))
-        found = [next(own) if owner == division.rank else None for owner in division.owners]
-        context.statistics.record(running, context.starts, division.owners, found)
+        context.statistics.record(running, context.starts, self._division().owners, *terms)
 
     def _running(self, buffers: Buffers) -> Running | None:
         if buffers.mean is None or buffers.var is None:
             return None
         return Running(self.name, buffers.mean, buffers.var, buffers.count, self.momentum, self.sample_axes)
 
-    def _normalize(self, t: Tensors, x: Tensor) -> tuple[Tensor, Term]:
+    def _normalize(self, t: Tensors, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.own is None:
             return normalize_by_itself(x, t.weight, t.bias, self.eps)
         rows = len(x)
-        holders = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
-        return normalize_together(x, t.weight, t.bias, self.eps, holders)
+        if rows not in self._holders_of:
+            self._holders_of[rows] = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
+        term = new_term(x, t.weight)
+        following = Following(term[0], term[1], 1.0)
+        return normalize_together(x, t.weight, t.bias, following, self.eps, self._holders_of[rows]), term
 
     def _count(self, count: Tensor | None, terms: int) -> float:
         """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""

@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from convoy.errors import ConvoyError
+from convoy.ops.constants import Constants
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.layout import Indices
@@ -31,6 +32,7 @@ class StepContext:
         sizes: samples in each microbatch of the pass that runs now, in order.
         starts: position of each microbatch's first sample in the global batch.
         keys: int32 [samples, 2], the random key of every sample of that pass.
+        kept: what layers keep together, by names of their own.
         statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
             to date.
     """
@@ -43,6 +45,7 @@ class StepContext:
     starts: tuple[int, ...] = ()
     keys: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int32))
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
 
@@ -57,13 +60,13 @@ class StepContext:
             device: where the keys are needed.
         """
         self.step = step
-        self.sizes = tuple(sizes)
-        count = sum(self.sizes)
         if isinstance(samples, int):
-            samples = range(samples, samples + count)
-        assert len(samples) == count, f"{len(samples)} samples in microbatches of {self.sizes}"
-        ends = list(itertools.accumulate(self.sizes))
-        self.starts = tuple(samples[end - size] if size else -1 for size, end in zip(self.sizes, ends, strict=True))
+            samples = range(samples, samples + sum(sizes))
+        if samples is not self._samples or self.sizes != tuple(sizes):  # most passes are as the one before
+            self.sizes = tuple(sizes)
+            assert len(samples) == sum(sizes), f"{len(samples)} samples in microbatches of {self.sizes}"
+            ends = itertools.accumulate(self.sizes)
+            self.starts = tuple(samples[end - size] if size else -1 for size, end in zip(self.sizes, ends, strict=True))
         self._device = device
         self._samples = samples
         if self.draws:
@@ -84,4 +87,5 @@ class StepContext:
             )
         if isinstance(samples, range):
             return self.keys[samples.start : samples.stop]
-        return self.keys[list(samples)]
+        places = self.kept.setdefault(("places", samples), Constants(samples))
+        return self.keys.index_select(0, places.like(self.keys, torch.int64))

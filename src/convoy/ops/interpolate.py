@@ -11,6 +11,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
 from convoy.ops.layouts import spatial
 from convoy.ops.operation import Operation
@@ -165,10 +166,12 @@ def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
     if "nearest" in site.call.attributes["mode"]:
         return picking(dim, weights.argmax(0))
 
+    constants = Constants(weights)
+
     def resize(x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            y = x.movedim(dim, -1).to(dtype) @ weights.to(x.device, dtype)
+            y = x.movedim(dim, -1).to(dtype) @ constants.like(x, dtype)
         return y.movedim(-1, dim).to(x.dtype)
 
     return resize

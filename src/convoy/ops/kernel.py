@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.groups import Groups
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves, replace
+from convoy.ops.constants import Constants
 from convoy.ops.context import StepContext
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh
@@ -145,14 +146,8 @@ def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:
 
 def picking(dim: int, places: Tensor) -> Callable[[Tensor], Tensor]:
     """Gives the entries at these places of a dimension, in any order and number."""
-    by_device: dict[torch.device, Tensor] = {}
-
-    def pick(x: Tensor) -> Tensor:
-        if x.device not in by_device:
-            by_device[x.device] = places.to(x.device)
-        return x.index_select(dim, by_device[x.device])
-
-    return pick
+    constants = Constants(places)
+    return lambda x: x.index_select(dim, constants.like(x, torch.int64))
 
 
 class AddBiasOnce(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Value
 from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing
 from convoy.ops.layouts import spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
@@ -234,19 +235,15 @@ def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor],
         if any(count != window.kernel for count in counts):
             shape = [-1 if other == dim else 1 for other in range(num_dims)]
             ratios = [window.kernel / count for count in counts]
-            factors.append(torch.tensor(ratios, dtype=torch.float64).reshape(shape))
+            factors.append(Constants(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
     if not factors:
         return lambda y: y
-    ready: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def correct(y: Tensor) -> Tensor:
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-        kind = (dtype, y.device)
-        if kind not in ready:
-            ready[kind] = [factor.to(*kind[::-1]) for factor in factors]
         z = y
-        for factor in ready[kind]:
-            z = z * factor
+        for factor in factors:
+            z = z * factor.like(y, dtype)
         return z.to(y.dtype)
 
     return correct

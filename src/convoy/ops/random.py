@@ -8,10 +8,12 @@ from torch import Tensor
 
 from convoy.errors import ConvoyError
 from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.constants import Constants
+from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation
-from convoy.ops.random_bits import layer_key, random_bits, threshold
+from convoy.ops.random_bits import layer_key, one_for_each, random_bits, threshold
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.place import Placed, Situation
 
@@ -31,12 +33,55 @@ def _build_random(site: Site) -> Kernel:
     samples, key = site.parts(value.name, 0), layer_key(call.name)
     local, count = site.local_shape(value.name), math.prod(value.shape[1:])
     draw, p = call.attributes["draw"], call.attributes["p"]
+    if count == 1 and p != 1.0:
+        kind = draw, value.dtype, samples, value.shape[0]
+        single = context.kept.setdefault(("one for each sample", *kind), OneForEach(*kind))
+        number = single.add(key, p)
+        return Alone(lambda: [single(context, number).view(local)])
 
     def kernel() -> list[Tensor]:
         bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
         return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
 
     return Alone(kernel)
+
+
+class OneForEach:
+    """Numbers of the layers of a network that draw one for each sample, as stochastic depth does: all at once, since
+    each by itself is nothing but launches.
+
+    Args:
+        draw: `bernoulli` or `uniform`.
+        dtype: of the numbers.
+        samples: of this rank, by their positions in the pass.
+        count: samples of the pass.
+    """
+
+    def __init__(self, draw: str, dtype: torch.dtype, samples: Indices, count: int) -> None:
+        self._draw, self._dtype = draw, dtype
+        self._samples, self._count = samples, count
+        self._numbers: dict[tuple[int, float | None], int] = {}
+        self._drawn: tuple[Tensor, int, Tensor] | None = None
+        self._constants: Constants | None = None
+
+    def add(self, key: int, p: float | None) -> int:
+        """The number of a layer, by its key and its probability of a one."""
+        self._constants = None
+        return self._numbers.setdefault((key, p), len(self._numbers))
+
+    def __call__(self, context: StepContext, number: int) -> Tensor:
+        """What a layer draws in the pass that runs now: [samples]."""
+        if self._drawn is None or self._drawn[0] is not context.keys or self._drawn[1] != len(self._numbers):
+            self._drawn = context.keys, len(self._numbers), self._all(context.keys_of(self._samples, self._count))
+        return self._drawn[2][number]
+
+    def _all(self, keys: Tensor) -> Tensor:
+        if self._constants is None:
+            rows = zip(*((key, 0 if p is None else threshold(p)) for key, p in self._numbers), strict=True)
+            self._constants = Constants(list(rows))
+        layers, thresholds = self._constants.like(keys)
+        bits = one_for_each(keys, layers)
+        return (bits < thresholds[:, None]).to(self._dtype) if self._draw == "bernoulli" else uniform(bits, self._dtype)
 
 
 def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
@@ -94,13 +139,13 @@ def _build_dropout(site: Site) -> Kernel:
     local = site.local_shape(source)
     view = [local[dim] if dim == 0 or dim in dims else 1 for dim in range(len(shape))]
 
-    def kernel(x: Tensor) -> list[Tensor]:
-        nonlocal elements
-        elements = elements.to(x.device)
-        keys = context.keys_of(samples, shape[0])
-        return [drop(x, random_bits(keys, key, elements).view(view), p)]
+    constants = Constants(elements)
 
-    return Alone(kernel)
+    def kernel(x: Tensor) -> list[Tensor]:
+        keys = context.keys_of(samples, shape[0])
+        return [drop(x, random_bits(keys, key, constants.like(x, torch.int32)).view(view), p)]
+
+    return kernel
 
 
 def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:

@@ -64,6 +64,20 @@ def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
     return _mix(bits)
 
 
+def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
+    """What `random_bits` gives for the first element of each sample, for many layers at once.
+
+    Args:
+        keys: int32 [samples, 2] from `sample_keys`.
+        layers: int32 [layers], their keys.
+
+    Returns:
+        int32 [layers, samples].
+    """
+    bits = _mix(keys[:, 0].clone()).bitwise_xor_(keys[:, 1])
+    return _mix(bits + layers[:, None])
+
+
 def _mix(bits: Tensor) -> Tensor:
     """The hash, in place. Right shifts of int32 carry the sign along; the masks take it off."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)

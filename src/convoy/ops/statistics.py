@@ -1,21 +1,25 @@
-"""Running statistics of batch norm layers, the same bits however the microbatches are divided over ranks.
+"""Running statistics of batch norm layers, those of one device however the microbatches are divided over ranks.
 
-Each microbatch adds one term to the running statistics, r ← (1 − m)·r + m·s. The order of the terms is that of the
-microbatches in the global batch, so the ranks first collect the terms of an update and then all apply all of them.
+Each microbatch adds one term to the running statistics, r ← (1 − m)·r + m·s, where s is its mean or its unbiased
+variance. The order of the terms is that of the microbatches in the global batch, so the ranks note the terms of an
+update, and bring the buffers up to date together at its end.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
+from convoy.ops.constants import Constants
 from convoy.plans.mesh import Axes
-
-Term = tuple[Tensor, Tensor]
-"""Mean and unbiased variance of one microbatch, [channels] each."""
 
 
 @dataclass(frozen=True)
@@ -38,57 +42,60 @@ class Running:
     axes: Axes = ()
 
 
+Passes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Of every pass, for each microbatch on all ranks, its first sample's position in the global batch and who has it."""
+
+
 @dataclass
-class _Terms:
-    """Terms of one layer in the order of its calls: the microbatch's first sample, who has it, and what it is."""
+class _Layer:
+    """What a layer noted since the last time: its passes, and the terms of this rank's microbatches in each."""
 
     running: Running
-    starts: list[int] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    terms: list[Term | None] = field(default_factory=list)
-
-    def add(self, starts: Sequence[int], owners: Sequence[int], terms: Sequence[Term | None]) -> None:
-        self.starts += starts
-        self.owners += owners
-        self.terms += terms
-
-    def sort(self) -> None:
-        """Bring the terms in the order of their microbatches, whichever passes a rank was in."""
-        order = sorted(range(len(self.starts)), key=lambda i: (self.starts[i], i))
-        self.starts, self.owners = [self.starts[i] for i in order], [self.owners[i] for i in order]
-        self.terms = [self.terms[i] for i in order]
-
-    def known(self) -> list[Term]:
-        return [term for term in self.terms if term is not None]
+    passes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
 
 
 class RunningStatistics:
-    """Collects what the batch norm layers of a network see in one update, and brings their buffers up to date."""
+    """Collects what the batch norm layers of a network see in one update, and brings their buffers up to date.
 
-    def __init__(self) -> None:
-        self._layers: dict[str, _Terms] = {}
+    Layers that saw the same microbatches, as all of a network usually do, are one vector. Then one of two ways:
+
+    - Every rank adds up its own terms with the weights that their places in the order give them, (1 − m)^k · m for
+      one that k others follow, and the sums of all ranks are added. What is sent does not depend on their number.
+    - In order: every rank has all terms and applies one after the other. The result has the same bits however the
+      microbatches are divided.
+
+    Attributes:
+        in_order: whether it is the second: for reproducible runs.
+    """
+
+    def __init__(self, in_order: bool = False) -> None:
+        self.in_order = in_order
+        self._layers: dict[str, _Layer] = {}
         self._local: dict[str, Running] = {}
-        self._left_out: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._left_out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._weights: dict[tuple[Passes, int, float | None], Constants] = {}
 
-    def record(
-        self, running: Running, starts: Sequence[int], owners: Sequence[int], terms: Sequence[Term | None]
-    ) -> None:
+    def record(self, running: Running, starts: Sequence[int], owners: Sequence[int], own: Tensor | None = None) -> None:
         """Note one pass through a layer.
 
         Args:
             running: the layer's buffers.
             starts: for every microbatch of the pass on all ranks, its first sample's position in the global batch.
-            owners: for every microbatch, the rank along `running.axes` that has it.
-            terms: for every microbatch its statistics, None for those of other ranks.
+            owners: for every microbatch, the rank along `running.axes` that has it; -1 where it has no samples.
+            own: the terms of this rank's microbatches, in order: [microbatches, 2, channels].
         """
-        self._layers.setdefault(running.name, _Terms(running)).add(starts, owners, terms)
+        layer = self._layers.setdefault(running.name, _Layer(running))
+        layer.passes.append((tuple(starts), tuple(owners)))
+        if own is not None:
+            layer.own.append(own)
 
     def record_left_out(self, starts: Sequence[int], owners: Sequence[int]) -> None:
         """Note a pass in which only other ranks have microbatches, and which this one does not run.
 
         All layers then hold the same samples, and this rank runs another pass of the same update.
         """
-        self._left_out.append((starts, owners))
+        self._left_out.append((tuple(starts), tuple(owners)))
 
     def record_local(self, running: Running) -> None:
         """Note a layer whose buffers each rank has updated by the samples of its own."""
@@ -96,29 +103,52 @@ class RunningStatistics:
 
     @torch.no_grad()
     def fold(self, groups: Groups | None = None) -> None:
-        """Apply all terms since the last time, in order; all ranks must call it together.
+        """Apply all terms since the last time; all ranks must call it together.
 
         Buffers that every rank has updated by itself become their mean over the ranks.
         """
-        for layer in self._layers.values():
-            if self._left_out:
+        if self._left_out:
+            for layer in self._layers.values():
                 self._add_left_out(layer)
-            layer.sort()
+        alike: dict[tuple[Any, ...], list[_Layer]] = {}
+        for layer in self._layers.values():
+            alike.setdefault(_kind(layer, self.in_order), []).append(layer)
+        for axes in sorted({key[0] for key in alike}):
+            group = None if groups is None else groups.of(axes)
+            rank = 0 if groups is None else groups.mesh.index(groups.coordinates, axes)
+            vectors = [_Vector(layers, rank) for key, layers in alike.items() if key[0] == axes]
+            if self.in_order:
+                _apply_in_order(vectors, group, 1 if groups is None else groups.mesh.size(axes))
+            else:
+                self._apply(vectors, group)
         if groups is not None:
-            for axes in sorted({layer.running.axes for layer in self._layers.values()}):
-                _collect([layer for layer in self._layers.values() if layer.running.axes == axes], axes, groups)
             self._average(groups)
-        _apply(list(self._layers.values()))
         self._layers, self._local, self._left_out = {}, {}, []
 
-    def _add_left_out(self, layer: _Terms) -> None:
+    def _add_left_out(self, layer: _Layer) -> None:
         """What the layer would have noted, as often in a pass as it is called."""
-        calls = layer.starts.count(layer.starts[-1])
-        for starts, owners in self._left_out:
-            for _ in range(calls):
-                layer.add(starts, owners, [None] * len(starts))
-            if layer.running.count is not None:
-                layer.running.count.add_(calls * len(starts))
+        calls = sum(starts == layer.passes[-1][0] for starts, _ in layer.passes)
+        layer.passes += [left_out for left_out in self._left_out for _ in range(calls)]
+        if layer.running.count is not None:
+            layer.running.count.add_(calls * sum(len(starts) for starts, _ in self._left_out))
+
+    def _apply(self, vectors: "list[_Vector]", group: ProcessGroup | None) -> None:
+        """Each rank its own terms, then the sum over the ranks; all layers of a type at once."""
+        for dtype in sorted({vector.dtype for vector in vectors}, key=str):
+            some = [vector for vector in vectors if vector.dtype == dtype]
+            sums = [vector.summed(self._weights_of(vector)) for vector in some]
+            flat = all_reduce(sums[0] if len(sums) == 1 else torch.cat(sums), group)
+            for vector, found in zip(some, flat.split([len(one) for one in sums]), strict=True):
+                vector.follow(found)
+
+    def _weights_of(self, vector: "_Vector") -> Constants:
+        """Of this rank's terms in the sum."""
+        key = vector.passes, vector.rank, vector.momentum
+        if key not in self._weights:
+            if len(self._weights) >= _MAX_WEIGHTS:
+                self._weights.clear()
+            self._weights[key] = Constants(_weights(*key))
+        return self._weights[key]
 
     def _average(self, groups: Groups) -> None:
         for axes in sorted({running.axes for running in self._local.values()}):
@@ -133,28 +163,111 @@ class RunningStatistics:
             torch._foreach_copy_(buffers, list(flat.split([buffer.numel() for buffer in buffers])))
 
 
-def _collect(layers: list[_Terms], axes: Axes, groups: Groups) -> None:
-    """Fill in the terms that other ranks have: one exchange for all layers."""
-    group = groups.of(axes)
-    if group is None:
-        return
-    ranks = range(groups.mesh.size(axes))
-    sizes = [sum(2 * layer.running.mean.numel() * layer.owners.count(rank) for layer in layers) for rank in ranks]
-    own = [part for layer in layers for term in layer.terms if term is not None for part in term]
-    reference = layers[0].running.mean
-    flat = torch.cat([*own, reference.new_zeros(max(sizes) - sum(part.numel() for part in own))])
-    gathered = all_gather(flat, group)
-    for rank in ranks:
-        start = 0
-        for layer in layers:
-            channels = layer.running.mean.numel()
-            for i in (i for i, owner in enumerate(layer.owners) if owner == rank):
-                mean, var = gathered[rank, start : start + 2 * channels].to(layer.running.mean.dtype).split(channels)
-                layer.terms[i] = mean, var
-                start += 2 * channels
+_MAX_WEIGHTS = 64
 
 
-def add_term(running: list[Tensor], term: list[Tensor] | Term, weights: list[float]) -> None:
+def _kind(layer: _Layer, in_order: bool) -> tuple[Any, ...]:
+    """Layers for which this is the same are one vector."""
+    running = layer.running
+    before = int(running.count) if in_order and running.momentum is None and running.count is not None else 0
+    return running.axes, running.momentum, running.mean.dtype, running.mean.device, before, tuple(layer.passes)
+
+
+class _Vector:
+    """The buffers of layers that saw the same microbatches, and this rank's terms of them.
+
+    Args:
+        layers: of one kind.
+        rank: this one, along the axes that divide their samples.
+    """
+
+    def __init__(self, layers: list[_Layer], rank: int) -> None:
+        first = layers[0].running
+        self.rank = rank
+        self.passes: Passes = tuple(layers[0].passes)
+        self.momentum = first.momentum
+        self.buffers = [buffer for layer in layers for buffer in (layer.running.mean, layer.running.var)]
+        self.counts = [layer.running.count for layer in layers for _ in range(2)]
+        self.sizes = [buffer.numel() for buffer in self.buffers]
+        self.dtype = torch.promote_types(first.mean.dtype, torch.float32)
+        by_pass = zip(*[layer.own for layer in layers], strict=True)
+        own = [torch.cat([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
+        own = own or [first.mean.new_empty(0, sum(self.sizes))]
+        self.own = (own[0] if len(own) == 1 else torch.cat(own)).to(self.dtype)
+
+    def summed(self, weights: Constants) -> Tensor:
+        """This rank's terms in the sum of all: one number for each of the buffers'."""
+        if len(self.own) == 0:
+            return self.own.new_zeros(self.own.shape[1])
+        return (self.own * weights.like(self.own)[:, None]).sum(0)
+
+    def follow(self, total: Tensor) -> None:
+        """Bring the buffers up to date by the sum of all ranks' terms."""
+        terms, found = len(_order(self.passes)), total.split(self.sizes)
+        if self.momentum is not None:
+            torch._foreach_mul_(self.buffers, (1.0 - self.momentum) ** terms)
+            torch._foreach_add_(self.buffers, found)
+            return
+        for buffer, mean, count in zip(self.buffers, found, self.counts, strict=True):
+            assert count is not None
+            buffer.lerp_(mean.to(buffer.dtype), (terms / count).to(buffer.dtype))
+
+    def follow_in_order(self, gathered: Tensor) -> None:
+        """Bring the buffers up to date by one term after the other, from all ranks' [ranks, terms, numbers]."""
+        order = _order(self.passes)
+        running = torch.cat(self.buffers)
+        before = 0 if self.momentum is not None or self.counts[0] is None else int(self.counts[0]) - len(order)
+        seen: Counter[int] = Counter()
+        for number, (owner, _) in enumerate(order):
+            weight = 1.0 / (before + number + 1) if self.momentum is None else self.momentum
+            add_term([running], [gathered[owner, seen[owner]].to(running.dtype)], [weight])
+            seen[owner] += 1
+        torch._foreach_copy_(self.buffers, running.split(self.sizes))
+
+
+def _apply_in_order(vectors: list[_Vector], group: ProcessGroup | None, ranks: int) -> None:
+    """One exchange for all layers."""
+    orders = [_order(vector.passes) for vector in vectors]
+    most = [max(Counter(owner for owner, _ in order).values(), default=0) for order in orders]
+    rows = []
+    for vector, number in zip(vectors, most, strict=True):
+        order = _own_rows(vector.passes, vector.rank)
+        own = vector.own if order == sorted(order) else vector.own[order]
+        rows.append(F.pad(own, (0, 0, 0, number - len(own))).flatten())
+    gathered = all_gather(torch.cat(rows), group)
+    parts = gathered.split([len(one) for one in rows], 1)
+    for vector, part, number in zip(vectors, parts, most, strict=True):
+        vector.follow_in_order(part.view(ranks, number, sum(vector.sizes)))
+
+
+@functools.lru_cache(maxsize=64)
+def _order(passes: Passes) -> tuple[tuple[int, int], ...]:
+    """For every term in order who has it, and which one it is of those that were noted."""
+    noted = [(start, owner) for starts, owners in passes for start, owner in zip(starts, owners, strict=True)]
+    order = sorted(range(len(noted)), key=lambda i: (noted[i][0], i))
+    return tuple((noted[i][1], i) for i in order if noted[i][1] >= 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _own_rows(passes: Passes, rank: int) -> list[int]:
+    """For every term of a rank in order, which one it is of those that it noted."""
+    own = [i for owner, i in _order(passes) if owner == rank]
+    number = {i: row for row, i in enumerate(sorted(own))}
+    return [number[i] for i in own]
+
+
+def _weights(passes: Passes, rank: int, momentum: float | None) -> list[float]:
+    """Of a rank's terms in the sum of all, as it noted them."""
+    order = _order(passes)
+    following = [len(order) - 1 - place for place, (owner, _) in enumerate(order) if owner == rank]
+    rows = _own_rows(passes, rank)
+    found = dict(zip(rows, following, strict=True))
+    if momentum is None:  # the mean of all
+        return [1.0 / len(order)] * len(rows)
+    return [momentum * (1.0 - momentum) ** found[row] for row in range(len(rows))]
+
+
+def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], weights: list[float]) -> None:
     """r ← (1 − m)·r + m·s, in place.
 
     Products and sums are rounded one by one: a fused operation would round otherwise at the end of a vector than in
@@ -162,22 +275,3 @@ def add_term(running: list[Tensor], term: list[Tensor] | Term, weights: list[flo
     """
     torch._foreach_mul_(running, [1.0 - weight for weight in weights])
     torch._foreach_add_(running, torch._foreach_mul(term, weights))
-
-
-def _apply(layers: list[_Terms]) -> None:
-    """One term after the other, for all layers at once."""
-    terms = [layer.known() for layer in layers]
-    weights = [_weights(layer.running, len(found)) for layer, found in zip(layers, terms, strict=True)]
-    for i in range(max(map(len, terms), default=0)):
-        having = [place for place, found in enumerate(terms) if i < len(found)]
-        running = [b for place in having for b in (layers[place].running.mean, layers[place].running.var)]
-        new = [b for place in having for b in terms[place][i]]
-        add_term(running, new, [weights[place][i] for place in having for _ in range(2)])
-
-
-def _weights(running: Running, terms: int) -> list[float]:
-    if running.momentum is not None:
-        return [running.momentum] * terms
-    assert running.count is not None
-    before = int(running.count) - terms
-    return [1.0 / (before + i + 1) for i in range(terms)]

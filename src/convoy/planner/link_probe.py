@@ -1,5 +1,6 @@
 """How long the collectives take over the groups of a mesh, measured on the ranks at hand."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from convoy.comm import collectives
 from convoy.comm.collectives import Group, gather_ints, place, size
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer
+from convoy.engine.clock import IN_A_ROW, DeviceClock
 from convoy.engine.gradients.buckets import ReduceScatter, start_gather
 from convoy.engine.profiling import steady
 from convoy.planner.cost.link import Curve, Link, Links, first_group
@@ -27,6 +29,10 @@ _MOST = 2**27
 """Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
 _TURNS = 4
 _SPIN_S = 0.05
+_SIDE = 4096
+"""Of the matrices whose product is timed beside messages."""
+_BESIDE = 2.0
+"""Times as long as the products, as messages are on their way meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class LinkTimes:
         overlap: whether messages run beside what computes.
         cpu_share: the part of the device's processor time that they take meanwhile.
         overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
+        host: those that the host takes to issue a collective; 0 where it is the device.
     """
 
     all_reduce: tuple[tuple[int, float], ...]
@@ -49,6 +56,7 @@ class LinkTimes:
     overlap: bool
     cpu_share: float
     overhead: float
+    host: float = 0.0
 
 
 def measure_links(
@@ -103,6 +111,7 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
                 times.cpu_share,
                 Curve.through(times.reduce_scatter),
                 Curve.through(times.gather),
+                times.host,
             )
     return Links(found), overhead
 
@@ -110,10 +119,12 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
 class _Probe:
     """Measures one group, while the others over the same axes do so too."""
 
-    def __init__(self, group: Group, world: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, world: Group, device: torch.device, clock: DeviceClock | None = None) -> None:
         self._group, self._world, self._device = group, world, device
+        self._clock = clock or DeviceClock(device)
         self._ranks, self._place = size(group), place(group)
         self._busy, self._taken = 0.0, 0.0
+        self._issuing: list[float] = []
 
     def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
         rows: list[list[tuple[int, float]]] = [[], [], [], []]
@@ -131,9 +142,41 @@ class _Probe:
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
         pending.wait()
-        share_of_core = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
+        cpu_share = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
+        if overlap and self._clock.is_queue:
+            largest, seconds = sums[-1]
+            cpu_share = 1 - 1 / self._slowdown(seconds, largest)
         own = max(0.0, redistributing - moves[0][1])
-        return LinkTimes(sums, moves, pieces or moves, gathers or moves, overlap, share_of_core, own)
+        return LinkTimes(
+            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, own, median(self._issuing or [0.0])
+        )
+
+    def _slowdown(self, message_s: float, num_bytes: int) -> float:
+        """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
+
+        Args:
+            message_s: seconds of an all-reduce.
+            num_bytes: of its tensor.
+        """
+        left, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
+
+        def compute() -> None:
+            torch.mm(left, left, out=out)
+
+        alone = self._clock.spent(compute).device
+        buffer = torch.ones(num_bytes // 4, device=self._device)
+        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone / max(message_s, 1e-6))
+        rows = gather_ints([messages], self._world)  # all send as many, and begin together
+        self._clock.wait()
+        pending = [collectives.start_all_reduce(buffer, self._group) for _ in range(max(row[0] for row in rows))]
+        start = self._clock.now()
+        for _ in range(IN_A_ROW):
+            compute()
+        beside = self._clock.between(start, self._clock.now()) / IN_A_ROW
+        for one in pending:
+            one.wait()
+        rows = gather_ints([round(1e6 * max(1.0, beside / alone))], self._world)
+        return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:
         """The same to every other rank."""
@@ -148,16 +191,18 @@ class _Probe:
         buffers = cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
 
         def measure() -> tuple[float, float]:
-            buffer = next(buffers)
             gather_ints([0], self._world)
-            start, before = time.perf_counter(), time.process_time()
-            run(buffer)
-            _wait(self._device)
-            nanoseconds = [round(1e9 * (time.perf_counter() - start)), round(1e9 * (time.process_time() - before))]
-            rows = gather_ints(nanoseconds, self._world)  # all know the same, and end together
+            before = time.process_time()
+            spent = self._clock.spent(lambda: run(next(buffers)))
+            busy = time.process_time() - before
+            issuing.append(spent.host)
+            rows = gather_ints([round(1e9 * spent.device), round(1e9 * busy)], self._world)
+            # all know the same, and end together
             return max(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9
 
+        issuing: list[float] = []
         found = steady(measure, lambda times: times[0], within=0.1, most=12)
+        self._issuing.append(median(issuing))
         if like.nbytes >= 2**20 and self._device.type == "cpu":  # a GPU moves data by itself
             self._taken += median(seconds for seconds, _ in found)
             self._busy += median(cpu for _, cpu in found)
@@ -172,23 +217,19 @@ def _own_cores() -> float:
     return torch.get_num_threads() * min(1.0, (time.process_time() - before) / taken)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
     """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
     mesh, ranks = groups.mesh, groups.mesh.size(axes)
     split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})
     transfer = Transfer(Step("gather", axes, split, WHOLE), mesh, groups.coordinates, groups, (ranks, 1))
-    seconds = []
+    clock = DeviceClock(device)
+    moments = []
     for _ in range(_SMALL):
         x = torch.ones(1, 1, requires_grad=True, device=device)
-        start = time.perf_counter()
+        start = clock.now()
         y = transfer(x)
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
+        moments.append((start, clock.now()))
         y.sum().backward()
+    seconds = [clock.between(*both) for both in moments]
     rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
     return max(row[0] for row in rows) / 1e9

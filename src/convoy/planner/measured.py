@@ -23,6 +23,7 @@ from torch import nn
 from convoy.comm.failures import RankFailedError
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
+from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call
@@ -31,7 +32,7 @@ from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device, this_device
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.gradients import Update, issuing
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
@@ -150,30 +151,24 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         device: where they are.
         repetitions: how often each is timed; the median counts.
     """
-    measured = []
+    measured, issued = [], []
     state = 0
     optimizer = None
+    clock = DeviceClock(device)
     for tensors, numel in _POINTS:
         parameters = [nn.Parameter(torch.full((numel,), 0.5, device=device)) for _ in range(tensors)]
         optimizer = make(parameters)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()  # makes the state
-        seconds = median(_time(optimizer, device) for _ in range(repetitions))
-        measured.append((tensors * numel * 4, tensors, seconds))
+        spent = [clock.spent(optimizer.step, in_a_row=1) for _ in range(repetitions)]
+        measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
+        issued.append((tensors, median(one.host for one in spent)))
         held = (t for entries in optimizer.state.values() for t in entries.values() if isinstance(t, torch.Tensor))
         state = max(state, round(sum(t.numel() for t in held) / (tensors * numel)))
-    return Update.fit(measured, state=float(state), divisible=type(optimizer) in ELEMENTWISE)
-
-
-def _time(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    found = Update.fit(measured, state=float(state), divisible=type(optimizer) in ELEMENTWISE)
+    host, host_per_tensor = issuing(issued)
+    return replace(found, host=host, host_per_tensor=host_per_tensor)
 
 
 _ROOM = 0.6
@@ -309,8 +304,7 @@ class Measurements:
             device = self._devices[job.alone]
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
                 self._store.put(device, found.times)
-                around = [found.around.forward, found.around.backward]
-                self._store.note(device, _around_of(job.workload, job.alone), around)
+                self._store.note(device, _around_of(job.workload, job.alone), list(found.around.numbers))
 
     def _local_ops(self, job: Job) -> list[LocalOp]:
         """What the ranks compute in a profiling, but for what takes no time."""
@@ -387,6 +381,6 @@ def _around_of(workload: Workload, alone: bool) -> str:
 
 def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> HostCost:
     if measured:
-        return HostCost(per_pass=mean(measured).total)
+        return HostCost(per_pass=mean(measured).total, host=mean(measured).host)
     noted = store.noted(device, name) if store is not None else None
-    return HostCost(per_pass=sum(noted)) if isinstance(noted, list) else HostCost()
+    return HostCost(per_pass=sum(noted[:2]), host=sum(noted[2:])) if isinstance(noted, list) else HostCost()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.planner.cost.additive import Additive
@@ -88,6 +89,7 @@ def score(workload: Workload, plan: Plan, costs: Costs) -> Scored:
     return scored(plan, workload.place(plan), costs, workload.passes)
 
 
+@reusing()
 def make_plan(
     workload: Workload,
     devices: int,

@@ -3,12 +3,11 @@
 The engine's own time in an update shows on networks so small that there is little else.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from statistics import median
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
+from convoy.engine.clock import DeviceClock
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
 from convoy.planner.cost.costs import Costs
@@ -127,7 +127,7 @@ def profile(
             for step, shape, dtype, taken in profiled.transfers:
                 own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
                 waited.add(own[-1][0])
-        around = Times(times[OUTSIDE].forward, times[OUTSIDE].backward)
+        around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
     said = ranks.gather((own, around, waited, own_s, slowest_s))
@@ -161,10 +161,12 @@ def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[
 def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
     """Times without what the messages inside take."""
     if not messages.axes:
-        return Times(found.forward, found.backward)
+        return Times(*astuple(found))
     link = links.of(mesh, messages.axes)
-    sent = [sum(link.seconds(kind, size) for kind, size in way) for way in (messages.forward, messages.backward)]
-    return Times(max(0.0, found.forward - sent[0]), max(0.0, found.backward - sent[1]))
+    ways = messages.forward, messages.backward
+    sent = [sum(link.seconds(kind, size) for kind, size in way) for way in ways]
+    issued = [link.host * len(way) for way in ways]
+    return Times(*(max(0.0, own - less) for own, less in zip(astuple(found), sent + issued, strict=True)))
 
 
 def _redistribution(
@@ -193,8 +195,8 @@ def _redistribution(
 
 def mean(times: Sequence[Times]) -> Times:
     """The mean; of none, no time."""
-    total = sum(times, Times())
-    return total * (1 / max(1, len(times)))
+    total, part = sum(times, Times()), 1 / max(1, len(times))
+    return Times(*(seconds * part for seconds in total.numbers))
 
 
 def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, rank: int) -> LocalOp:
@@ -227,6 +229,9 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
     few, many = (ranks.trying(what, partial(_residue, costs, workload, layers)) for layers in _LAYERS)
     per_parameter = max(0.0, (many - few) / (2 * (_LAYERS[1] - _LAYERS[0])))
     fixed = max(0.0, few - 2 * _LAYERS[0] * per_parameter)
+    if not costs.on_cpu:  # it is the host's work, which a GPU that is busy does not wait for
+        update = replace(costs.update, host=costs.update.host + fixed)
+        return replace(costs, update=update, host_per_parameter=per_parameter)
     update = replace(costs.update, fixed=costs.update.fixed + fixed)
     return replace(costs, update=update, per_parameter=per_parameter)
 
@@ -239,7 +244,8 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     chain = workload_of(model, images, len(images))
     found = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
     times = Table({one.key: taken for one, taken in found.times.items()}, lambda local_op: Times())
-    known = replace(costs, times=times, loss=replace(costs.loss, per_pass=found.around.total))
+    loss = replace(costs.loss, per_pass=found.around.total, host=found.around.host)
+    known = replace(costs, times=times, loss=loss)
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
 
@@ -248,13 +254,11 @@ def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.de
     take_part(model, plan, example=images[:2])
     mine = images[local_samples(model, len(images))]
     optimizer = momentum(list(model.parameters()))
-    seconds = []
+    clock = DeviceClock(device)
+    moments = [clock.now()]
     for _ in range(_UPDATES):
-        start = time.perf_counter()
         optimizer.zero_grad()
         model(mine).sum().backward()
         optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[3:])
+        moments.append(clock.now())
+    return median(clock.between(*both) for both in list(pairwise(moments))[3:])

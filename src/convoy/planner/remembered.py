@@ -28,6 +28,9 @@ from convoy.planner.profiling import mean
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 
+_LATE = 0.9
+"""From this part of a GPU's time on its host may have been late."""
+
 
 def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:
     """Keep what is known of so many devices, but for their input, which is the data's.
@@ -49,6 +52,7 @@ def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, 
                 "loss": asdict(costs.loss),
                 "per_transfer": asdict(costs.per_transfer),
                 "per_parameter": costs.per_parameter,
+                "host_per_parameter": costs.host_per_parameter,
                 "pace": list(costs.slowdowns),
                 "on_cpu": costs.on_cpu,
             },
@@ -107,6 +111,7 @@ def _costs(noted: Any) -> Costs:
         on_cpu=bool(noted["on_cpu"]),
         per_transfer=Times(**noted["per_transfer"]),
         per_parameter=float(noted["per_parameter"]),
+        host_per_parameter=float(noted.get("host_per_parameter", 0.0)),
         slowdowns=tuple(map(float, noted.get("pace", ()))),
     )
 
@@ -120,7 +125,9 @@ def measured_ops(
 ) -> dict[LocalOp, Times]:
     """How long the operations of a rank took: the mean over calls and passes, the median over updates.
 
-    Left out are views, empty operations, and calls inside of which ranks wait for each other.
+    Left out are views, empty operations, and calls inside of which ranks wait for each other. So are calls in which a
+    GPU may have waited for its host, which took about as long: their time is the host's. What the host takes without
+    being watched only profiling knows.
 
     Args:
         updates: watched updates in which gradients were sent after the backward pass, so that none took cycles from it.
@@ -146,16 +153,19 @@ def _of_update(
     typed: Callable[[Placement], Placement],
 ) -> dict[LocalOp, list[Times]]:
     spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    issuing: dict[tuple[int, str], float] = defaultdict(float)
     for segment in update.segments():
         if segment.kind in ("forward", "backward") and segment.call:
             spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
+            issuing[segment.run, segment.call] += segment.host
     found: dict[LocalOp, list[Times]] = defaultdict(list)
     for run, placement in enumerate(map(typed, update.placements)):
         for placed in placement.calls:
-            if (run, placed.call.name) not in spent:
+            call = run, placed.call.name
+            if call not in spent or issuing[call] > _LATE * sum(spent[call]):
                 continue
             own = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
             talks = internal_messages(placed, placement.graph, placement.mesh, own, batch_norm).axes
             if not talks and not own.is_empty and own.op not in VIEWS:
-                found[own].append(Times(*spent[run, placed.call.name]))
+                found[own].append(Times(*spent[call]))
     return found

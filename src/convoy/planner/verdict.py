@@ -101,9 +101,12 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
-Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input"]
+Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host"]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
-`division` is computing that takes longer in parts, `repeated` what runs whole on every device."""
+`division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
+for work to be issued."""
+_ISSUING = 0.25
+"""Part of an update in which a GPU waits for its host, from which on that is what holds it up."""
 _SPENT_WELL = 0.9
 """Efficiency from which on computing itself is what takes the time."""
 
@@ -117,6 +120,7 @@ _TOO_GOOD = 1.5
 _TOO_SLOW = 1.5
 """A device's computing beside all of it on one device, beyond what a plan explains."""
 _AGAIN = "measure again when it is quiet (convoy profile --clear)"
+HOST = "waiting for the host"
 _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 
 
@@ -242,6 +246,7 @@ def _seconds(scored: Scored) -> dict[str, float]:
         "exposed communication": kinds["exposed"],
         "optimizer": kinds.get("update", 0.0),
         ENGINE: engine,
+        HOST: kinds.get("issuing", 0.0),
         "idle": kinds["idle"],
     }
 
@@ -271,6 +276,8 @@ def _kind(
     longest = max(layers, key=lambda layer: layer.forward + layer.backward, default=None)
     if input_seconds > 0.5 * total:
         return "input", None
+    if HOST in parts and parts[HOST].seconds > _ISSUING * total:
+        return "host", None
     if total <= ideal / _SPENT_WELL or planned.devices == 1:
         updating = parts["optimizer"].seconds if "optimizer" in parts else 0.0
         return ("optimizer", None) if updating > 0.5 * total else ("compute", longest)
@@ -360,6 +367,11 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
             )
         case "optimizer":
             return f"Bound by the optimizer: {share('optimizer')} of an update is changing the weights."
+        case "host":
+            return (
+                f"Bound by the host: for {share(HOST)} of an update the device waits for work to be issued, so that a "
+                "larger batch takes hardly longer."
+            )
         case "input":
             return f"Input-bound: {share('input')} of an update is getting the input ready."
 

@@ -28,6 +28,7 @@ class Task:
         layer: its layer, empty where it belongs to none.
         name: the name of the call, the value or the parameter.
         seconds: the time it takes while nothing is in its way.
+        host: the time that the host takes to issue it; 0 where the host is the device.
         after: places in the list of the tasks that must be done before it begins.
         meeting: tasks of several ranks with one number are one collective: they begin when all ranks are there, and
             end together. -1 for what a rank does by itself.
@@ -45,6 +46,7 @@ class Task:
     meeting: int = -1
     cpu_share: float = 0.0
     num_bytes: int = 0
+    host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Span:
     """When a task ran.
 
     Attributes:
-        ready: when it could have begun, as far as its rank goes: from here on it waits for other ranks.
+        ready: when its rank's device was free for it: from here on it waits for other ranks, or for the host.
     """
 
     task: Task
@@ -166,7 +168,7 @@ class Timeline:
         """The same for every message that keeps the rank waiting."""
         rank = self.busiest if rank is None else rank
         own = [span for span in self.spans if span.task.rank == rank]
-        busy = sorted((span.start, span.end) for span in own if span.task.stream == "compute")
+        busy = sorted((span.ready, span.end) for span in own if span.task.stream == "compute")
         messages = sorted((span for span in own if span.task.stream != "compute"), key=lambda span: span.end)
         found = []
         here = 0.0
@@ -182,13 +184,16 @@ class Timeline:
     def by_kind(self, rank: int | None = None) -> dict[str, float]:
         """Where a rank's time goes: seconds of every kind of computing, `exposed` communication, and `idle`.
 
-        The seconds add up to the total; computing is as long as it took, slowed down by messages where it was.
+        The seconds add up to the total; computing is as long as it took, slowed down by messages where it was. Where
+        the device waits for the host there is `issuing` too.
         """
         rank = self.busiest if rank is None else rank
         found: dict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.task.rank == rank and span.task.stream == "compute":
                 found[span.task.kind] += span.end - span.start
+                if span.start > span.ready:
+                    found["issuing"] += span.start - span.ready
         found["exposed"] = sum(self.exposed(rank).values())
         found["idle"] = max(0.0, self.total - sum(found.values()))
         return dict(found)
@@ -199,7 +204,7 @@ class Timeline:
         parts = dict.fromkeys(PARTS, 0.0)
         layers: dict[str, LayerSeconds] = defaultdict(LayerSeconds)
         for span in self.spans:
-            task, seconds = span.task, span.end - span.start
+            task, seconds = span.task, span.end - span.ready  # with what it waits for the host, as events measure it
             if task.rank != rank or task.stream != "compute":
                 continue
             parts[_PART_OF.get(task.kind, "input" if task.name == "input" else "rest")] += seconds

@@ -61,7 +61,7 @@ def save(
         ConvoyError: something cannot be saved, or not to that path; what was there before is as it was.
     """
     network = network_of(net)
-    agree("convoy.save", network.groups, network.device)
+    agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
     entries = {name: each.named.entries() for name, each in things.items() if isinstance(each, _Optimizer)}
@@ -100,7 +100,7 @@ def load(
         ConvoyError: there is no whole checkpoint of `save`, or it is of another network, optimizer or object.
     """
     network = network_of(net)
-    agree("convoy.load", network.groups, network.device)
+    agree("convoy.load", network.groups)
     group = network.groups.of(tuple(network.groups.mesh.axes))
     found: Checkpoint | None = None
     with together(network):

@@ -64,7 +64,7 @@ class BatchSampler(Sampler[list[int]]):
         shares: Sequence[float] | None = None,
     ) -> None:
         network = network_of(net)
-        agree("convoy.BatchSampler", network.groups, network.device)
+        agree("convoy.BatchSampler", network.groups)
         for name, number in (("num_samples", num_samples), ("global_batch", global_batch)):
             if not isinstance(number, int) or number < 1:
                 raise ConvoyError(f"BatchSampler: {name}={number!r} must be a whole number of at least 1")
@@ -115,10 +115,10 @@ class BatchSampler(Sampler[list[int]]):
             return balanced(size, self._places)
         return consecutive(proportional(size, self.shares))
 
-    def _check(self, groups: Groups, device: torch.device) -> None:
+    def _check(self, groups: Groups) -> None:
         own = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
         numbers = [zlib.crc32(repr(own).encode()), self.num_samples]
-        rows = gather_ints(numbers, groups.of(groups.mesh.axes), device)
+        rows = gather_ints(numbers, groups.of(groups.mesh.axes))
         for other, row in enumerate(rows):
             if row != rows[groups.rank]:
                 many = f"{row[1]} samples where this one has {self.num_samples}"
@@ -182,11 +182,11 @@ def evaluate(
     """
     network = network_of(net)
     groups, device = network.groups, network.device
-    agree("convoy.evaluate", groups, device)
+    agree("convoy.evaluate", groups)
     totals: dict[str | None, Tensor] = {}
     num_samples = 0
     with evaluating(net), torch.no_grad():
-        for batch in _in_step(loader, groups, device):
+        for batch in _in_step(loader, groups):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise ConvoyError(
                     "evaluate: the loader must give pairs (inputs, targets): put several of either into a tuple, by a "
@@ -225,7 +225,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _in_step(loader: Iterable[Any], groups: Groups, device: torch.device) -> Iterator[Any]:
+def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
     """The loader's batches, as many as on all other ranks.
 
     Raises:
@@ -255,7 +255,7 @@ def _in_step(loader: Iterable[Any], groups: Groups, device: torch.device) -> Ite
     batches = iter(loader)
     while True:
         batch = next(batches, _END)
-        rows = gather_ints([batch is not _END], world, device)
+        rows = gather_ints([batch is not _END], world)
         if rows != [rows[0]] * len(rows):
             more, fewer = rows.index([1]), rows.index([0])
             raise ConvoyError(

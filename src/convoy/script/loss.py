@@ -56,7 +56,7 @@ def global_mean(net: nn.Module, values: Tensor, count: Tensor | float | None = N
     total = _sum(values)
     if count is None:
         count = values.numel()
-    number = _sum(count) if isinstance(count, Tensor) else total.new_tensor(count, dtype=torch.float64)
+    number = _sum(count) if isinstance(count, Tensor) else torch.full_like(total, count, dtype=torch.float64)
     factor = _weight(network, [x for x in (total, number) if x.requires_grad])
     mean: Tensor = _Ratio.apply(total, number, factor, network.groups.of(network.sample_axes))
     return mean if values.is_floating_point() else mean.to(torch.get_default_dtype())

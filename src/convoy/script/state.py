@@ -37,7 +37,7 @@ def state_dict(net: nn.Module) -> dict[str, Tensor]:
         net: what `convoy.parallelize` returned.
     """
     network = network_of(net)
-    agree("convoy.state_dict", network.groups, network.device)
+    agree("convoy.state_dict", network.groups)
     parts = Parts(network.model)
     return {name: parts.whole(name, tensor) for name, tensor in parts.tensors().items()}
 
@@ -55,7 +55,7 @@ def load_state_dict(net: nn.Module, state: Mapping[str, Tensor]) -> None:
         ConvoyError: names or shapes differ; nothing is loaded then.
     """
     network = network_of(net)
-    agree("convoy.load_state_dict", network.groups, network.device)
+    agree("convoy.load_state_dict", network.groups)
     parts = Parts(network.model)
     with together(network):
         parts.check(state)
@@ -84,7 +84,7 @@ def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]
             cannot be put together from the ranks' parts.
     """
     network = network_of(net)
-    agree("convoy.optimizer_state_dict", network.groups, network.device)
+    agree("convoy.optimizer_state_dict", network.groups)
     with together(network):
         named = NamedOptimizer(network.model, optimizer)
     entries = named.entries()
@@ -113,7 +113,7 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
         ConvoyError: groups, names, shapes or the kind of optimizer differ; nothing is loaded then.
     """
     network = network_of(net)
-    agree("convoy.load_optimizer_state_dict", network.groups, network.device)
+    agree("convoy.load_optimizer_state_dict", network.groups)
     with together(network):
         named = NamedOptimizer(network.model, optimizer)
         named.check(state)

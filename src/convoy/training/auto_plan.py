@@ -39,8 +39,8 @@ _LEAST, _LONGEST_S = 4, 3.0
 def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
     """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
 
-    All ranks call it, and get their parts of the first batches at the same time, as in training. Worker processes of a
-    GPU work beside it; those of a CPU take their time from the cores that compute.
+    All ranks call it, and get their parts of the first batches at the same time, as in training. Beside a GPU its host
+    and worker processes load; those of a CPU take their time from the cores that compute.
 
     Returns:
         What a pass takes, or None where a picture cannot be read: the training will say so.
@@ -54,8 +54,7 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ra
     known = [seconds for seconds in everyone if seconds is not None]
     if len(known) < len(everyone):
         return None
-    beside = device.type == "cuda" and num_workers(data, recipe.data)[0] > 0
-    return HostCost(per_sample=max(known), beside=beside)
+    return HostCost(per_sample=max(known), beside=device.type == "cuda")
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
@@ -91,7 +90,7 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
 CLEAR = 2 / 3
 """A plan that is predicted to need no more than this part of every other's time need not race."""
 _ENOUGH, _MOST = 3, 8
-"""Updates of a racer that must be near its fastest, and after how many it ends in any case."""
+"""Measurements of a racer that must be near its fastest, and after how many it ends in any case."""
 
 Shares = tuple[int, ...] | None
 """Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
@@ -174,7 +173,8 @@ class Choice(Prepared):
             winner = min(took, key=lambda plan: took[plan])
             winner_s = took[winner]
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
-            said.append(f"in a race over {_ENOUGH} to {_MOST} updates each: {result}")
+            least, most = (number * _in_a_row(self.device) for number in (_ENOUGH, _MOST))
+            said.append(f"in a race over {least} to {most} updates each: {result}")
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
         said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
         chosen = Chosen(winner, planned, tuple(said))
@@ -232,16 +232,27 @@ class Choice(Prepared):
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         images = torch.randint(0, 256, (samples, *self.image_shape), dtype=torch.uint8)
         batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()  # as in training
         updates = itertools.count()
+
+        in_a_row = _in_a_row(self.device)
 
         def measure() -> float:
             self.ranks.barrier()
             began = time.perf_counter()
-            step(batch, next(updates))
+            for _ in range(in_a_row):
+                step(batch, next(updates))
             wait_for(self.device)
-            return max(self.ranks.gather(time.perf_counter() - began))  # all know the same, and end together
+            own = (time.perf_counter() - began) / in_a_row
+            return max(self.ranks.gather(own))  # all know the same, and end together
 
         return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))
+
+
+def _in_a_row(device: torch.device) -> int:
+    """Updates between two looks at the clock: the host of a GPU is ahead of it in all but the first."""
+    return 4 if device.type == "cuda" else 1
 
 
 def _each(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training
+from convoy.engine.coupling import coupled, coupled_in_training, owns_draws
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.script.data import evaluating
@@ -127,7 +127,10 @@ def probed(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        return probe(model, context, shape, device, samples=min(2, *sizes))
+        found = probe(model, context, shape, device, samples=min(2, *sizes))
+        if not found.draws or recipe.batch_norm != "microbatch" or recipe.reproducible:  # `merged` does not ask
+            return found
+        return replace(found, owned=owns_draws(copy.deepcopy(plain), shape, device, samples=min(2, *sizes)))
     except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -163,8 +166,8 @@ def merged(
     if recipe.batch_norm != "microbatch":
         return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
     merge = found.merge(sizes, device, sharing)
-    if found.draws:
-        return 1, "one by one: the network draws random numbers outside of dropout layers"
+    if found.draws and not found.owned:
+        return 1, "one by one: the network draws random numbers in a way of its own"
     if not found.separable:
         return 1, "one by one: the network couples the samples of a batch"
     if alone and found.normed_again:

@@ -29,12 +29,12 @@ class Pass:
     microbatches: tuple[tuple[int, ...], ...]
     parts: tuple[range, ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all ranks' microbatches, in the order of the ranks."""
         return tuple(size for own in self.microbatches for size in own)
 
-    @property
+    @cached_property
     def positions(self) -> list[int]:
         """Positions in the global batch of all ranks' samples, in the same order."""
         return [position for part in self.parts for position in part]

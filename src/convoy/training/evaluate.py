@@ -2,12 +2,14 @@
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -128,8 +130,13 @@ class EvaluationTally:
             self.top5 += int((logits.topk(5).indices == batch.labels[:, None]).sum())
         probability, predicted = logits.softmax(1).max(1)
         pairs = batch.labels * num_classes + predicted
-        self.confusion += torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
-        for i in (predicted != batch.labels).nonzero().flatten().tolist():
+        self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+        wrong = (predicted != batch.labels).nonzero().flatten()
+        if len(self.worst) == NUM_MISTAKES:
+            wrong = wrong[probability[wrong] >= self.worst[0].probability]
+        # Of a batch, no more can be among the worst. Ties go by the sample's number; topk would leave them open.
+        order = np.lexsort((batch.samples[wrong].numpy(), probability[wrong].numpy()))[-NUM_MISTAKES:]
+        for i in wrong[order].tolist():
             mistake = WrongAnswer(
                 probability[i].item(),
                 int(batch.samples[i]),
@@ -191,6 +198,14 @@ def evaluate(
     start = time.perf_counter()
     ranks = ranks or Ranks()
     tally = EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+    passed: deque[tuple[Batch, Callable[[], Tensor]]] = deque()
+    ahead = int(pipeline.device.type == "cuda")  # a GPU computes the next batch while the CPU counts this one
+
+    def count(uncounted: int) -> None:
+        while len(passed) > uncounted:
+            batch, logits = passed.popleft()
+            tally.add(batch, logits())
+
     with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
         for number, batch in enumerate(batches):
             current.to("evaluation")
@@ -198,17 +213,34 @@ def evaluate(
                 raise StoppedError
             size = max(announce(number), len(batch.labels))
             if size == 0 and not exchanges_in_forward:
-                tally.add(batch, torch.empty(0, num_classes))
-                continue
-            images = pipeline(batch)
-            if size > len(images):
-                images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
-            with autocast_of(recipe, pipeline.device):
-                outputs = model(images)
-            tally.add(batch, heads(outputs)[0].float().cpu()[: len(batch.labels)])
+                passed.append((batch, partial(torch.empty, 0, num_classes)))
+            else:
+                images = pipeline(batch)
+                if size > len(images):
+                    images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
+                with autocast_of(recipe, pipeline.device):
+                    outputs = model(images)
+                passed.append((batch, _on_host(heads(outputs)[0].float()[: len(batch.labels)])))
+            count(ahead)
+        count(0)
     seconds = time.perf_counter() - start
     parts = ranks.gather_samples((tally, seconds))
     return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
+
+
+def _on_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the CPU; what gives the copy waits for it alone, not for later work of the GPU."""
+    if x.device.type == "cpu":
+        return lambda: x
+    copy = x.to("cpu", non_blocking=True)  # in pinned memory
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return wait
 
 
 def to_image(pixels: Tensor) -> Image.Image:

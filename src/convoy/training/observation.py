@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
+from convoy.engine.clock import DeviceClock
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.watched import DeviceClock, WatchedUpdate
+from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored

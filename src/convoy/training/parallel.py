@@ -164,6 +164,7 @@ class ParallelNetwork(TrainedNetwork):
         """
         self.model = model
         self.engine = take_part(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
+        self.engine.context.statistics.in_order = method.tree
         self._forward = model
         self.sample_axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None

@@ -251,7 +251,12 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
     batches = evaluation_batches(
-        data, run.recipe.data, batch=EVALUATION_BATCH, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
+        data,
+        run.recipe.data,
+        batch=EVALUATION_BATCH,
+        part=ranks.sample_rank,
+        num_parts=ranks.num_sample_ranks,
+        pin_memory=device.type == "cuda",
     )
     with contextlib.closing(batches):
         return evaluate(run.network, batches, pipeline, len(run.classes), run.recipe, ranks)

@@ -99,7 +99,12 @@ class Session(Prepared):
 
         self.network.synchronize()
         batches = evaluation_batches(
-            self.data, self.recipe.data, batch=size, part=ranks.sample_rank, num_parts=ranks.num_sample_ranks
+            self.data,
+            self.recipe.data,
+            batch=size,
+            part=ranks.sample_rank,
+            num_parts=ranks.num_sample_ranks,
+            pin_memory=self.device.type == "cuda",
         )
         with closing(batches), self.state.delivered() as model:
             return evaluate(

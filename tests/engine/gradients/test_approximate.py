@@ -34,7 +34,7 @@ def train(kind: str) -> tuple[float, Tensor]:
     own = slice(64 * rank // world, 64 * (rank + 1) // world)
     local = None
     if kind == "local":
-        local = LocalSgd(list(net.parameters()), groups, (0,), every=4, weight=float(own.stop - own.start))
+        local = LocalSgd(list(net.parameters()), groups, (0,), every=4, weight=own.stop - own.start)
     else:
         compress = torch.bfloat16 if kind == "bf16" else None
         GradientReducer([(p, (0,)) for p in net.parameters()], groups, sizes=SMALL, compress=compress)

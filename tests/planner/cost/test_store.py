@@ -1,7 +1,9 @@
 """The profile store: what is put is found again, by others too, whatever has happened to its lines."""
 
+import json
 import multiprocessing
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import replace
 from unittest.mock import patch
@@ -309,3 +311,34 @@ def test_a_device_that_is_none_is_not_listed(tmp_path, text):
     store.put(DEVICE, {linear(1): Times(1, 1)})
     changed(tmp_path, f"UPDATE devices SET device = '{text}'")
     assert ProfileStore(tmp_path).devices() == []
+
+
+OLDER = """
+CREATE TABLE devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
+CREATE TABLE notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
+CREATE TABLE times (number INTEGER PRIMARY KEY AUTOINCREMENT, device TEXT, op TEXT, local_op TEXT,
+    forward REAL, backward REAL, measured REAL, source TEXT);
+CREATE INDEX of_op ON times (device, op);
+"""
+
+
+def test_a_store_that_knows_of_no_hosts_is_gone_on_with(tmp_path):
+    one = linear(1)
+    with closing(sqlite3.connect(tmp_path / store_module.FILE)) as database, database:
+        database.executescript(OLDER)
+        row = DEVICE.key, one.key, json.dumps(one.to_dict()), 1.0, 2.0, time.time(), "profiling"
+        columns = "device, op, local_op, forward, backward, measured, source"
+        database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    store = ProfileStore(tmp_path)
+    assert store.times(DEVICE) == {}
+    store.put(DEVICE, {linear(2): Times(3, 4, 5, 6)})
+    assert ProfileStore(tmp_path).times(DEVICE) == {one: Times(1, 2), linear(2): Times(3, 4, 5, 6)}
+
+
+def test_what_a_host_takes_is_known_from_profiling_whatever_runs_add(tmp_path):
+    store = ProfileStore(tmp_path)
+    store.put(DEVICE, {linear(1): Times(1, 2, 3, 4)})
+    for seconds in (5, 7, 9):
+        store.put(DEVICE, {linear(1): Times(seconds, seconds), linear(2): Times(1, 1)}, "run")
+    found = store.times(DEVICE)
+    assert (found[linear(1)], found[linear(2)]) == (Times(7, 7, 3, 4), Times(1, 1))

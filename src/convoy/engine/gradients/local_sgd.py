@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from convoy.comm.collectives import start_all_reduce
+from convoy.comm.collectives import gather_ints, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.buckets import flat, is_dense
 from convoy.plans.mesh import Axes
@@ -19,12 +19,14 @@ class LocalSgd:
     axes only. The optimizer's momentum stays local. The result is another one than that of the global batch, and
     depends on the number of ranks.
 
+    Every rank makes it at the same time.
+
     Args:
         tensors: the weights, and the buffers to be averaged with them.
         groups: of this rank.
         axes: over which ranks train by themselves.
         every: updates between two averages.
-        weight: of this rank in the average, for example its number of samples.
+        weight: of this rank in the average: its number of samples.
     """
 
     def __init__(
@@ -34,12 +36,12 @@ class LocalSgd:
         axes: Axes,
         *,
         every: int,
-        weight: float = 1.0,
+        weight: int = 1,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._group = groups.of(axes)
         self._every = every
-        self._weight = weight
+        self._share = weight / sum(other for (other,) in gather_ints([weight], self._group))
         self._alike = False
 
     def step(self, update: int) -> bool:
@@ -56,12 +58,9 @@ class LocalSgd:
         if self._group is None or not self._tensors or self._alike:
             return
         self._alike = True
-        device = self._tensors[0].device
-        total = start_all_reduce(torch.tensor([self._weight], dtype=torch.float64, device=device), self._group).wait()
-        share = self._weight / total.item()
         running = []
         for tensor in self._tensors:
-            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(share)
+            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(self._share)
             running.append((tensor, message, start_all_reduce(message, self._group)))
         for tensor, message, work in running:
             work.wait()

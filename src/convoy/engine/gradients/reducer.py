@@ -33,9 +33,9 @@ from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
 
 
-def largest(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
+def largest(numbers: Sequence[int], group: Group) -> list[int]:
     """The largest of each number on any rank."""
-    return [max(column) for column in zip(*gather_ints(numbers, group, device), strict=True)]
+    return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
 
 
 class MessageQueue:
@@ -118,10 +118,9 @@ class GradientReducer:
             return
         self._first = [groups.mesh.index(groups.coordinates, axes) == 0 for _, axes in shared]
         self._sizes = sizes or Sizes.default(self.parameters[0].device)
-        self._device = self.parameters[0].device
         self._world = groups.of(groups.mesh.axes)
         assert self._world is not None
-        numels = largest([parameter.numel() for parameter in self.parameters], self._world, self._device)
+        numels = largest([parameter.numel() for parameter in self.parameters], self._world)
         self._items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(shared, numels, strict=True)]
         self._order = list(reversed(range(len(shared))))  # until a backward pass has shown a better one
         self._order_seen = False
@@ -181,6 +180,7 @@ class GradientReducer:
     def _plan(self) -> None:
         self.buckets = plan_buckets(self._items, self._order, self._sizes)
         self._messages: list[Tensor | None] = [None] * len(self.buckets)
+        self._views: dict[int, list[Tensor]] = {}
         self._queue = MessageQueue(self.buckets, self._start)
 
     def _begin(self) -> None:
@@ -253,8 +253,9 @@ class GradientReducer:
             total = sum(self.parameters[i].numel() for i in bucket.members) + len(bucket.tally)
             first = self._items[(bucket.members or bucket.tally)[0]]
             message = torch.empty(total, dtype=first.dtype, device=first.device)
+            self._views[number] = self._cut(bucket, message)
         gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
-        views = dict(zip(bucket.members, self._views(bucket, message), strict=True))
+        views = dict(zip(bucket.members, self._views[number], strict=True))
         present = {i: gradient for i, gradient in gradients.items() if gradient is not None}
         copy_all([views[i] for i in present], list(present.values()))
         for i in bucket.members:
@@ -269,7 +270,8 @@ class GradientReducer:
     def _contributes(self, i: int) -> bool:
         return self._fresh[i] or self._first[i] or self.scattered(i)
 
-    def _views(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
+    def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
+        """Where each gradient stands in a message."""
         parameters = [self.parameters[i] for i in bucket.members]
         pieces = message[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
         return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]
@@ -282,12 +284,12 @@ class GradientReducer:
             work.wait()
         present = [self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters)]
         used = present if all(present) else self._used()
-        for bucket, message in zip(self.buckets, self._messages, strict=True):
+        for number, (bucket, message) in enumerate(zip(self.buckets, self._messages, strict=True)):
             assert message is not None
             if bucket.alone:
                 self._take(bucket.members[0], shaped(message, self.parameters[bucket.members[0]]), used)
             else:
-                self._take_copies(bucket, message, used)
+                self._take_copies(bucket, self._views[number], used)
         for number, bucket in enumerate(self.buckets):
             if bucket.alone:
                 self._messages[number] = None
@@ -311,8 +313,7 @@ class GradientReducer:
         if used[i] and (gradient is None or gradient.data_ptr() != total.data_ptr()):
             self.parameters[i].grad = total
 
-    def _take_copies(self, bucket: Bucket, message: Tensor, used: list[bool]) -> None:
-        views = self._views(bucket, message)
+    def _take_copies(self, bucket: Bucket, views: list[Tensor], used: list[bool]) -> None:
         gradients, totals = [], []
         for i, total in zip(bucket.members, views, strict=True):
             gradient = self.parameters[i].grad
@@ -328,7 +329,7 @@ class GradientReducer:
         assert self._world is not None
         known = set(seen)
         order = [*seen, *(i for i in self._order if i not in known)]
-        agreed = gather_ints(order, self._world, self._device)[0]
+        agreed = gather_ints(order, self._world)[0]
         self._order_seen = True
         if agreed != self._order:
             self._order = agreed

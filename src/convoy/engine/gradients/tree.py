@@ -230,7 +230,7 @@ class TreeReducer:
         device = self.parameters[0].device
         self._world = groups.of(groups.mesh.axes)
         numels = [parameter.numel() for parameter in self.parameters]
-        numels = numels if self._world is None else largest(numels, self._world, device)
+        numels = numels if self._world is None else largest(numels, self._world)
         items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(used, numels, strict=True)]
         planned = plan_buckets(items, list(reversed(range(len(items)))), sizes or Sizes.default(device))
         self.buckets = [bucket for bucket in planned if bucket.members]
@@ -331,7 +331,7 @@ class TreeReducer:
             exchange.add()
         users = [int(user) for user in self._users]
         if self._world is not None:
-            users = largest(users, self._world, self.parameters[0].device)
+            users = largest(users, self._world)
         for bucket, exchange in zip(self.buckets, self._exchanges, strict=True):
             for i, total in zip(bucket.members, self._views(bucket, exchange.wait()), strict=True):
                 if users[i]:

@@ -74,7 +74,8 @@ class Additive:
         seconds = self._copies.get(key)
         if seconds is None:
             local_op = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
-            seconds = self._copies[key] = self._times(local_op).total
+            times = self._times(local_op)
+            seconds = self._copies[key] = max(times.total, times.host)
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
@@ -136,7 +137,9 @@ class Additive:
             own = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
         else:
             own = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
-        seconds = self._times(own).total if graph.training else self._times(own).forward
+        times = self._times(own)
+        # A call takes as long as the slower of device and host: that adds up where one of them is it throughout.
+        seconds = max(times.total, times.host) if graph.training else max(times.forward, times.host_forward)
         within = internal_messages(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
             link = self._link(mesh, within.axes)

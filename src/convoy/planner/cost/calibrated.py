@@ -183,6 +183,8 @@ class Calibrated:
             True: self._middle(multiplying or everything),
             False: self._middle(moving or everything),
         }
+        self._issuing = {op: _issuing([pair for pair in everything if pair[0].op == op]) for op in self._of_op}
+        self._issuing[""] = _issuing(everything)
         self._found: dict[LocalOp, Times] = {}
 
     def __call__(self, local_op: LocalOp, /) -> Times:
@@ -203,7 +205,8 @@ class Calibrated:
             for way, regression in enumerate(kind.regressions):
                 if regression is not None:
                     found[way] = regression(local_op) * correction[way]
-        return Times(*found)
+        host = self._issuing.get(local_op.op, self._issuing[""])
+        return Times(found[0], found[1], *host)
 
     def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
@@ -213,6 +216,14 @@ class Calibrated:
         backward = [ratio for ratio in backward if ratio > 0]
         first = median(forward) if forward else 1.0
         return first, median(backward) if backward else first
+
+
+def _issuing(pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
+    """Seconds that a host takes to issue such operations: about the same whatever their sizes."""
+    known = [times for _, times in pairs if times.host > 0]
+    if not known:
+        return 0.0, 0.0
+    return median(times.host_forward for times in known), median(times.host_backward for times in known)
 
 
 @dataclass(frozen=True)

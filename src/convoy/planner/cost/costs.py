@@ -19,11 +19,13 @@ class HostCost:
         per_pass: seconds once.
         per_sample: seconds for each sample.
         beside: whether others do it while the rank computes, so that an update waits only for what is left of it.
+        host: seconds once that the host takes to issue it; 0 where it is the device.
     """
 
     per_pass: float = 0.0
     per_sample: float = 0.0
     beside: bool = False
+    host: float = 0.0
 
     def seconds(self, samples: int) -> float:
         """For a pass over so many samples."""
@@ -47,6 +49,7 @@ class Costs:
         per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
         slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
         per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
+        host_per_parameter: the same of the host, where that is not the device.
     """
 
     times: LayerTimes
@@ -61,6 +64,7 @@ class Costs:
     per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0
     slowdowns: tuple[float, ...] = ()
+    host_per_parameter: float = 0.0
 
     @property
     def message_sizes(self) -> Sizes:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from statistics import fmean, linear_regression
 
 import torch
 
@@ -24,6 +25,8 @@ class Update:
         state: bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages.
         divisible: whether it treats each number by itself, so that ranks on CPUs with the same parameters may divide
             the update of large ones (`engine/gradients/sharded.py`).
+        host: seconds that the host takes once to issue it, with whatever else it does once in an update.
+        host_per_tensor: seconds that it takes for each parameter.
     """
 
     per_byte: float = 0.0
@@ -31,10 +34,16 @@ class Update:
     fixed: float = 0.0
     state: float = 1.0
     divisible: bool = False
+    host: float = 0.0
+    host_per_tensor: float = 0.0
 
     def seconds(self, num_bytes: float, tensors: int) -> float:
         """Time to update so many parameters."""
         return self.fixed + self.per_byte * num_bytes + self.per_tensor * tensors
+
+    def issuing(self, tensors: int) -> float:
+        """Time of the host to issue the update of so many parameters."""
+        return self.host + self.host_per_tensor * tensors
 
     def divides(self, large: int) -> bool:
         """Whether ranks that have `large` bytes of large gradients in common divide their update."""
@@ -66,6 +75,20 @@ class Update:
         elif per_byte < 0:
             per_byte, per_tensor = 0.0, by_tensors
         return Update(per_byte, per_tensor, state=state, divisible=divisible)
+
+
+def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates.
+
+    Least squares, neither of them below zero.
+    """
+    tensors, seconds = ([float(row[column]) for row in measured] for column in (0, 1))
+    if not any(seconds):
+        return 0.0, 0.0
+    slope, once = linear_regression(tensors, seconds)
+    if slope < 0:
+        return fmean(seconds), 0.0
+    return (once, slope) if once >= 0 else (0.0, linear_regression(tensors, seconds, proportional=True).slope)
 
 
 def _slope(rates: Sequence[float]) -> float:

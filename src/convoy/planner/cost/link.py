@@ -84,7 +84,9 @@ class Link:
             not known they are those of an exchange.
         overlap: whether messages travel beside the computation; where not, gradients are added after it.
         cpu_share: the part of the time of a message that it takes from the computation, where they overlap: 0 for
-            hardware that moves data by itself, 1 where moving them takes the core that computes.
+            hardware that moves data by itself, 1 where moving them takes the core that computes. NCCL's kernels run on
+            some of a GPU's processors, which others then lack.
+        host: seconds that the host takes to issue a collective; 0 where it is the device.
     """
 
     all_reduce: Curve
@@ -93,6 +95,7 @@ class Link:
     cpu_share: float = 0.0
     reduce_scatter: Curve | None = None
     gather: Curve | None = None
+    host: float = 0.0
 
     def seconds(self, kind: Collective, num_bytes: float) -> float:
         """Time of one collective."""
@@ -113,7 +116,8 @@ class Link:
         """As JSON has it."""
         curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}
         points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
-        return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share}
+        host = {"host": self.host} if self.host else {}
+        return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
 
     @staticmethod
     def from_dict(given: Mapping[str, Any]) -> "Link":
@@ -127,7 +131,8 @@ class Link:
             for kind in get_args(Collective)
             if kind in given or kind in ("all_reduce", "exchange")
         }
-        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), **curves)
+        host = float(given.get("host", 0.0))
+        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), host=host, **curves)
 
 
 class AnyLink(Protocol):

@@ -107,11 +107,12 @@ def internal_messages(
     return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
-def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: int, passes: int) -> list[Message]:
+def running_statistics(placement: Placement, batch_norm: BatchNorm) -> list[Message]:
     """The messages before an update that make running statistics those of the whole batch.
 
-    Over microbatches, every rank gathers the mean and variance of all others' microbatches; over the ranks' own
-    samples, the buffers are averaged. Over all samples they are the same on every rank already.
+    Over microbatches, the ranks add up what each one's are to add to mean and variance; over the ranks' own samples,
+    the buffers are averaged. Over all samples they are the same on every rank already. In reproducible mode, of which
+    the planner knows nothing, every rank gathers those of all microbatches instead.
     """
     graph, mesh = placement.graph, placement.mesh
     sums: dict[Axes, list[int]] = {}
@@ -124,16 +125,9 @@ def running_statistics(placement: Placement, batch_norm: BatchNorm, microbatch: 
         axes = tuple(axis for axis in split.axes if mesh.sizes[axis] > 1) if split else ()
         found = sums.setdefault(axes, [0] * mesh.num_devices)
         for rank in range(mesh.num_devices):
-            samples, channels, *_ = layout.local_shape(shape, mesh, mesh.coordinates(rank))
-            terms = 1 if batch_norm == "local" else passes * (-(-samples // microbatch) if microbatch else 1)
-            found[rank] += 2 * channels * terms * graph.values[call.attributes["running_mean"]].dtype.itemsize
-    messages = []
-    for axes, numbers in sums.items():
-        if axes and batch_norm == "local":
-            messages.append(Message(axes, "all_reduce", tuple(numbers)))
-        elif axes:
-            messages.append(Message(axes, "exchange", tuple((mesh.size(axes) - 1) * size for size in numbers)))
-    return messages
+            channels = layout.local_shape(shape, mesh, mesh.coordinates(rank))[1]
+            found[rank] += 2 * channels * graph.values[call.attributes["running_mean"]].dtype.itemsize
+    return [Message(axes, "all_reduce", tuple(numbers)) for axes, numbers in sums.items() if axes]
 
 
 @dataclass

@@ -1,18 +1,22 @@
 """When each task of a step runs: a simulation of streams with dependencies, meetings and contention.
 
-Messages take cycles from what computes on their rank, by their `cpu_share`; messages on several streams of one rank
-share its way out evenly.
+A device begins a task when it is free and the host has issued it. Hosts issue the tasks of their rank one after the
+other, and do not wait for the device. Messages take cycles from what computes on their rank, by their `cpu_share`;
+messages on several streams of one rank share its way out evenly.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from convoy.plans.timeline import Span, Task, Timeline
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """When the tasks run.
+    """When the tasks run, in one of many equal updates.
+
+    A host begins with an update when it is through with the one before, when the device may still be at that. It is
+    ahead by so much as the device ends later than it; a device that is always behind never waits for its host.
 
     Args:
         tasks: the tasks of all ranks; those of one stream of a rank in their order.
@@ -20,7 +24,19 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     Raises:
         ValueError: some tasks wait for each other for ever.
     """
-    return _Simulation(tasks).run()
+    issuing: dict[int, float] = defaultdict(float)
+    for task in tasks:
+        issuing[task.rank] += task.host
+    ahead = dict.fromkeys(issuing, 0.0)
+    found = _Simulation(tasks, ahead).run()
+    for _ in range(_ROUNDS if any(issuing.values()) else 0):
+        ahead = {rank: max(0.0, ahead[rank] + found.total - own) for rank, own in issuing.items()}
+        found = _Simulation(tasks, ahead).run()
+    return found
+
+
+_ROUNDS = 2
+"""After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round."""
 
 
 class _Activity:
@@ -40,14 +56,17 @@ class _Activity:
 
 
 class _Simulation:
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], ahead: Mapping[int, float]) -> None:
         self.tasks = tasks
+        hosts = {rank: -seconds for rank, seconds in ahead.items()}
+        self.issued = [0.0] * len(tasks)
         self.now = 0.0
         self.waiting = [len(set(task.after)) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         self.queues: dict[tuple[int, str], list[int]] = defaultdict(list)
         self.members: dict[int, list[int]] = defaultdict(list)
         for number, task in enumerate(tasks):
+            self.issued[number] = hosts[task.rank] = hosts[task.rank] + task.host
             for before in set(task.after):
                 self.followers[before].append(number)
             self.queues[task.rank, task.stream].append(number)
@@ -55,11 +74,11 @@ class _Simulation:
                 self.members[task.meeting].append(number)
         self.heads = dict.fromkeys(self.queues, 0)
         self.arrived: dict[int, int] = defaultdict(int)
-        self.ready = [0.0] * len(tasks)
+        self.ready = [-1.0] * len(tasks)
         self.start = [0.0] * len(tasks)
         self.end = [-1.0] * len(tasks)
         self.active: dict[int, list[_Activity]] = defaultdict(list)
-        self.finishing: list[tuple[float, int, int, _Activity]] = []
+        self.finishing: list[tuple[float, int, int, _Activity | tuple[int, str]]] = []
         self.pushed = 0
 
     def run(self) -> Timeline:
@@ -67,7 +86,10 @@ class _Simulation:
             self._look(queue)
         while self.finishing:
             time, _, version, activity = heapq.heappop(self.finishing)
-            if version == activity.version:
+            if isinstance(activity, tuple):  # the first task of a stream is issued
+                self.now = time
+                self._look(activity)
+            elif version == activity.version:
                 self.now = time
                 self._finish(activity)
         if any(end < 0 for end in self.end):
@@ -77,13 +99,21 @@ class _Simulation:
         return Timeline(tuple(Span(*span) for span in spans))
 
     def _look(self, queue: tuple[int, str]) -> None:
-        """Begin the first task of a stream, if it can."""
+        """Begin the next task of a stream, if it can."""
         numbers, head = self.queues[queue], self.heads[queue]
+        if head > 0 and self.end[numbers[head - 1]] < 0:
+            return
         if head == len(numbers) or self.waiting[numbers[head]]:
             return
         number = numbers[head]
+        if self.ready[number] < 0:
+            self.ready[number] = self.now
+            if self.issued[number] > self.now:
+                self.pushed += 1
+                heapq.heappush(self.finishing, (self.issued[number], self.pushed, 0, queue))
+        if self.issued[number] > self.now:
+            return
         self.heads[queue] += 1
-        self.ready[number] = self.now
         meeting = self.tasks[number].meeting
         if meeting < 0:
             self._begin([number])
@@ -112,9 +142,7 @@ class _Simulation:
                 self.waiting[follower] -= 1
                 queues[self.tasks[follower].rank, self.tasks[follower].stream] = None
         for queue in queues:
-            numbers, head = self.queues[queue], self.heads[queue]
-            if head == 0 or self.end[numbers[head - 1]] >= 0:
-                self._look(queue)
+            self._look(queue)
 
     def _set_rates(self, ranks: Sequence[int]) -> None:
         """Give everything that runs on these ranks its speed from now on."""

@@ -3,7 +3,7 @@
 Of ranks that do the same, one is simulated for all.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -135,15 +135,15 @@ class _Builder:
 
     def tasks(self, passes: int) -> list[Task]:
         for number in range(passes):
-            self._around("input", self.costs.input.seconds)
+            self._around("input", self.costs.input)
             self._forward()
             if self.placement.graph.training:
-                self._around("loss", self.costs.loss.seconds)
+                self._around("loss", self.costs.loss)
                 self._backward(last=number == passes - 1)
                 if number > 0:
                     self._add_to_earlier_passes()
         if self.placement.graph.training:
-            for message in running_statistics(self.placement, self.costs.batch_norm, self.costs.microbatch, passes):
+            for message in running_statistics(self.placement, self.costs.batch_norm):
                 self._collective(
                     message.axes, message.kind, message.bytes, "transfers", "transfer", "", "running statistics"
                 )
@@ -184,34 +184,37 @@ class _Builder:
         name: str,
         seconds: float,
         *,
+        host: float = 0.0,
         message: tuple[int, int, float] = (-1, 0, 0.0),
         blocks: bool = True,
     ) -> int:
         """A task after all that has held up the rank so far; `message` is its meeting, bytes and share of the core."""
         meeting, num_bytes, share = message
-        self.found.append(Task(rank, stream, kind, layer, name, seconds, self.chain[rank], meeting, share, num_bytes))
+        after = self.chain[rank]
+        self.found.append(Task(rank, stream, kind, layer, name, seconds, after, meeting, share, num_bytes, host))
         if blocks:
             self.chain[rank] = (len(self.found) - 1,)
         return len(self.found) - 1
 
-    def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float) -> None:
+    def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float, host: float = 0.0) -> None:
         if kind != "update" and name != "input":  # which are those of the slowest rank
             seconds *= self._slowdown(rank)
-        if seconds > 0:
-            self._add(rank, "compute", kind, layer, name, seconds)
+        if seconds > 0 or host > 0:
+            self._add(rank, "compute", kind, layer, name, seconds, host=host)
 
     def _slowdown(self, rank: int) -> float:
         return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
 
-    def _around(self, name: str, seconds: Callable[[int], float]) -> None:
+    def _around(self, name: str, cost: HostCost) -> None:
         for rank in self.ranks:
-            self._compute(rank, "around", "", name, seconds(self.samples[rank]))
+            self._compute(rank, "around", "", name, cost.seconds(self.samples[rank]), cost.host)
 
     def _forward(self) -> None:
         for item in self.items:
             for rank in self.ranks:
                 kind: Kind = "copy" if item.is_transfer else "forward"
-                self._compute(rank, kind, item.layer, item.name, self._of_item(item, rank).forward)
+                times = self._of_item(item, rank)
+                self._compute(rank, kind, item.layer, item.name, times.forward, times.host_forward)
             for message in item.forward:
                 self._transfer(item, message)
 
@@ -222,7 +225,8 @@ class _Builder:
                 self._transfer(item, message)
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
-                self._compute(rank, kind, item.layer, item.name, self._of_item(item, rank).backward)
+                times = self._of_item(item, rank)
+                self._compute(rank, kind, item.layer, item.name, times.backward, times.host_backward)
             if sending is not None:
                 sending.ready(item.parameters)
         if sending is not None:
@@ -258,19 +262,21 @@ class _Builder:
             share = 0.0 if blocks else link.cpu_share
             about = (meeting, num_bytes[rank], share)
             seconds = link.seconds(link_kind, most)
-            placed[rank] = self._add(rank, stream, kind, layer, name, seconds, message=about, blocks=blocks)
+            placed[rank] = self._add(
+                rank, stream, kind, layer, name, seconds, host=link.host, message=about, blocks=blocks
+            )
         return placed
 
     def _add_to_earlier_passes(self) -> None:
         """Gradients of a pass after the first are added to those that are there."""
         for rank in self.ranks:
-            held = self.exchange.held[rank]
-            self._compute(rank, "backward", "", "add to earlier passes", self._times(copied(held, 2)).forward)
+            times = self._times(copied(self.exchange.held[rank], 2))
+            self._compute(rank, "backward", "", "add to earlier passes", times.forward, times.host_forward)
 
     def _update(self) -> None:
         for rank in self.ranks:
             seconds = self.costs.update.seconds(self.exchange.updated[rank], self.exchange.tensors)
-            self._compute(rank, "update", "", "optimizer", seconds)
+            self._compute(rank, "update", "", "optimizer", seconds, self.costs.update.issuing(self.exchange.tensors))
         for message in self.exchange.messages:
             if message.gathered:
                 self._collective(
@@ -307,22 +313,23 @@ class _Sending:
                 self._send(message, blocks=True)
         for message in self._messages:
             for rank in builder.ranks:
-                builder._compute(
-                    rank, "copy", message.layer, message.name, builder.costs.per_parameter * len(message.parameters)
-                )
-                if message.copied[rank]:
-                    seconds = builder._times(copied(message.copied[rank])).forward
-                    builder._compute(rank, "copy", message.layer, message.name, seconds)
+                number, costs = len(message.parameters), builder.costs
+                engine = costs.per_parameter * number, costs.host_per_parameter * number
+                builder._compute(rank, "copy", message.layer, message.name, *engine)
+                self._copy(rank, message)
 
     def _start(self) -> None:
         message = self._messages[self._next]
         self._next += 1
         builder = self._builder
         for rank in builder.ranks:
-            if message.copied[rank]:
-                seconds = builder._times(copied(message.copied[rank])).forward
-                builder._compute(rank, "copy", message.layer, message.name, seconds)
+            self._copy(rank, message)
         self._sent.append(self._send(message, blocks=False) if self._overlaps(message) else {})
+
+    def _copy(self, rank: int, message: GradientMessage) -> None:
+        if message.copied[rank]:
+            times = self._builder._times(copied(message.copied[rank]))
+            self._builder._compute(rank, "copy", message.layer, message.name, times.forward, times.host_forward)
 
     def _send(self, message: GradientMessage, blocks: bool) -> dict[int, int]:
         return self._builder._collective(

@@ -37,9 +37,12 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
 CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
 CREATE TABLE IF NOT EXISTS times (number INTEGER PRIMARY KEY AUTOINCREMENT, device TEXT, op TEXT, local_op TEXT,
-    forward REAL, backward REAL, measured REAL, source TEXT);
+    forward REAL, backward REAL, measured REAL, source TEXT, host_forward REAL, host_backward REAL);
 CREATE INDEX IF NOT EXISTS of_op ON times (device, op);
 """
+
+_LATER = ("host_forward", "host_backward")
+"""Columns of `times` that stores of earlier versions lack; without a value they are 0."""
 
 Source = Literal["profiling", "run"]
 """What measured an operation: the planner by itself, or a training that was watched."""
@@ -83,7 +86,8 @@ class ProfileStore:
         """What is known of every operation, the one that was measured longest ago first."""
         found: dict[str, list[Measurement]] = {}
         for op, *columns in self._read(
-            "SELECT op, local_op, forward, backward, measured, source FROM times WHERE device = ? ORDER BY number",
+            "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
+            "WHERE device = ? ORDER BY number",
             device.key,
         ):
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody else's rows
@@ -91,7 +95,7 @@ class ProfileStore:
         return [_together(rows) for rows in found.values()]
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
-        """Add measurements of the planner, or of a run.
+        """Add measurements of the planner, or of a run. A run knows nothing of the host: what was known of it stays.
 
         Raises:
             OSError: the store cannot be written.
@@ -99,13 +103,19 @@ class ProfileStore:
         """
         now = time.time()
         for times in measured.values():
-            if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (times.forward, times.backward)):
+            if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times.numbers):
                 raise ValueError(f"{times} are no times")
         if not measured:
             return
         with self._writing(device, now) as database:
             for local_op, times in measured.items():
                 here = device.key, local_op.key
+                host = times.host_forward, times.host_backward
+                if source == "run":
+                    query = (
+                        "SELECT host_forward, host_backward FROM times WHERE device = ? AND op = ? ORDER BY number DESC"
+                    )
+                    host = database.execute(query, here).fetchone() or host
                 old = "DELETE FROM times WHERE device = ? AND op = ? AND"
                 database.execute(f"{old} (source != 'run' OR measured < ?)", (*here, now - _LONG_S))
                 kept = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", here)
@@ -114,9 +124,9 @@ class ProfileStore:
                     continue
                 if len(runs) >= _RUNS:
                     database.execute(f"{old} number <= ?", (*here, runs[-_RUNS][0]))
-                columns = "device, op, local_op, forward, backward, measured, source"
-                values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source
-                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", (*here, *values))
+                columns = "device, op, local_op, forward, backward, measured, source, host_forward, host_backward"
+                values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source, *host
+                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*here, *values))
             newest = database.execute(
                 "SELECT max(number) FROM times WHERE device = ? GROUP BY op ORDER BY 1 DESC", (device.key,)
             ).fetchall()
@@ -190,6 +200,11 @@ class ProfileStore:
             database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
             try:
                 database.executescript(_TABLES)
+                known = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
+                for column in _LATER:
+                    if column not in known:
+                        with contextlib.suppress(sqlite3.OperationalError):  # another process has just done it
+                            database.execute(f"ALTER TABLE times ADD COLUMN {column} REAL")
             except sqlite3.DatabaseError as error:
                 database.close()
                 if isinstance(error, sqlite3.OperationalError) or attempt == 2:  # locked, read-only, a full disk
@@ -215,13 +230,16 @@ def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
             database.execute(f"DELETE FROM {table} WHERE {column} = ?", (key,))
 
 
-def _row(local_op: str, forward: float, backward: float, measured: float, source: str) -> Measurement:
+def _row(local_op: str, measured: float, source: str, *seconds: float | None) -> Measurement:
     """A row of the table `times`.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none.
     """
-    times = Times(float(forward), float(backward))
+    forward, backward, *host = seconds
+    if forward is None or backward is None:
+        raise ValueError("an operation without its times")
+    times = Times(float(forward), float(backward), *(float(each or 0.0) for each in host))
     return Measurement(
         LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
     )
@@ -229,9 +247,9 @@ def _row(local_op: str, forward: float, backward: float, measured: float, source
 
 def _together(rows: list[Measurement]) -> Measurement:
     """Several measurements of an operation, the newest last, as one."""
-    forward, backward = ([getattr(row.times, way) for row in rows] for way in ("forward", "backward"))
     last = rows[-1]
-    return Measurement(last.local_op, Times(_middle(forward), _middle(backward)), last.measured, last.source)
+    times = Times(*(_middle(list(ways)) for ways in zip(*(row.times.numbers for row in rows), strict=True)))
+    return Measurement(last.local_op, times, last.measured, last.source)
 
 
 def _middle(values: list[float]) -> float:

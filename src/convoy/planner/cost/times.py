@@ -3,8 +3,9 @@
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", CACM 2009.
 """
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from convoy.planner.cost.local_op import LocalOp
@@ -12,21 +13,39 @@ from convoy.planner.cost.local_op import LocalOp
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one forward and one backward pass."""
+    """Seconds of one forward and one backward pass.
+
+    Attributes:
+        forward, backward: of the device.
+        host_forward, host_backward: of the host that issues them; 0 where the host is the device.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
-        return Times(self.forward + other.forward, self.backward + other.backward)
+        return Times(*map(operator.add, self.numbers, other.numbers))
 
     def __mul__(self, factor: float) -> "Times":
-        return Times(self.forward * factor, self.backward * factor)
+        """The device's seconds times a factor; the host takes as long as it does."""
+        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """All of them, in order."""
+        return self.forward, self.backward, self.host_forward, self.host_backward
 
     @property
     def total(self) -> float:
-        """Both passes."""
+        """Both passes on the device."""
         return self.forward + self.backward
+
+    @property
+    def host(self) -> float:
+        """Both passes on the host."""
+        return self.host_forward + self.host_backward
 
 
 class LayerTimes(Protocol):

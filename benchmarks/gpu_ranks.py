@@ -1,0 +1,332 @@
+"""What the first of many GPUs is given to do in an update, beside the plain network on one: operations, copies, waits.
+
+    python benchmarks/gpu_ranks.py                            counted on any machine, with GPUs that compute nothing
+    python benchmarks/gpu_ranks.py --models resnet50 --ranks 8 --details
+    python benchmarks/gpu_ranks.py --device cuda --precision bf16 --updates 50      timed on one GPU, and counted
+
+The other ranks are not there: torch's `fake` process group lets this process be rank 0 of 8 or 64, with every kernel,
+copy and wait of the host that the whole job would have there, and no bytes on a wire. So what the host does, which
+limits large jobs, shows on one GPU, and as numbers of operations on none.
+
+Both sides do whole updates in channels_last, with SGD with momentum: the plain network on its batch, Convoy as its
+trainer does, every rank with a batch of that size, cut into microbatches. `operations` launch kernels (a `foreach`
+counts once); `views` launch none; `host` are on tensors of the CPU; `waits` are where the host waits for the GPU, and
+`uploads` where it copies to it. Collectives are counted by themselves.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import machine, networks
+from measuring.dispatch import Counter, FakeGpu, Seen, fake_ranks, lines
+from torch import Tensor, nn
+
+from convoy import models
+from convoy.engine.parallelize import BatchNorm
+from convoy.plans.plan import Plan
+from convoy.training import load_recipe
+from convoy.training.build import merged, probed
+from convoy.training.division import Division
+from convoy.training.parallel import Method, ParallelNetwork
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": lambda: models.create("resnet50", num_classes=1000),
+    "efficientnet_b0": lambda: networks.efficientnet_b0(1000),
+    "convnext_t": lambda: networks.convnext_t(1000),
+    "alexnet": lambda: models.create("alexnet", num_classes=1000),
+}
+NORMS: tuple[BatchNorm, ...] = ("microbatch", "sync", "local")
+WARM_UP = 3
+"""Updates before one is counted: in the first the ranks agree on an order of messages, and programs are made."""
+PROBE_SIZE = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank does in an update.
+
+    Attributes:
+        batch: samples of a rank.
+        microbatch: samples of each of its parts.
+        size: of the images.
+    """
+
+    batch: int
+    microbatch: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """An update of one side; times in milliseconds, 0 where nothing was timed.
+
+    Attributes:
+        update_ms: from one update to the next.
+        host_ms: until the host has issued an update, with nothing queued before.
+        kernels: that ran on the GPU.
+    """
+
+    model: str
+    batch_norm: str
+    ranks: int
+    passes: int
+    operations: int
+    views: int
+    host: int
+    collectives: int
+    waits: int
+    uploads: int
+    update_ms: float = 0.0
+    host_ms: float = 0.0
+    kernels: int = 0
+
+
+Update = Callable[[], None]
+
+
+def plain_update(model: nn.Module, images: Tensor, labels: Tensor, autocast: AbstractContextManager[Any]) -> Update:
+    """Updates of the network as a loop of one's own does them."""
+    optimizer = _optimizer(model)
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast:
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return update
+
+
+def convoy_update(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    autocast: AbstractContextManager[Any],
+    *,
+    ranks: int,
+    batch_norm: BatchNorm,
+    microbatch: int,
+    merge: int,
+) -> Update:
+    """Updates as Convoy's trainer does them on rank 0, in passes of `merge` microbatches."""
+    own = len(images) // microbatch
+    plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
+    network = ParallelNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
+    division = Division((microbatch,) * (own * ranks), (own,) * ranks)
+    passes = division.passes(merge)
+    network.divide(division, len(passes))
+    optimizer = network.share(_optimizer(model))
+    number = 0
+
+    def update() -> None:
+        nonlocal number
+        optimizer.zero_grad(set_to_none=True)
+        for piece in passes:
+            part = piece.parts[0]
+            network.enter(number, piece)
+            with network.paused() if piece is not passes[-1] else contextlib.nullcontext():
+                with autocast:
+                    loss = F.cross_entropy(
+                        network.forward(images[part.start : part.stop]), labels[part.start : part.stop]
+                    )
+                (loss * (len(part) / (ranks * len(images)))).backward()
+            network.passed()
+        network.finish_update()
+        with network.stepping(optimizer):
+            optimizer.step()
+        network.updated()
+        number += 1
+
+    return update
+
+
+def merge_of(name: str, batch_norm: str, work: Work) -> int:
+    """Microbatches in one pass, as the trainer finds out by trying the network; memory apart."""
+    recipe = load_recipe(
+        "default", ["model.name=any", "data.path=none", f"batch={work.batch}", f"batch_norm={batch_norm}"]
+    )
+    sizes = (work.microbatch,) * (work.batch // work.microbatch)
+    found = probed(MODELS[name](), recipe, (3, PROBE_SIZE, PROBE_SIZE), sizes, torch.device("cpu"), "the size")
+    merge, _ = merged(recipe, found, sizes, torch.device("cpu"), sharing=2**30)
+    return merge
+
+
+@contextlib.contextmanager
+def device(kind: str) -> Iterator[tuple[Counter, Callable[[Any], Any]]]:
+    """What counts there, and what brings networks and tensors there."""
+    if kind == "cuda":
+        with Counter() as counter:
+            yield counter, lambda given: given.to(device="cuda", memory_format=_format(given))
+    else:
+        with FakeGpu() as gpu:
+            yield gpu, lambda given: gpu.take(given.to(memory_format=_format(given)))
+
+
+def measure(
+    name: str, batch_norm: BatchNorm | None, ranks: int, work: Work, options: argparse.Namespace
+) -> tuple[Row, Seen]:
+    """One side: the plain network, if there is no batch norm to choose."""
+    merge = merge_of(name, batch_norm, work) if batch_norm is not None else 1
+    torch.manual_seed(0)
+    with fake_ranks(ranks), device(options.device) as (counter, take):
+        model = take(MODELS[name]().train())
+        images = take(torch.rand(work.batch, 3, work.size, work.size))
+        labels = take(torch.zeros(work.batch, dtype=torch.int64))
+        low = options.precision != "fp32"
+        autocast = torch.autocast("cuda", DTYPES[options.precision]) if low else contextlib.nullcontext()
+        if batch_norm is None:
+            update = plain_update(model, images, labels, autocast)
+        else:
+            update = convoy_update(
+                model,
+                images,
+                labels,
+                autocast,
+                ranks=ranks,
+                batch_norm=batch_norm,
+                microbatch=work.microbatch,
+                merge=merge,
+            )
+        for _ in range(WARM_UP):
+            update()
+        with counter.count() as seen:
+            update()
+    times = _times(update, options.updates) if options.device == "cuda" else {}
+    row = Row(
+        name,
+        batch_norm or "plain",
+        ranks,
+        -(-(work.batch // work.microbatch) // merge) if batch_norm is not None else 1,
+        seen.num_operations,
+        seen.views.total(),
+        seen.host.total(),
+        seen.collectives.total(),
+        len(seen.synchronizations),
+        len(seen.uploads),
+        **times,
+    )
+    return row, seen
+
+
+def _times(update: Update, updates: int) -> dict[str, Any]:
+    host = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        update()
+        host.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(updates):
+        update()
+    torch.cuda.synchronize()
+    update_s = (time.perf_counter() - began) / updates
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        update()
+        torch.cuda.synchronize()
+    kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
+    return {"update_ms": 1e3 * update_s, "host_ms": 1e3 * statistics.median(host), "kernels": kernels}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True)
+
+
+def _format(given: nn.Module | Tensor) -> torch.memory_format:
+    images = isinstance(given, nn.Module) or given.dim() == 4
+    return torch.channels_last if images else torch.contiguous_format
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table."""
+    timed = any(row.update_ms for row in rows)
+    names = ["network", "batch norm", "ranks", "passes", "operations", "beside plain", "views", "host", "collectives"]
+    names += ["waits", "uploads", *(["ms", "beside plain", "host ms", "kernels"] if timed else [])]
+    table = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    plain: dict[str, Row] = {row.model: row for row in rows if row.batch_norm == "plain"}
+    for row in rows:
+        one = plain[row.model]
+        cells: list[Any] = [row.model, row.batch_norm, row.ranks, row.passes, f"{row.operations:,}"]
+        cells += [f"{row.operations / one.operations:.2f}", f"{row.views:,}", row.host, row.collectives]
+        cells += [row.waits, row.uploads]
+        if timed:
+            cells += [f"{row.update_ms:.1f}", f"{one.update_ms / row.update_ms:.3f}", f"{row.host_ms:.1f}", row.kernels]
+        table.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(table)
+
+
+def details(row: Row, seen: Seen, plain: Seen) -> str:
+    """Where a side waits and copies, and which operations it has beyond those of the plain network."""
+    more = (seen.operations - plain.operations).most_common()
+    parts = [f"{row.model}, {row.batch_norm}, {row.ranks} ranks"]
+    parts += ["  more: " + ", ".join(f"{number} {name}" for name, number in more)] if more else []
+    parts += [f"  waits: {line}" for line in lines(seen.synchronizations)]
+    parts += [f"  uploads: {line}" for line in lines(seen.uploads)]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device here: --device fake counts without one")
+    if options.device == "fake" and options.precision != "fp32":
+        sys.exit("autocast needs a GPU: leave --precision away, or add --device cuda")
+    work = Work(options.batch, options.microbatch, options.size)
+    print(machine.sentence(machine.describe()), flush=True)
+    rows: list[Row] = []
+    for name in options.models:
+        row, plain = measure(name, None, 1, work, options)
+        rows.append(row)
+        for batch_norm in options.batch_norm:
+            for ranks in options.ranks:
+                row, seen = measure(name, batch_norm, ranks, work, options)
+                rows.append(row)
+                if options.details:
+                    print(details(row, seen, plain), file=sys.stderr, flush=True)
+    print(markdown(rows), flush=True)
+    if options.out is not None:
+        document = {"machine": machine.describe(), "work": asdict(work), "rows": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    def some(choices: Any) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            found = text.split(",")
+            for name in found:
+                if name not in choices:
+                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+            return found
+
+        return parse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=some(MODELS), default=list(MODELS), help="several, with commas between")
+    parser.add_argument("--batch-norm", type=some(NORMS), default=list(NORMS), help="likewise")
+    parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[8, 64])
+    parser.add_argument("--batch", type=int, default=256, help="samples of each rank (256)")
+    parser.add_argument("--microbatch", type=int, default=32, help="samples of a microbatch (32)")
+    parser.add_argument("--size", type=int, default=224, help="of the images (224)")
+    parser.add_argument("--device", choices=("fake", "cuda"), default="fake", help="fake: one that computes nothing")
+    parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
+    parser.add_argument("--updates", type=int, default=20, help="timed, with --device cuda (20)")
+    parser.add_argument("--details", action="store_true", help="which operations, and the lines that wait and copy")
+    parser.add_argument("--out", type=Path, help="file for JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

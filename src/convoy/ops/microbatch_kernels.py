@@ -1,0 +1,289 @@
+# mypy: ignore-errors
+"""Triton kernels of `ops/microbatch_norm.py`.
+
+An activation is [samples, channels, positions], with the channels innermost in memory (`inner`) or the positions. The
+numbers of a channel in a microbatch are its rows; a program computes a stretch of rows of some channels, `height` times
+`width` numbers at a time. Statistics take two steps, for a microbatch has too few channels to fill a GPU: stretches
+of rows give count, mean and square deviation, which are then combined (Chan, Golub and LeVeque, 1979).
+"""
+
+import contextlib
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 1024
+"""About as many as fill a GPU several times."""
+TILE = 2048
+"""Numbers that a program has in hand at a time."""
+
+
+@triton.jit
+def _offsets(start, r, c, channels, positions, inner: tl.constexpr):
+    """Where rows [height] of channels [width] of the microbatch that begins at a sample lie."""
+    r = r.to(tl.int64)
+    if inner:
+        return (start * positions + r)[:, None] * channels + c[None, :]
+    sample = r // positions
+    at_row = (start + sample) * channels * positions + (r - sample * positions)
+    return at_row[:, None] + c[None, :].to(tl.int64) * positions
+
+
+@triton.jit
+def _moments(
+    x,
+    starts,
+    partial,
+    channels,
+    positions,
+    splits,
+    inner: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Count, mean and sum of squared deviations of stretches of rows: [microbatches, splits, 3, channels]."""
+    m = tl.program_id(0) // splits
+    k = tl.program_id(0) % splits
+    start = tl.load(starts + m)
+    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    begin = k * length
+    end = tl.minimum(begin + length, rows)
+    c = tl.program_id(1) * width + tl.arange(0, width)
+    lane = tl.arange(0, height)
+    mean = tl.zeros([height, width], dtype)
+    square = tl.zeros([height, width], dtype)
+    step = 0
+    for first in range(begin, end, height):
+        step += 1  # noqa: SIM113 (kernels have no enumerate)
+        r = first + lane
+        there = (r < end)[:, None] & (c < channels)[None, :]
+        value = tl.load(x + _offsets(start, r, c, channels, positions, inner), mask=there, other=0.0).to(dtype)
+        delta = tl.where(there, value - mean, 0.0)
+        mean += delta / step
+        square += delta * (value - mean)
+    number = tl.maximum((end - begin - lane + height - 1) // height, 0).to(dtype)[:, None]
+    count = tl.sum(number, 0)
+    whole = tl.sum(mean * number, 0) / tl.maximum(count, 1.0)
+    away = mean - whole[None, :]
+    square = tl.sum(square + number * away * away, 0)
+    at = partial + tl.program_id(0).to(tl.int64) * 3 * channels + c
+    tl.store(at, tl.zeros([width], dtype) + count, mask=c < channels)
+    tl.store(at + channels, whole, mask=c < channels)
+    tl.store(at + 2 * channels, square, mask=c < channels)
+
+
+@triton.jit
+def _combine(partial, statistics, terms, channels, splits, eps: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
+    """Mean and 1 / √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * width + tl.arange(0, width)
+    count = tl.zeros([width], dtype)
+    mean = tl.zeros([width], dtype)
+    square = tl.zeros([width], dtype)
+    for k in range(splits):
+        at = partial + (m * splits + k) * 3 * channels + c
+        number = tl.load(at, mask=c < channels, other=0.0)
+        delta = tl.load(at + channels, mask=c < channels, other=0.0) - mean
+        total = tl.maximum(count + number, 1.0)
+        mean += delta * (number / total)
+        square += tl.load(at + 2 * channels, mask=c < channels, other=0.0) + delta * delta * (count * number / total)
+        count += number
+    at = m * 2 * channels + c
+    tl.store(statistics + at, mean, mask=c < channels)
+    tl.store(statistics + at + channels, 1.0 / tl.sqrt(square / tl.maximum(count, 1.0) + eps), mask=c < channels)
+    tl.store(terms + at, mean, mask=c < channels)
+    tl.store(terms + at + channels, square / tl.maximum(count - 1.0, 1.0), mask=c < channels)
+
+
+@triton.jit
+def _follow(
+    running_mean,
+    running_var,
+    terms,
+    counter,
+    momentum: tl.constexpr,
+    number,
+    channels,
+    width: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """r ← (1 − m)·r + m·s for one microbatch after the other; with a counter m is one by the number of terms."""
+    c = tl.program_id(0) * width + tl.arange(0, width)
+    mean = tl.load(running_mean + c, mask=c < channels, other=0.0).to(dtype)
+    var = tl.load(running_var + c, mask=c < channels, other=0.0).to(dtype)
+    weight = tl.zeros([], dtype) + momentum
+    for m in range(number):
+        if counter is not None:
+            weight = 1.0 / (tl.load(counter) - number + m + 1).to(dtype)
+        mean = (1.0 - weight) * mean + weight * tl.load(terms + m * 2 * channels + c, mask=c < channels, other=0.0)
+        var = (1.0 - weight) * var + weight * tl.load(
+            terms + m * 2 * channels + channels + c, mask=c < channels, other=0.0
+        )
+    tl.store(running_mean + c, mean, mask=c < channels)
+    tl.store(running_var + c, var, mask=c < channels)
+
+
+@triton.jit
+def _normalize(
+    x, weight, bias, statistics, starts, y, channels, positions, splits,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) // splits
+    k = tl.program_id(0) % splits
+    start = tl.load(starts + m)
+    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    c = tl.program_id(1) * width + tl.arange(0, width)
+    at = statistics + m.to(tl.int64) * 2 * channels + c
+    mean = tl.load(at, mask=c < channels, other=0.0)
+    scale = tl.load(at + channels, mask=c < channels, other=0.0)
+    if weight is not None:
+        scale *= tl.load(weight + c, mask=c < channels, other=0.0).to(dtype)
+    shift = tl.zeros([width], dtype)
+    if bias is not None:
+        shift += tl.load(bias + c, mask=c < channels, other=0.0).to(dtype)
+    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+        r = first + tl.arange(0, height)
+        there = (r < rows)[:, None] & (c < channels)[None, :]
+        offsets = _offsets(start, r, c, channels, positions, inner)
+        value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
+        tl.store(y + offsets, (value - mean[None, :]) * scale[None, :] + shift[None, :], mask=there)
+
+
+@triton.jit
+def _gradient_sums(
+    gradient, x, statistics, starts, partial, channels, positions, splits,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Sums of dy and of dy · x̂ over stretches of rows: [microbatches, splits, 2, channels]."""
+    m = tl.program_id(0) // splits
+    k = tl.program_id(0) % splits
+    start = tl.load(starts + m)
+    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    c = tl.program_id(1) * width + tl.arange(0, width)
+    at = statistics + m.to(tl.int64) * 2 * channels + c
+    mean = tl.load(at, mask=c < channels, other=0.0)
+    inverse = tl.load(at + channels, mask=c < channels, other=0.0)
+    shift = tl.zeros([height, width], dtype)
+    slope = tl.zeros([height, width], dtype)
+    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+        r = first + tl.arange(0, height)
+        there = (r < rows)[:, None] & (c < channels)[None, :]
+        offsets = _offsets(start, r, c, channels, positions, inner)
+        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
+        value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
+        shift += dy
+        slope += dy * (value - mean[None, :])
+    at = partial + tl.program_id(0).to(tl.int64) * 2 * channels + c
+    tl.store(at, tl.sum(shift, 0), mask=c < channels)
+    tl.store(at + channels, tl.sum(slope, 0) * inverse, mask=c < channels)
+
+
+@triton.jit
+def _input_gradient(
+    gradient, x, weight, statistics, sums, starts, dx, channels, positions, splits,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) // splits
+    k = tl.program_id(0) % splits
+    start = tl.load(starts + m)
+    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    c = tl.program_id(1) * width + tl.arange(0, width)
+    at = m.to(tl.int64) * 2 * channels + c
+    mean = tl.load(statistics + at, mask=c < channels, other=0.0)
+    inverse = tl.load(statistics + at + channels, mask=c < channels, other=0.0)
+    shift = tl.load(sums + at, mask=c < channels, other=0.0) / rows.to(dtype)
+    slope = tl.load(sums + at + channels, mask=c < channels, other=0.0) / rows.to(dtype) * inverse
+    scale = inverse
+    if weight is not None:
+        scale *= tl.load(weight + c, mask=c < channels, other=0.0).to(dtype)
+    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+        r = first + tl.arange(0, height)
+        there = (r < rows)[:, None] & (c < channels)[None, :]
+        offsets = _offsets(start, r, c, channels, positions, inner)
+        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
+        value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
+        found = (dy - shift[None, :] - (value - mean[None, :]) * slope[None, :]) * scale[None, :]
+        tl.store(dx + offsets, found, mask=there)
+
+
+class _Work:
+    """How the work on an activation is cut."""
+
+    def __init__(self, x: Tensor, starts: Tensor) -> None:
+        self.microbatches, self.channels, self.positions = len(starts) - 1, x.shape[1], math.prod(x.shape[2:])
+        inner = (x.stride(1) == 1 and x.shape[1] > 1) or x.dim() == 2
+        block = min(64, triton.next_power_of_2(self.channels)) if inner else 1
+        rows = max(1, len(x) * self.positions // self.microbatches)
+        height = min(TILE // block, triton.next_power_of_2(rows))
+        self.type = tl.float64 if x.dtype == torch.float64 else tl.float32
+        self.wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.options = {"inner": inner, "height": height, "width": block, "dtype": self.type}
+        self.channel_blocks = triton.cdiv(self.channels, block)
+        steps = triton.cdiv(rows, height)
+        wanted = triton.cdiv(PROGRAMS, self.microbatches * self.channel_blocks)
+        self.splits = max(1, min(wanted, triton.cdiv(steps, 4)))
+        self.many_splits = max(1, triton.cdiv(steps, 8))
+
+    def grid(self, splits: int) -> tuple[int, int]:
+        return self.microbatches * splits, self.channel_blocks
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    count: Tensor | None,
+    momentum: float | None,
+    starts: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, statistics and terms of `convoy::normalize_microbatches`; `starts` int64 [microbatches + 1]."""
+    work = _Work(x, starts)
+    channels, positions, splits, many = work.channels, work.positions, work.splits, work.many_splits
+    partial = x.new_empty(work.microbatches, splits, 3, channels, dtype=work.wide)
+    statistics, terms = (x.new_empty(work.microbatches, 2, channels, dtype=work.wide) for _ in range(2))
+    y = torch.empty_like(x)
+    block = min(128, triton.next_power_of_2(channels))
+    shape = channels, positions
+    with _on(x):
+        _moments[work.grid(splits)](x, starts, partial, *shape, splits, **work.options)
+        grid = work.microbatches, triton.cdiv(channels, block)
+        _combine[grid](partial, statistics, terms, channels, splits, eps, width=block, dtype=work.type)
+        if running_mean is not None:
+            counted = (count, 0.0) if momentum is None else (None, momentum)
+            buffers = running_mean, running_var, terms
+            _follow[grid[1:]](*buffers, *counted, work.microbatches, channels, width=block, dtype=work.type)
+        _normalize[work.grid(many)](x, weight, bias, statistics, starts, y, *shape, many, **work.options)
+    return y, statistics, terms
+
+
+def backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dx, and for each microbatch the sums of dy and of dy · x̂: [microbatches, 2, channels]."""
+    work = _Work(x, starts)
+    channels, positions, splits, many = work.channels, work.positions, work.splits, work.many_splits
+    partial = x.new_empty(work.microbatches, splits, 2, channels, dtype=work.wide)
+    dx = torch.empty_like(x)
+    shape = channels, positions
+    with _on(x):
+        _gradient_sums[work.grid(splits)](gradient, x, statistics, starts, partial, *shape, splits, **work.options)
+        sums = partial.sum(1)
+        _input_gradient[work.grid(many)](
+            gradient, x, weight, statistics, sums, starts, dx, *shape, many, **work.options
+        )
+    return dx, sums

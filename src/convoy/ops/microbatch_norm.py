@@ -1,0 +1,313 @@
+"""Batch norm of several microbatches in one go, each by its own mean and variance.
+
+On the CPU one microbatch follows the other, which keeps each in the caches. On a GPU that would be a launch of every
+kernel for each of them, so there all run at once: by Triton where it is installed, as it is beside torch for CUDA on
+Linux, otherwise by a few of torch's own operations. What `torch.compile` traces are these operations, so that it can
+fuse them with what follows.
+"""
+
+import functools
+import importlib.util
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from convoy.ops.constants import Constants
+from convoy.ops.statistics import Running
+
+
+def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize a microbatch by its own mean and variance.
+
+    Args:
+        x: [samples, channels, ...].
+        weight, bias: [channels] or None.
+        eps: added to the variance.
+
+    Returns:
+        The normalized microbatch, and its term of the running statistics: mean and unbiased variance, [2, channels].
+    """
+    term = new_term(x, weight)
+    y = F.batch_norm(x, term[0], term[1], weight, bias, training=True, momentum=1.0, eps=eps)
+    return y, term
+
+
+def new_term(x: Tensor, weight: Tensor | None) -> Tensor:
+    """To be filled in, as running statistics of which only the next term counts."""
+    return torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
+
+
+def at_once(x: Tensor) -> bool:
+    """Whether several microbatches are faster in one go than one after the other."""
+    return x.device.type == "cuda"
+
+
+def normalize_at_once(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    sizes: Sequence[int],
+    running: Running | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalize every microbatch by its own mean and variance.
+
+    Args:
+        x: [samples, channels, ...], the microbatches one after another.
+        weight, bias: [channels] or None.
+        eps: added to the variance.
+        sizes: samples of each microbatch.
+        running: brought up to date by the terms, in order; None where that comes later.
+
+    Returns:
+        The normalized microbatches, and their terms of the running statistics: mean and unbiased variance,
+        [microbatches, 2, channels], in float32 at least.
+
+    Raises:
+        ValueError: a microbatch has one value of each channel, which has no variance.
+    """
+    if min(sizes) * math.prod(x.shape[2:]) < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    if torch.compiler.is_compiling():
+        y, mean, var, _ = _normalized(x, weight, bias, eps, sizes)
+        terms = torch.stack([mean, var * _corrections(x, sizes)], 1).detach()
+        if running is not None:
+            _follow(running.mean, running.var, running.count, running.momentum, terms)
+        return y, terms
+    found: tuple[Tensor, Tensor] = _AtOnce.apply(x, weight, bias, eps, tuple(sizes), running)
+    return found
+
+
+class _AtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        sizes: tuple[int, ...],
+        running: Running | None,
+    ) -> tuple[Tensor, Tensor]:
+        x = arranged(x)
+        followed: tuple[Any, ...] = (None, None, None, None)
+        if running is not None:
+            followed = running.mean, running.var, running.count, running.momentum
+        y, statistics, terms = torch.ops.convoy.normalize_microbatches(x, weight, bias, *followed, sizes, eps)
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.sizes = sizes
+        ctx.mark_non_differentiable(terms)
+        ctx.set_materialize_grads(False)  # that of the terms would be zeros
+        return y, terms
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
+        if gradient is None:
+            return (None,) * 6
+        x, weight, statistics = ctx.saved_tensors
+        if gradient.stride() != x.stride():
+            gradient = torch.empty_like(x).copy_(gradient)
+        dx, slope, shift = torch.ops.convoy.normalize_microbatches_backward(gradient, x, weight, statistics, ctx.sizes)
+        needed = ctx.needs_input_grad
+        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None
+
+
+def arranged(x: Tensor) -> Tensor:
+    """`x` with the channels either innermost in memory or right outside of rows and columns."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    as_it_is = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    return x if as_it_is else x.contiguous()
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up on a GPU."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+torch.library.define(
+    "convoy::normalize_microbatches",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? count, "
+    "float? momentum, int[] sizes, float eps) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "convoy::normalize_microbatches_backward",
+    "(Tensor gradient, Tensor x, Tensor? weight, Tensor statistics, int[] sizes) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("convoy::normalize_microbatches", "default")
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    count: Tensor | None,
+    momentum: float | None,
+    sizes: Sequence[int],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result; mean and 1 / √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
+    kernels = _kernels(x)
+    if kernels is not None:
+        starts = _starts(tuple(sizes)).like(x, torch.int64)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.forward(
+            x, weight, bias, running_mean, running_var, count, momentum, starts, eps
+        )
+        return found
+    y, mean, var, inverse = _normalized(x, weight, bias, eps, sizes)
+    terms = torch.stack([mean, var * _corrections(x, sizes)], 1)
+    if running_mean is not None and running_var is not None:
+        _follow(running_mean, running_var, count, momentum, terms)
+    return y, torch.stack([mean, inverse], 1), terms
+
+
+@torch.library.impl("convoy::normalize_microbatches_backward", "default")
+def _backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias."""
+    kernels = _kernels(x)
+    if kernels is not None:
+        dx, sums = kernels.backward(gradient, x, weight, statistics, _starts(tuple(sizes)).like(x, torch.int64))
+    else:
+        dx, sums = _input_gradient(gradient, x, weight, statistics, sizes)
+    shift, slope = sums.sum(0).unbind(0)
+    return dx, slope, shift.clone()  # results of an operation must not share memory
+
+
+def _fake_forward(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, count: Any, m: Any, sizes: Any, eps: Any
+) -> Any:
+    shape = len(sizes), 2, x.shape[1]
+    return torch.empty_like(x), *(x.new_empty(shape, dtype=wide_type(x.dtype)) for _ in range(2))
+
+
+def _fake_backward(gradient: Tensor, x: Tensor, weight: Any, statistics: Tensor, sizes: Any) -> Any:
+    return torch.empty_like(x), *(statistics.new_empty(x.shape[1]) for _ in range(2))
+
+
+torch.library.register_fake("convoy::normalize_microbatches", _fake_forward)
+torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_backward)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    return _triton(x.device) if x.device.type == "cuda" else None
+
+
+@functools.cache
+def _triton(device: torch.device) -> ModuleType | None:
+    """The kernels, where they run: Triton builds its launchers when it first needs them, with the host's compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from convoy.ops import microbatch_kernels
+
+        like = torch.zeros(2, 1, device=device)
+        microbatch_kernels.forward(like, None, None, None, None, None, None, _starts((2,)).like(like, torch.int64), 1.0)
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(
+            "batch norm by microbatch runs without Triton's kernels and so more slowly, as they cannot be built here: "
+            f"{first}",
+            stacklevel=2,
+        )
+        return None
+    return microbatch_kernels
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(sizes: tuple[int, ...]) -> Constants:
+    """Of each microbatch its first sample, and the end of the last."""
+    return Constants(list(itertools.accumulate(sizes, initial=0)))
+
+
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Microbatches of one size that follow each other: how many, of how many samples."""
+    return [(len(list(run)), size) for size, run in itertools.groupby(sizes)]
+
+
+def _by_run(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """[samples, ...] as [microbatches, samples, ...] for each run."""
+    runs = _runs(sizes)
+    parts = [x] if len(runs) == 1 else x.split([number * size for number, size in runs])
+    return [part.unflatten(0, run) for part, run in zip(parts, runs, strict=True)]
+
+
+def _corrections(x: Tensor, sizes: Sequence[int]) -> Any:
+    """By what a variance is multiplied to be unbiased: for each microbatch, or for all."""
+    numbers = [(number, size * math.prod(x.shape[2:])) for number, size in _runs(sizes)]
+    if len(numbers) == 1:
+        return numbers[0][1] / (numbers[0][1] - 1)
+    parts = [
+        torch.full((number, 1), size / (size - 1), dtype=wide_type(x.dtype), device=x.device)
+        for number, size in numbers
+    ]
+    return torch.cat(parts)
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result; mean, biased variance and 1 / √(variance + eps), [microbatches, channels] each."""
+    dims = [1, *range(3, x.dim() + 1)]
+    view = (-1, *[1] * (x.dim() - 2))
+    results, found = [], []
+    for part in _by_run(x, sizes):
+        wide = part.to(wide_type(x.dtype))
+        var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        inverse = (var + eps).rsqrt()
+        y = (wide - mean) * (inverse if weight is None else inverse * weight.view(view))
+        y = y if bias is None else y + bias.view(view)
+        results.append(y.to(x.dtype).flatten(0, 1))
+        found.append([one.flatten(1) for one in (mean, var, inverse)])
+    if len(results) == 1:
+        return results[0], found[0][0], found[0][1], found[0][2]
+    mean, var, inverse = (torch.cat(one) for one in zip(*found, strict=True))
+    return torch.cat(results), mean, var, inverse
+
+
+def _input_gradient(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """dx; for each microbatch the sums of dy and of dy · x̂: [microbatches, 2, channels]."""
+    dims = [1, *range(3, x.dim() + 1)]
+    view = (-1, *[1] * (x.dim() - 2))
+    results, sums = [], []
+    runs = [number for number, _ in _runs(sizes)]
+    for dy, part, numbers in zip(_by_run(gradient, sizes), _by_run(x, sizes), statistics.split(runs), strict=True):
+        mean, inverse = (one.view(len(one), 1, *view) for one in numbers.unbind(1))
+        dy = dy.to(inverse.dtype)
+        normal = (part - mean) * inverse
+        shift, slope = dy.sum(dims, keepdim=True), (dy * normal).sum(dims, keepdim=True)
+        count = part.shape[1] * math.prod(part.shape[3:])
+        dx = dy - torch.addcmul(shift / count, normal, slope / count)
+        dx = dx * (inverse if weight is None else inverse * weight.view(view))
+        results.append(dx.to(x.dtype).flatten(0, 1))
+        sums.append(torch.stack([shift.flatten(1), slope.flatten(1)], 1))
+    if len(results) == 1:
+        return results[0], sums[0]
+    return torch.cat(results), torch.cat(sums)
+
+
+def _follow(mean: Tensor, var: Tensor, count: Tensor | None, momentum: float | None, terms: Tensor) -> None:
+    """r ← (1 − m)·r + m·s for all terms: their sum with the weights that one after the other gives them."""
+    number, buffers = len(terms), [mean, var]
+    if momentum is None:
+        assert count is not None
+        for buffer, found in zip(buffers, terms.mean(0).unbind(0), strict=True):
+            buffer.lerp_(found.to(buffer.dtype), (number / count).to(buffer.dtype))
+        return
+    following = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
+    weights = momentum * (1.0 - momentum) ** following
+    torch._foreach_mul_(buffers, (1.0 - momentum) ** number)
+    torch._foreach_add_(buffers, (terms * weights[:, None, None]).sum(0).unbind(0))

@@ -1,0 +1,176 @@
+"""Batch norm of several microbatches at once, as on a GPU, against one after the other, in float64 on the CPU."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.engine import MicrobatchNorm, StepContext
+from convoy.ops import microbatch_norm
+
+SIZES = {"even": (3, 3, 3), "uneven": (4, 4, 3), "mixed": (3, 5, 3), "one": (9,), "many": (3,) * 12}
+SHAPES = {"images": (6, 5, 4), "vectors": (6,), "sequences": (70, 3), "volumes": (5, 2, 3, 2)}
+KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+@contextmanager
+def all_at_once(kernels: object = None) -> Iterator[None]:
+    """Let the CPU do as a GPU does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convoy.engine.layers.at_once", lambda x: True)
+        patch.setattr(microbatch_norm, "_kernels", lambda x: kernels)
+        yield
+
+
+def results(
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    inner: bool = False,
+    affine: bool = True,
+    momentum: float | None = 0.1,
+    dtype: torch.dtype = torch.float64,
+    run: Callable[[nn.Module], Callable[..., Tensor]] = lambda layer: layer,
+    device: str = "cpu",
+) -> dict[str, Tensor]:
+    """Of two passes: the result, every gradient and the buffers."""
+    torch.manual_seed(0)
+    layer = KINDS[len(shape) - 1](shape[0], momentum=momentum, affine=affine).double()
+    x = torch.randn(sum(sizes), *shape, dtype=torch.float64) * 3 + 50
+    if affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    gradient = torch.randn_like(x)
+    if inner:
+        x = x.to(memory_format=torch.channels_last if len(shape) == 3 else torch.channels_last_3d)
+    context = StepContext(batch_norm="microbatch")
+    context.enter(0, 0, sizes, torch.device(device))
+    net = MicrobatchNorm(layer.to(device), context)
+    x = x.to(device, dtype).requires_grad_()
+    for _ in range(2):
+        y = run(net)(x)
+        y.backward(gradient.to(device, dtype))
+    assert y.stride() == x.stride()
+    found = {"y": y.detach(), "x": x.grad, **dict(net.named_buffers())}
+    found |= {name: p.grad for name, p in net.named_parameters()}
+    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+
+
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 1e-12) -> None:
+    assert got.keys() == want.keys()
+    for name, wanted in want.items():
+        error = (got[name].double() - wanted.double()).abs().max() / wanted.double().abs().max()
+        assert error <= bound, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_all_at_once_is_one_after_the_other(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    for inner in (False, True) if len(shape) > 2 else (False,):
+        with all_at_once():
+            got = results(sizes, shape, inner)
+        compare(got, results(sizes, shape, inner))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_variants(affine: bool, momentum: float | None) -> None:
+    with all_at_once():
+        got = results((4, 4, 3), (6, 5, 4), affine=affine, momentum=momentum)
+    compare(got, results((4, 4, 3), (6, 5, 4), affine=affine, momentum=momentum))
+
+
+def test_statistics_of_the_whole_pass_would_be_noticed() -> None:
+    with pytest.raises(AssertionError):
+        compare(results((9,), (6, 5, 4)), results((3, 3, 3), (6, 5, 4)))
+
+
+def test_low_precision_is_rounded_to_once() -> None:
+    with all_at_once():
+        got = results((4, 4, 3), (6, 5, 4), dtype=torch.bfloat16)
+    exact = results((4, 4, 3), (6, 5, 4), dtype=torch.float64)
+    assert got["y"].dtype == got["x"].dtype == torch.bfloat16
+    compare(got, exact, 2**-5)  # x itself has lost its last digits
+
+
+def test_one_value_has_no_variance() -> None:
+    with all_at_once(), pytest.raises(ValueError, match="more than 1 value"):
+        results((3, 1), (6,))
+
+
+def test_compiled() -> None:
+    def compiled(layer: nn.Module) -> Callable[..., Tensor]:
+        torch._dynamo.reset()
+        return torch.compile(layer, backend="aot_eager", fullgraph=True)  # type: ignore[return-value]
+
+    with all_at_once():
+        got = results((4, 4, 3), (6, 5, 4), run=compiled)
+    compare(got, results((4, 4, 3), (6, 5, 4)))
+
+
+def test_where_triton_cannot_build_its_kernels_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    broken = types.ModuleType("convoy.ops.microbatch_kernels")
+    broken.forward = fail  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    monkeypatch.setattr("convoy.ops.microbatch_kernels", broken, raising=False)
+    with pytest.warns(UserWarning, match=r"more slowly, as they cannot be built here: Failed to find C compiler\.$"):
+        assert microbatch_norm._triton.__wrapped__(torch.device("cpu")) is None
+
+
+@functools.cache
+def interpreted() -> object:
+    """Triton's kernels, run by its interpreter."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is imported already: set TRITON_INTERPRET=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # which it reads when it is imported
+        pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
+        from convoy.ops import microbatch_kernels
+    return microbatch_kernels
+
+
+@pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["mixed"]], ids=["even", "mixed"])
+@pytest.mark.parametrize("shape", [*list(SHAPES.values())[:2], (3, 300)], ids=["images", "vectors", "sequences"])
+def test_triton(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    kernels = interpreted()
+    for inner in (False, True) if len(shape) > 2 else (False,):
+        with all_at_once(kernels):
+            got = results(sizes, shape, inner)
+        compare(got, results(sizes, shape, inner))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_triton_variants(affine: bool, momentum: float | None) -> None:
+    with all_at_once(interpreted()):
+        got = results((20, 20, 11), (5, 13, 11), True, affine, momentum)
+    compare(got, results((20, 20, 11), (5, 13, 11), True, affine, momentum))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (70, 56, 56)], ids=[*SHAPES, "large images"])
+def test_a_gpu(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    for inner in (False, True) if len(shape) > 2 else (False,):
+        compare(results(sizes, shape, inner, device="cuda"), results(sizes, shape, inner), 1e-11)
+
+
+def test_triton_builds_for_a_gpu() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: its kernels are not built")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
