@@ -89,7 +89,7 @@ class Alarm:
 _LOST_MEMORY, _MISTAKE, _MACHINE, _BROKEN, _CUT_OFF = range(5)
 _ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMG]?i?B|\d+ bytes)")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGTPE]?i?B|\d+ bytes)")
 _FREE = re.compile(r"capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 NEEDS_LESS = "smaller microbatches, a plan over more devices or --precision bf16 need less"
 
