@@ -131,9 +131,8 @@ def _text(ranks: Sequence[int]) -> str:
 def record_collectives(environment: MutableMapping[str, str] = os.environ) -> None:
     """Have torch keep the last collectives of NCCL, which it writes to a file where one reaches its time limit, unless
     the user has said otherwise. It has to know before NCCL begins."""
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the new name and the old one
-    if not any(name in environment for name in names):
-        environment.update(dict.fromkeys(names, _RECORDED))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:  # the old name
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,8 @@ class Alarm:
 
     def __enter__(self) -> Self:
         if dist.is_initialized() and not only_gloo():
-            assert dist.group.WORLD is not None
-            store = dist.group.WORLD.get_group_store().clone()  # the other one serves one thread at a time
+            world: Any = dist.group.WORLD
+            store = world.get_group_store().clone()  # the other one serves one thread at a time
             self._store = PrefixStore(self._name, store)
             self._thread = threading.Thread(target=self._listen, daemon=True, name="convoy-alarm")
             self._thread.start()

@@ -167,7 +167,8 @@ def join(timeout: float = 600.0) -> torch.device:
             _limit = limit
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(device))
-            backend.record_collectives()
+            if choice.backend == backend.NCCL:
+                backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
             if dist.group.WORLD is not None:
                 _connect(dist.group.WORLD)
