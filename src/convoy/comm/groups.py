@@ -390,7 +390,7 @@ class Groups:
     """
 
     def __init__(self, mesh: Mesh, rank: int | None = None) -> None:
-        world = num_ranks()
+        world, is_joined = num_ranks(), rank is None
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             if mesh.num_devices != world:
@@ -402,10 +402,10 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
-        if _temporary:
+        if _temporary and is_joined:
             _temporary[-1].meet()
-            for axes in _all_subsets(mesh):
-                self.of(axes)
+        for axes in _all_subsets(mesh) if _temporary else ():
+            self.of(axes)
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
