@@ -9,9 +9,9 @@ copy and wait of the host that the whole job would have there, and no bytes on a
 limits large jobs, shows on one GPU, and as numbers of operations on none.
 
 Both sides do whole updates in channels_last, with SGD with momentum: the plain network on its batch, Convoy as its
-trainer does, every rank with a batch of that size, cut into microbatches. `operations` launch kernels (a `foreach`
-counts once); `views` launch none; `host` are on tensors of the CPU; `waits` are where the host waits for the GPU, and
-`uploads` where it copies to it. Collectives are counted by themselves.
+trainer does, every rank with a batch of that size, cut into microbatches. `operations` launch kernels (a `foreach` and
+an operation of Convoy's own count once); `views` launch none; `host` are on tensors of the CPU; `waits` are where the
+host waits for the GPU, and `uploads` where it copies to it. Collectives are counted by themselves.
 """
 
 import argparse
@@ -181,7 +181,8 @@ def measure(
     """One side: the plain network, if there is no batch norm to choose."""
     merge = merge_of(name, batch_norm, work) if batch_norm is not None else 1
     torch.manual_seed(0)
-    with fake_ranks(ranks), device(options.device) as (counter, take):
+    with fake_ranks(ranks), contextlib.ExitStack() as counting:
+        counter, take = counting.enter_context(device(options.device))
         model = take(MODELS[name]().train())
         images = take(torch.rand(work.batch, 3, work.size, work.size))
         labels = take(torch.zeros(work.batch, dtype=torch.int64))
@@ -204,7 +205,8 @@ def measure(
             update()
         with counter.count() as seen:
             update()
-    times = _times(update, options.updates) if options.device == "cuda" else {}
+        counting.close()  # it would take time
+        times = _times(update, options.updates) if options.device == "cuda" else {}
     row = Row(
         name,
         batch_norm or "plain",
@@ -237,7 +239,7 @@ def _times(update: Update, updates: int) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         update()
         torch.cuda.synchronize()
-    kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
+    kernels = sum("CUDA" in str(event.device_type) for event in profile.events() or ())
     return {"update_ms": 1e3 * update_s, "host_ms": 1e3 * statistics.median(host), "kernels": kernels}
 
 
@@ -284,6 +286,8 @@ def main() -> None:
         sys.exit("torch sees no CUDA device here: --device fake counts without one")
     if options.device == "fake" and options.precision != "fp32":
         sys.exit("autocast needs a GPU: leave --precision away, or add --device cuda")
+    if options.microbatch < 1 or options.batch % options.microbatch or options.batch < options.microbatch:
+        sys.exit(f"--batch {options.batch} must be a multiple of --microbatch {options.microbatch}")
     work = Work(options.batch, options.microbatch, options.size)
     print(machine.sentence(machine.describe()), flush=True)
     rows: list[Row] = []

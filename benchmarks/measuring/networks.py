@@ -119,7 +119,8 @@ class SqueezeExcitation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, channels, H, W] to the same."""
         means = F.adaptive_avg_pool2d(x, 1)
-        return x * self.excite(F.silu(self.squeeze(means), inplace=True)).sigmoid()
+        scale: Tensor = self.excite(F.silu(self.squeeze(means), inplace=True))
+        return x * scale.sigmoid()
 
 
 class InvertedResidual(nn.Module):

@@ -75,7 +75,7 @@ class BatchSampler(Sampler[list[int]]):
         self.drop_last = shuffle if drop_last is None else drop_last
         self.shares = None if shares is None else tuple(shares)
         self._place, self._places = network.sample_rank, network.num_sample_ranks
-        self._check(network.groups, network.device)
+        self._check(network.groups)
         self._order = Order(num_samples, 1, seed)
         if self.drop_last:
             self._batches = consecutive([global_batch] * (num_samples // global_batch))
