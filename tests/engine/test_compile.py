@@ -85,9 +85,9 @@ def _compare(plan, batch_norm, sabotage=None):
 @pytest.mark.parametrize(
     ("plan", "batch_norm", "num"),
     [
-        ("sample=2", "microbatch", 2),  # before and after dropout
-        ("sample=2", "local", 2),
-        ("sample=2", "sync", 4),  # and around each batch norm
+        ("sample=2", "microbatch", 1),
+        ("sample=2", "local", 1),
+        ("sample=2", "sync", 3),  # around each batch norm
         ("filter=2", "microbatch", None),
         ("height=2", "sync", None),
         ("owt=2", "microbatch", None),
@@ -133,7 +133,7 @@ def test_a_network_that_is_not_compiled_would_be_noticed():
 
 def test_one_device():
     (made,) = run_ranks(_compare, 1, "sample=1", "microbatch", timeout=120)
-    assert made == [1, 1]
+    assert made == [1]
 
 
 def _whole():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,17 @@ class Constants:
     """
 
     def __init__(self, numbers: Sequence[Any] | Tensor) -> None:
-        self._numbers = numbers
+        # numpy keeps whole numbers whole and others in double precision
+        self._numbers = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(numbers))
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """On the device of `x`, in its type or another."""
         key = x.device, dtype or x.dtype
-        if key not in self._made:
+        found = self._made.get(key)
+        if found is None:
             with torch.inference_mode(False):  # a training pass may need what an evaluation has made
-                self._made[key] = torch.as_tensor(self._numbers, dtype=key[1], device=key[0])
-        return self._made[key]
+                found = self._numbers.to(*key)
+            if not torch.compiler.is_compiling():
+                self._made[key] = found
+        return found

@@ -58,7 +58,7 @@ def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
     """
     if isinstance(elements, int):
         elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
-    counter = elements * _signed(int(GOLDEN) >> 32)
+    counter = elements * _STRIDE
     bits = counter[None, :] + keys[:, :1]
     bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
     return _mix(bits)
@@ -90,6 +90,10 @@ def _mix(bits: Tensor) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+_STRIDE = _signed(int(GOLDEN) >> 32)
+"""What torch.compile shall not see is made of a number of numpy's."""
 
 
 def threshold(p: float) -> int:
