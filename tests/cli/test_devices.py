@@ -119,6 +119,7 @@ def test_nothing_outlives_the_starting_process(
     [
         ("failing:Failing", 1, "rank 1 failed: KeyError: 'the odd key' (failing.py, line 22, in train)\nTraceback"),
         ("failing:Mistaken", 2, "convoy: rank 1 finds the data wanting: mend it\n"),
+        ("failing:Lacking", 2, "convoy: rank 1 ran out of memory (before the first update"),
     ],
 )
 def test_a_failure_on_one_rank_is_said_once(

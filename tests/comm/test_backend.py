@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from convoy.comm import backend
 from convoy.comm.backend import GLOO, NCCL, Seen
-from convoy.comm.groups import generation_store, open_store
+from convoy.comm.groups import choose_interface, generation_store, open_store
+from convoy.errors import MeetingError
 from ranks import run_ranks
 
 LIMIT = timedelta(seconds=30)
@@ -77,3 +79,49 @@ def test_one_visible_gpu_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.choose(found).backend == NCCL
     with mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace()):  # an older torch
         assert backend.own(torch.device("cuda", 0)).gpu.endswith("/1/0")
+
+
+REFUSED = """NCCL error in: ProcessGroupNCCL.cpp:2690, unhandled system error, NCCL version 2.27.3
+ncclSystemError: System call or external library call failed
+Last error:
+socketStartConnect: Connect to 10.0.0.2<4321> failed : No route to host"""
+
+
+def test_gpus_that_cannot_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(one: torch.Tensor, group: object) -> None:
+        raise dist.DistBackendError(REFUSED)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth0")
+    cpu, group = torch.device("cpu"), mock.Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", refuse)
+        with pytest.raises(MeetingError) as caught:
+            backend.warm_up(group, cpu)
+    said = str(caught.value)
+    assert said.startswith("NCCL cannot connect the GPUs of ranks 0, 4 (NCCL error in: ")
+    assert "No route to host" in said and "NCCL_SOCKET_IFNAME (is =eth0)" in said
+    assert "NCCL_P2P_DISABLE=1" in said and "driver" in said and "\n" not in said
+    monkeypatch.setattr(dist, "all_reduce", lambda one, group: one.mul_(2))
+    backend.warm_up(group, cpu)
+    monkeypatch.setattr(dist, "all_reduce", lambda one, group: one)
+    with pytest.raises(MeetingError, match="a sum of 2 ones is 1"):
+        backend.warm_up(group, cpu)
+
+
+def test_nccl_talks_where_gloo_does() -> None:
+    """And exactly there: without the sign NCCL takes every interface whose name begins so."""
+    local = {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    found = dict(local)
+    choose_interface(2, found)
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    chosen = local | {"NCCL_SOCKET_IFNAME": "eth1"}
+    choose_interface(2, chosen)
+    assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("lo", "eth1")
+
+
+@pytest.mark.parametrize("chosen", [{}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}])
+def test_collectives_are_recorded_unless_the_user_says_otherwise(chosen: dict[str, str]) -> None:
+    found = dict(chosen)
+    backend.record_collectives(found)
+    assert found == (chosen or {"TORCH_FR_BUFFER_SIZE": "2000"})

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from convoy.comm.collectives import all_reduce
+from convoy.comm.failures import NEEDS_LESS, RankFailedError
 from convoy.comm.groups import Groups
-from convoy.comm.ranks import RankFailedError, Ranks
+from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
@@ -77,8 +78,12 @@ def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, fl
 @pytest.mark.parametrize(
     ("error", "words", "out_of_memory"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "rank 1 ran out of memory while adding", True),
-        (RuntimeError("can't allocate memory: you tried"), "rank 1 ran out of memory while adding", True),
+        (torch.OutOfMemoryError("CUDA out of memory"), "rank 1 ran out of memory while adding; " + NEEDS_LESS, True),
+        (
+            RuntimeError("can't allocate memory: you tried"),
+            "rank 1 ran out of memory while adding; " + NEEDS_LESS,
+            True,
+        ),
         (ValueError("odd\nmore"), "rank 1 failed while adding (ValueError: odd): -v shows where", False),
         (RuntimeError("odd"), "rank 1 failed while adding (RuntimeError: odd): -v shows where", False),
         (ConvoyError("change the plan"), "change the plan", False),
@@ -89,6 +94,27 @@ def test_nobody_waits_for_a_rank_that_has_failed(
     error: Exception, words: str, out_of_memory: bool, shared: str, talking: bool
 ) -> None:
     assert run_ranks(waiting, 2, error, shared, talking, timeout=40) == [(words, out_of_memory, 2.0)] * 2
+
+
+def failing_before_the_first_message() -> str:
+    """Ranks that only hear of it from each other have to close their connections too."""
+    ranks = Ranks.here()
+
+    def work(meanwhile: Ranks) -> None:
+        if ranks.rank == 2:
+            raise ValueError("odd")
+        meanwhile.barrier()
+
+    try:
+        ranks.trying("adding", work)
+    except RankFailedError as failure:
+        return str(failure)
+    return ""
+
+
+def test_a_rank_fails_before_the_others_first_message() -> None:
+    words = "rank 2 failed while adding (ValueError: odd): -v shows where"
+    assert run_ranks(failing_before_the_first_message, 4, timeout=30) == [words] * 4
 
 
 def trying_often() -> tuple[list[int], float]:

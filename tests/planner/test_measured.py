@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from convoy.comm.failures import NEEDS_LESS
 from convoy.comm.groups import _end as end
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
@@ -73,8 +74,41 @@ def test_profiling_without_memory_on_one_rank_is_left_out(rank: int, passes: int
     assert first[0] == second[0] != ""
     for _, notes, said, _ in (first, second):
         (note,) = [note for note in notes if "memory" in note]
-        assert note.startswith(f"rank {rank} ran out of memory while profiling channel: ")
+        assert note.startswith(f"rank {rank} ran out of memory while profiling channel")
+        assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
         assert said.index("profiling channel") < said.index("searching")
+
+
+def asked_first(raises: tuple[str, ...]) -> tuple[int, int, bool]:
+    """How many profilings with others began, how many had been tried out alone, and whether a note says what failed."""
+    ranks, run = Ranks.here(), Profiler.run
+    began: list[object] = []
+    tried: list[object] = []
+
+    def trying_out(profiler: Profiler) -> None:
+        tried.append(profiler)
+        if ranks.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def running(profiler: Profiler, *args: object) -> Profile:
+        began.append(profiler)
+        return run(profiler, *args)  # type: ignore[arg-type]
+
+    with (
+        patch("convoy.planner.profiling.RAISES", raises),
+        patch.object(Profiler, "try_out", trying_out),
+        patch.object(Profiler, "run", running),
+    ):
+        found = make_plan(lenet(), 2, ranks, plans=[Plan.parse("sample=2")])
+    alone = 1 if ranks.rank == 0 else 0  # one device by itself
+    return len(began) - alone, len(tried), any("ran out of memory" in note for note in found.notes)
+
+
+def test_where_memory_lacks_that_is_known_before_ranks_wait_for_each_other() -> None:
+    for began, tried, noted in run_ranks(asked_first, 2, ("cpu",)):
+        assert (tried, noted) == (1, True)
+        assert began == 2  # the chains that the engine is measured with, each rank by itself
+    assert run_ranks(asked_first, 2, ("cuda",)) == [(3, 0, False)] * 2
 
 
 def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
@@ -137,7 +171,7 @@ def test_plans_are_profiled_in_the_same_groups(reused: bool, times: int) -> None
 def test_links_without_memory_on_one_rank_end_all_of_them() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     for failure in run_ranks(links_that_fail, 2, error):
-        assert failure == "rank 1 ran out of memory while measuring the links"
+        assert failure == f"rank 1 ran out of memory while measuring the links; {NEEDS_LESS}"
 
 
 def links_that_fail(error: Exception) -> str:

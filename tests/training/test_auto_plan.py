@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from convoy.comm.failures import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
@@ -198,14 +199,14 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
     assert len({(plan, total) for plan, _, total, _ in found}) == 1
     for plan, notes, total, _ in found:
         assert plan == "sample=2" and total == total
-        assert "filter=2 left the race: rank 1 ran out of memory while racing filter=2" in notes
+        assert f"filter=2 left the race: rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}" in notes
         assert any("in a race" in note and "filter=2" not in note for note in notes)
 
 
 @pytest.mark.slow
 def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
     for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
-        assert failure == "rank 1 ran out of memory while racing filter=2"
+        assert failure == f"rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}"
 
 
 def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:

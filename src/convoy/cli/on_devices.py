@@ -6,6 +6,8 @@ import torch
 
 from convoy import launch
 from convoy.cli.options import is_verbose
+from convoy.comm.backend import gpus
+from convoy.comm.failures import memory_explained
 from convoy.comm.groups import leave
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
@@ -50,7 +52,8 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
         raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
     if number > 1:
         return launch.start(arguments, number, is_verbose(arguments))
-    return work(Ranks(), choose_device(device))
+    with memory_explained(0, 1):
+        return work(Ranks(), choose_device(device))
 
 
 def run_as_rank(
@@ -82,7 +85,8 @@ def run_as_rank(
         ranks, own = join_ranks(patience_s)
         cores.take_share(ranks.gather, ranks.rank, cores_per_device)
         ranks = Ranks.here()
-        status = work(ranks, device_of(device, own, ranks.num))
+        with memory_explained(ranks.rank, ranks.num):
+            status = work(ranks, device_of(device, own, ranks.num))
         ranks.barrier()
         leave()
         return launch.ended(place, status)
@@ -94,7 +98,7 @@ def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.de
     Raises:
         ConvoyError: it is another rank's GPU.
     """
-    if name is None or (name == "cuda" and own.type == "cuda"):
+    if (name is None and (own.type == "cuda" or not gpus().why)) or (name == "cuda" and own.type == "cuda"):
         return own
     device = choose_device(name)
     if device.type == "cuda" and device != own and num_devices > 1:

@@ -10,6 +10,7 @@ from convoy import launch, models
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
 from convoy.cli.requests import PlanRequest
+from convoy.comm.failures import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.launch import cores
@@ -72,7 +73,8 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
     if request.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
-    _answer(request, recipe, number, Ranks(), device)
+    with memory_explained(0, 1):
+        _answer(request, recipe, number, Ranks(), device)
     return 0
 
 

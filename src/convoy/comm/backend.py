@@ -5,18 +5,56 @@ rank 0 decides: what launchers say of local ranks differs (a Slurm task may see 
 that see another number of GPUs than their neighbors would decide otherwise by themselves.
 """
 
+import functools
 import json
 import os
 import socket
+import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from convoy.errors import MeetingError
 
 GLOO = "gloo"
 NCCL = "cpu:gloo,cuda:nccl"
+
+
+_RECORDED = "2000"
+
+
+class Here(NamedTuple):
+    """The GPUs that torch can use here, and why there are none; empty where there are, or where nothing is known."""
+
+    number: int
+    why: str = ""
+
+
+@functools.cache
+def gpus() -> Here:
+    """What is here. Of a driver that is too old torch only warns, once in a process, and goes on without a GPU."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except RuntimeError as error:
+            said, number = [], 0
+            why = str(error)
+        else:
+            why = next((text for text in (str(one.message) for one in said) if "CUDA" in text or "driver" in text), "")
+    if number:
+        return Here(number)
+    first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
+    if "driver" in first and "too old" in first:
+        first += (
+            f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
+        )
+        first += "that is built for an older CUDA (https://pytorch.org/get-started)"
+    return Here(0, first)
 
 
 class Seen(NamedTuple):
@@ -64,7 +102,7 @@ def choose(ranks: Sequence[Seen]) -> Choice:
     >>> choose([Seen("a", "GPU-1"), Seen("a", "GPU-2")]).backend
     'cpu:gloo,cuda:nccl'
     >>> choose([Seen("a", "GPU-1"), Seen("a", "GPU-1")]).note
-    "ranks 0, 1 share a GPU of host a, and NCCL refuses that: gloo carries all messages, by way of the CPU; ..."
+    "ranks 0, 1 share a GPU of host a: they take turns on it and divide its memory, ..."
     """
     by_gpu: dict[Seen, list[int]] = defaultdict(list)
     for rank, seen in enumerate(ranks):
@@ -73,17 +111,60 @@ def choose(ranks: Sequence[Seen]) -> Choice:
     if len(without) == len(ranks):
         return Choice(GLOO)
     slowly = "gloo carries all messages, by way of the CPU"
+    turns = "they take turns on it and divide its memory, and as NCCL refuses that, " + slowly
     if without:
         first = without[0]
         some = f"rank {first} on host {ranks[first].host} has" if len(without) == 1 else f"{_text(without)} have"
         return Choice(GLOO, f"{some} no GPU: {slowly}; start ranks where there are GPUs, or all with --device cpu")
     for shared in by_gpu.values():
         if len(shared) > 1:
-            where = f"{_text(shared)} share a GPU of host {ranks[shared[0]].host}, and NCCL refuses that"
-            return Choice(GLOO, f"{where}: {slowly}; start one rank for each GPU")
+            where = f"{_text(shared)} share a GPU of host {ranks[shared[0]].host}"
+            return Choice(GLOO, f"{where}: {turns}; one rank for each GPU is faster")
     return Choice(NCCL)
 
 
 def _text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}{', …' if len(ranks) > 4 else ''}"
+
+
+def record_collectives(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch keep the last collectives of NCCL, which it writes to a file where one reaches its time limit, unless
+    the user has said otherwise. It has to know before NCCL begins."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:  # the old name
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the GPUs of a group, which NCCL would do at its first message: in the middle of training, and group by
+    group in whatever order the ranks come to them.
+
+    Args:
+        group: whose ranks all call it, for all their groups in the same order.
+        device: of this rank.
+
+    Raises:
+        MeetingError: they cannot be connected.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one, group=group)
+        added = int(one.item())
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        last = next((line for line in lines if line.startswith("Last error")), "")
+        reason = " ".join(filter(None, (lines[0] if lines else type(error).__name__, last, *lines[-1:]))).rstrip(".")
+        raise MeetingError(_unconnected(ranks, reason)) from error
+    if added != len(ranks):
+        raise MeetingError(_unconnected(ranks, f"a sum of {len(ranks)} ones is {added}"))
+
+
+def _unconnected(ranks: Sequence[int], reason: str) -> str:
+    interface = os.environ.get("NCCL_SOCKET_IFNAME")
+    named = f"is {interface}" if interface else "is not set"
+    return (
+        f"NCCL cannot connect the GPUs of {_text(ranks)} ({reason}): see whether NCCL_SOCKET_IFNAME ({named}) is "
+        "the interface between hosts, whether GPUs reach others (try NCCL_P2P_DISABLE=1), and whether the driver is "
+        "the same on all; NCCL_DEBUG=INFO says more"
+    )

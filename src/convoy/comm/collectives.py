@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from convoy.comm import point_to_point, shared_memory
-from convoy.comm.position import current
+from convoy.comm.position import Enqueued, current, ledger
 from convoy.comm.shared_memory import Channel
 
 _Arguments = ParamSpec("_Arguments")
@@ -96,7 +96,7 @@ _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weak
 class Pending:
     """A collective that may still run, or that runs when it is waited for; `wait` gives its result, once."""
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, works: Sequence["dist.Work | _Numbered | None"], finish: Callable[[], Tensor]) -> None:
         self._works = [work for work in works if work is not None]
         self._finish = finish
 
@@ -111,6 +111,38 @@ class Pending:
         for work in self._works:
             work.wait()
         return self._finish()
+
+
+class _Numbered:
+    """A collective that a device has been given, and that `ledger` knows.
+
+    What torch returns holds its tensors. So an event takes its place there once the device's stream waits for it.
+    """
+
+    def __init__(self, work: dist.Work | None, entry: Enqueued, is_cuda: bool) -> None:
+        self._work, self._entry, self._is_cuda = work, entry, is_cuda
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._entry.done = event.query
+
+
+def _numbered(name: str, work: dist.Work | None, x: Tensor, group: dist.ProcessGroup) -> _Numbered:
+    """Note what was enqueued through a backend that does not wait; without `work` the stream waits for it already."""
+    done = work.is_completed if work is not None else _yes
+    entry = ledger.add(group.group_name, functools.partial(dist.get_process_group_ranks, group), name, done)
+    numbered = _Numbered(work, entry, x.is_cuda and torch.cuda.is_initialized())
+    if work is None:
+        numbered.wait()
+    return numbered
+
+
+def _yes() -> bool:
+    return True
 
 
 def size(group: Group) -> int:
@@ -140,7 +172,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_reduce(x, channel))
     if not _is_gloo(x, group):
-        return Pending([dist.all_reduce(x, group=group, async_op=True)], lambda: x)
+        return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), x, group)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
         return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
@@ -169,7 +201,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
         works = point_to_point.start_all_to_all([here] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
-    return Pending([work], lambda: received)
+    return Pending([_numbered("all gather", work, x, group)], lambda: received)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -193,7 +225,7 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
         works = point_to_point.start_all_to_all(list(here), list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = dist.all_to_all_single(received, here, group=group, async_op=True)
-    return Pending([work], lambda: received)
+    return Pending([_numbered("all to all", work, x, group)], lambda: received)
 
 
 @waits
@@ -247,6 +279,7 @@ def _exchange_at_once(sends: Sequence[Tensor | None], wanted: list[int], group: 
         return received
     received = flat.new_empty(sum(wanted))
     dist.all_to_all_single(received, flat, wanted, given, group=group)
+    _numbered("exchange", None, received, group)
     return received
 
 
@@ -265,7 +298,8 @@ def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], gro
         nothing = receives[here].new_empty(0)
         taken = [nothing if q == here else x for q, x in enumerate(receives)]
         given = [nothing if q == here else x for q, x in enumerate(sends)]
-        return Pending([dist.all_to_all(taken, given, group=group, async_op=True)], lambda: receives[here - 1])
+        work = dist.all_to_all(taken, given, group=group, async_op=True)
+        return Pending([_numbered("exchange", work, nothing, group)], lambda: receives[here - 1])
     arriving = [_for(group, x) for x in receives]
     works = point_to_point.start_all_to_all([_for(group, x) for x in sends], arriving, group)
     return Pending(works, lambda: _arrived(arriving, receives, here))
@@ -289,6 +323,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return all_to_all(x, group).sum(0)
     found = x.new_empty(x.shape[1:])
     _scatter_single(found.view(-1), x.contiguous().view(-1), group=group)
+    _numbered("reduce scatter", None, found, group)
     return found
 
 
@@ -300,6 +335,8 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     here = _for(group, x)
     dist.broadcast(here, group=group, group_src=source)
+    if not _is_gloo(here, group):
+        _numbered("broadcast", None, here, group)
     return x if here is x else x.copy_(here)
 
 
@@ -325,6 +362,7 @@ def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
 
 def close(group: dist.ProcessGroup) -> None:
     """Nothing comes from this rank any more through the memory that it shares with the group: who waits there fails."""
+    ledger.forget(group.group_name)
     channel = _channels.pop(group, None)
     if channel is not None:
         channel.close()
@@ -350,16 +388,18 @@ def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
 
 
 def _meet(group: dist.ProcessGroup) -> Channel | None:
-    def gather(numbers: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(list(numbers), dtype=torch.int64)
-        rows = mine.new_empty(group.size(), len(mine))
-        _gather_single(rows.view(-1), mine, group=group)
-        found: list[list[int]] = rows.tolist()
-        return found
-
     timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
-    channel = shared_memory.meet(group.rank(), names, timeout, gather)
+    # no function of this one's variables: a traceback would keep it, and the group's connections open
+    channel = shared_memory.meet(group.rank(), names, timeout, functools.partial(_gather_over, group))
     if channel is not None:
         weakref.finalize(group, channel.close)
     return channel
+
+
+def _gather_over(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    mine = torch.tensor(list(numbers), dtype=torch.int64)
+    rows = mine.new_empty(group.size(), len(mine))
+    _gather_single(rows.view(-1), mine, group=group)
+    found: list[list[int]] = rows.tolist()
+    return found

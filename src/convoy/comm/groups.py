@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -26,7 +27,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from convoy import interfaces
 from convoy.comm import backend
-from convoy.comm.collectives import close
+from convoy.comm.collectives import close, gather_ints
+from convoy.comm.position import ledger
 from convoy.errors import ConvoyError, MeetingError
 from convoy.failure import say_uncaught
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -62,9 +64,9 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
 
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo talk on the network on which the ranks meet, unless an interface was chosen.
+    """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen.
 
-    By itself it would take the one that this host's name belongs to, which need not be one that others reach.
+    By itself gloo would take the one that this host's name belongs to, which need not be one that others reach.
     """
     if interfaces.VARIABLES[0] in environment:
         return
@@ -75,7 +77,9 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
         return
     name = interfaces.interface_with(address)
     if name is not None:
-        environment[interfaces.VARIABLES[0]] = name
+        gloo, nccl = interfaces.VARIABLES
+        environment[gloo] = name
+        environment.setdefault(nccl, f"={name}")  # without the sign NCCL takes all that begin so: eth1, eth10
 
 
 def num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
@@ -148,7 +152,7 @@ def join(timeout: float = 600.0) -> torch.device:
         ConvoyError: only some of the variables are set, or they are no numbers.
         MeetingError: the other ranks are not to be reached.
     """
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = backend.gpus().number
     device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
@@ -163,7 +167,11 @@ def join(timeout: float = 600.0) -> torch.device:
             _limit = limit
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(device))
+            if choice.backend == backend.NCCL:
+                backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
+            if dist.group.WORLD is not None:
+                _connect(dist.group.WORLD)
             if choice.note and rank == 0:
                 print(f"convoy: {choice.note}", file=sys.stderr, flush=True)
         except (dist.DistError, RuntimeError) as error:
@@ -174,6 +182,12 @@ def join(timeout: float = 600.0) -> torch.device:
     # torch, too, takes exceptions when it joins, and would hold them back until all is said
     say_uncaught(_first_to_say)
     return device
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """Connect the GPUs of a group that NCCL serves."""
+    if "cuda:nccl" in dist.get_backend_config(group):
+        backend.warm_up(group, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _first_to_say() -> bool:
@@ -196,6 +210,7 @@ def leave() -> None:
     """Leave the process group, if one is joined."""
     global _store
     _store = None
+    ledger.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -213,35 +228,99 @@ def everyone() -> dist.ProcessGroup | None:
         return dist.group.WORLD
     own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit)
     if _temporary:
-        _temporary[-1].append(own)
+        _temporary[-1].add(own)
     return own
 
 
-_temporary: list[list[dist.ProcessGroup]] = []
+class Temporary:
+    """Process groups that end together.
+
+    Attributes:
+        failed: a rank has failed: nothing in them is to be waited for any more.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._groups: list[dist.ProcessGroup] = []
+        self._lock = threading.Lock()
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """One more.
+
+        Raises:
+            RuntimeError: they were aborted.
+        """
+        with self._lock:
+            self._groups.append(group)
+            if self.failed:
+                raise RuntimeError("aborted: a rank has failed")
+
+    def meet(self) -> None:
+        """Wait for the others, so that nobody begins to make a group for which one of them does not come."""
+        if self._groups:
+            gather_ints([0], self._groups[0])
+
+    def abort(self) -> None:
+        """End what waits for messages through NCCL, from any thread.
+
+        All at once: to abort one of its groups may take until the kernels of the others have ended.
+        """
+        with self._lock:
+            self.failed = True
+            ending = [
+                threading.Thread(target=group.abort, daemon=True) for group in self._groups if not only_gloo(group)
+            ]
+            for thread in ending:
+                thread.start()
+            for thread in ending:
+                thread.join(_ABORT_S)
+
+    def end(self) -> None:
+        """Leave them."""
+        if self.failed:
+            self.abort()
+        with self._lock:
+            while self._groups:
+                group = self._groups.pop()
+                if not self.failed:
+                    _end(group, keep=True)
+                    continue
+                close(group)
+                if only_gloo(group):
+                    dist.destroy_process_group(group)
+                else:  # to destroy it would wait for what was sent
+                    dist.distributed_c10d._abort_process_group(group)
+
+
+def only_gloo(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether gloo carries all that a group sends; by default that of all ranks."""
+    return all(part.rpartition(":")[2] == "gloo" for part in dist.get_backend_config(group).split(","))
+
+
+_ABORT_S = 10.0
+_temporary: list[Temporary] = []
 """What was made within each `temporary` that is entered."""
 
 
 @contextmanager
-def temporary() -> Iterator[None]:
+def temporary() -> Iterator[Temporary]:
     """Groups that are made within are for what is done there alone, those of all ranks too, and end with it.
 
     All ranks enter it. One that leaves it with an error takes its groups with it: whoever waits there for its messages
-    gets an error too, while the groups outside still serve. That holds for messages through gloo and shared memory.
+    through gloo or shared memory gets an error too, while the groups outside still serve.
     """
-    made: list[dist.ProcessGroup] = []
+    made = Temporary()
     _temporary.append(made)
-    failed = False
     try:
-        yield
+        yield made
     except Exception as error:
-        failed = True
+        made.failed = True
         traceback.clear_frames(error.__traceback__)  # as long as anything knows a group, its connections stay
         raise
     finally:
         _temporary.pop()
-        while made:
-            _end(made.pop(), keep=not failed)
-        if failed:
+        made.end()
+        if made.failed:
             gc.collect()
 
 
@@ -311,7 +390,7 @@ class Groups:
     """
 
     def __init__(self, mesh: Mesh, rank: int | None = None) -> None:
-        world = num_ranks()
+        world, is_joined = num_ranks(), rank is None
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             if mesh.num_devices != world:
@@ -323,6 +402,8 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        if _temporary and is_joined:
+            _temporary[-1].meet()
         for axes in _all_subsets(mesh) if _temporary else ():
             self.of(axes)
 
@@ -342,14 +423,17 @@ class Groups:
             return dist.group.WORLD
         all_ranks = tuple(tuple(ranks) for ranks in self.mesh.groups(axes))
         mine = _kept.pop(all_ranks, None) if _kept and _temporary else None
-        for ranks in all_ranks if mine is None else ():
+        reused = mine is not None
+        for ranks in () if reused else all_ranks:
             group = dist.new_group(list(ranks), timeout=_limit)
             if self.rank in ranks:
                 mine = group
         assert mine is not None
         if _temporary:
-            _temporary[-1].append(mine)
+            _temporary[-1].add(mine)
             _over[mine] = all_ranks
+        if not reused:
+            _connect(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":

@@ -1,7 +1,13 @@
-"""Where this process is in its training: kept all the time, as it is asked for when nothing moves any more."""
+"""Where this process is in its training: kept all the time, as it is asked for when nothing moves any more.
+
+A GPU is somewhere else: the host runs ahead of it, and does not notice when it waits for the other ranks. So what it
+was given to exchange is numbered, by group: who has given it less than the others holds them up.
+"""
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 Part = Literal[
@@ -20,6 +26,39 @@ Part = Literal[
     "report",
 ]
 """What a rank does; `reading` is of a checkpoint, `gradient` their exchange, `rest` the loss and all else."""
+
+
+_OUTSIDE = {
+    "start": "before the first update",
+    "reading": "reading a checkpoint",
+    "weights": "writing the weights",
+    "report": "writing the report",
+}
+_WORDS = {
+    "data": "waiting for data",
+    "input": "moving its data to the device",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "gradient": "exchange of gradients",
+    "update": "optimizer",
+    "rest": "between the parts of the update",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+
+
+def place_in_words(update: int, part: str, layer: str) -> str:
+    """For people: `update 7, forward pass of layer conv1`.
+
+    Args:
+        update: updates done before.
+        part: of the update, or outside of all.
+        layer: empty for none; a number behind `#` tells calls of one layer apart.
+    """
+    if part in _OUTSIDE:
+        return _OUTSIDE[part]
+    of_layer = f" of layer {layer.partition('#')[0]}" if layer else ""
+    return f"update {update + 1:,}, {_WORDS.get(part, part)}{of_layer}"
 
 
 @dataclass(slots=True)
@@ -55,3 +94,76 @@ class Position:
 
 
 current = Position()
+
+
+@dataclass(slots=True)
+class Enqueued:
+    """A collective that a device was given.
+
+    Attributes:
+        number: of those of its group, from 1.
+        name: what it is: `all reduce`.
+        layer: the layer that it belongs to; empty for none.
+        done: whether the device is through with it; asked from any thread.
+    """
+
+    number: int
+    name: str
+    layer: str
+    done: Callable[[], bool]
+
+
+GroupState = tuple[list[int], int, list[tuple[int, str, str]]]
+"""The ranks of a group, how many collectives this one has enqueued there, and number, name and layer of the first few
+that its device is not through with."""
+_SHOWN = 16
+
+
+@dataclass
+class Ledger:
+    """The collectives that devices were given, by the names of their groups; one for each process."""
+
+    _members: dict[str, list[int]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _open: dict[str, deque[Enqueued]] = field(default_factory=dict)
+
+    def add(self, group: str, members: Callable[[], Sequence[int]], name: str, done: Callable[[], bool]) -> Enqueued:
+        """One more; those before it are forgotten as far as they are done.
+
+        Args:
+            group: its name.
+            members: the ranks of the group, in the numbering of all.
+            name: of the collective.
+            done: as in `Enqueued`.
+        """
+        if group not in self._counts:
+            self._members[group], self._counts[group], self._open[group] = list(members()), 0, deque()
+        self._counts[group] += 1
+        still = self._open[group]
+        while still and still[0].done():
+            still.popleft()
+        entry = Enqueued(self._counts[group], name, current.layer, done)
+        still.append(entry)
+        return entry
+
+    def forget(self, group: str) -> None:
+        """A group has ended."""
+        for each in (self._members, self._counts, self._open):
+            each.pop(group, None)
+
+    def clear(self) -> None:
+        """All groups have ended."""
+        for each in (self._members, self._counts, self._open):
+            each.clear()
+
+    def state(self) -> dict[str, GroupState]:
+        """What there is, by the names of groups; from any thread."""
+        found: dict[str, GroupState] = {}
+        for group, still in list(self._open.items()):
+            left = [one for one in list(still) if not one.done()][:_SHOWN]
+            rows = [(one.number, one.name, one.layer.partition("#")[0]) for one in left]
+            found[group] = (self._members[group], self._counts[group], rows)
+        return found
+
+
+ledger = Ledger()

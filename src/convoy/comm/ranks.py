@@ -6,6 +6,7 @@ ranks of a group call the same function.
 """
 
 import pickle
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
+from convoy.comm.failures import Alarm, Failure
 from convoy.comm.groups import everyone, forget, num_local, temporary
-from convoy.errors import ConvoyError, MachineError
+from convoy.comm.position import current
+from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
@@ -64,21 +67,6 @@ def _pack(value: Any) -> Tensor:
 
 def _unpack(packed: Tensor) -> Any:
     return pickle.loads(packed.numpy().tobytes())
-
-
-class RankFailedError(MachineError):
-    """What all ranks tried together failed on one of them.
-
-    Attributes:
-        out_of_memory: whether for want of memory.
-    """
-
-    def __init__(self, message: str, out_of_memory: bool = False) -> None:
-        super().__init__(message)
-        self.out_of_memory = out_of_memory
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.out_of_memory)
 
 
 @dataclass
@@ -203,56 +191,24 @@ class Ranks:
         """
         found: T | None = None
         failure: Exception | None = None
-        said: list[_Failure | None] = []
+        said: list[Failure | None] = []
         done = False
+        name = self.broadcast(uuid.uuid4().hex)
         try:
-            with temporary():
+            with temporary() as made, Alarm(name, made):
+                current.at("")
                 found = work(self if self.num == 1 else replace(self, group=everyone()))
                 done = True
                 said = self.gather(None)  # before the groups end: somebody may still read its last messages
+                made.failed = any(said)
         except Exception as error:
             if done:
                 raise
             failure = error
-            said = self.gather(_Failure.of(error))
+            said = self.gather(Failure.of(error))
         failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
         if failed:
             forget()
             first, rank = min(failed, key=lambda each: (each[0].sort, each[1]))
             raise first.error(rank, what) from failure
         return cast(T, found)
-
-
-_LOST_MEMORY, _MISTAKE, _MACHINE, _BROKEN, _CUT_OFF = range(5)
-_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a rank has failed; the sort says which of several ranks' failures is the cause of the others'."""
-
-    sort: int
-    text: str
-
-    @staticmethod
-    def of(error: Exception) -> "_Failure":
-        first_line = str(error).partition("\n")[0].rstrip(".")
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-            words in str(error) for words in _NO_MEMORY if isinstance(error, RuntimeError)
-        ):
-            return _Failure(_LOST_MEMORY, first_line)
-        if isinstance(error, ConvoyError):
-            return _Failure(_MACHINE if isinstance(error, MachineError) else _MISTAKE, str(error))
-        cut_off = isinstance(error, RuntimeError) and any(words in str(error) for words in _ENDED)
-        return _Failure(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
-
-    def error(self, rank: int, what: str) -> ConvoyError:
-        """For every rank."""
-        if self.sort == _MISTAKE:
-            return ConvoyError(self.text)
-        if self.sort == _MACHINE:
-            return MachineError(self.text)
-        if self.sort == _LOST_MEMORY:
-            return RankFailedError(f"rank {rank} ran out of memory while {what}", True)
-        return RankFailedError(f"rank {rank} failed while {what} ({self.text}): -v shows where")

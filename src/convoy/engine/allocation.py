@@ -36,8 +36,12 @@ def keep_freed_memory(device: torch.device) -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, 2**31 - 1) and mallopt(_TRIM_THRESHOLD, -1))
 
 
-def release_freed_memory() -> None:
-    """Give back to the kernel what the process has freed and kept."""
+def release_freed_memory(device: torch.device) -> None:
+    """Give back what the process has freed and kept: to the GPU, whose free blocks are of sizes that nothing else may
+    ask for, or to the kernel."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -234,6 +234,14 @@ class Profiler:
             for name in self._program.sources
         ]
 
+    def try_out(self) -> None:
+        """One pass, of which nothing is kept.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        self._pass()
+
     def run(
         self,
         agree: Callable[[bool], bool] = lambda done: done,

@@ -18,16 +18,16 @@ from types import FrameType
 from convoy import interfaces
 from convoy.failure import Failure, cause, end_of, read_failures
 from convoy.late import waiting_for
-from convoy.launch.place import FOLDER
+from convoy.launch.place import FOLDER, STOP
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
 
 # A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); a request to the run
-# as a whole comes as SIGUSR1.
+# as a whole comes as STOP.
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGTERM: signal.SIGUSR1,
+    signal.SIGTERM: STOP,
 }
 
 SHUTDOWN_S = 5

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from pathlib import Path
 from convoy.errors import ConvoyError
 
 FOLDER = "CONVOY_LAUNCH"
+STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
+"""To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
+of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none."""
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
-from convoy.launch.place import RankPlace
+from convoy.launch.place import STOP, RankPlace
 
 GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""
@@ -134,7 +134,7 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event) -> None:
 
     folder.mkdir(exist_ok=True)
     follow(int(os.environ[PARENT]), folder, place.rank)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, STOP, signal.SIGUSR2):
         signal.signal(number, _stop_early)
     signal.signal(signal.SIGTERM, terminate)
     (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
@@ -175,7 +175,7 @@ class _StoppedEarly(BaseException):
 
 
 def _stop_early(number: int, frame: Any) -> None:
-    name = "SIGTERM" if number == signal.SIGUSR1 else signal.Signals(number).name
+    name = "SIGTERM" if number == STOP else signal.Signals(number).name
     raise _StoppedEarly(f"{name}: stopped at once, without saving")
 
 

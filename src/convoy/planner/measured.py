@@ -20,7 +20,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from convoy.comm.ranks import RankFailedError, Ranks
+from convoy.comm.failures import RankFailedError
+from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.sharded import ELEMENTWISE
@@ -270,11 +271,8 @@ class Measurements:
         return not any(self._times.values())
 
     def give_back_memory(self) -> None:
-        """Give the kernel, or the GPU, what earlier work has freed."""
-        if self._workload.device.type == "cpu":
-            release_freed_memory()
-        else:
-            torch.cuda.empty_cache()
+        """Give back what earlier work has freed."""
+        release_freed_memory(self._workload.device)
 
     def _fits(self, job: Job) -> bool:
         return max(each.total for each in predict_memory(job.placement)) <= _ROOM * self._room
@@ -295,6 +293,7 @@ class Measurements:
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
+            self.give_back_memory()
             self.notes.append(f"{error}: its layers are predicted from what else was profiled")
             return
         self.longest_s = max(self.longest_s, time.monotonic() - start)

@@ -34,6 +34,9 @@ from convoy.plans.transfer import Step
 
 ALIKE = 1.1
 """Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
+RAISES = ("cuda",)
+"""Devices that say when memory lacks. There a rank's part runs alone first: who lacks memory says so before the ranks
+make groups and wait for each other in them."""
 _SMALL = 0.01
 """Operations that take less than this part of the time say nothing about how fast a rank is."""
 
@@ -94,7 +97,8 @@ def profile(
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around, own_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
-        profiler = Profiler(
+        profiler = partial(
+            Profiler,
             placement,
             place,
             workload.device,
@@ -102,10 +106,11 @@ def profile(
             batch_norm=workload.batch_norm,
             microbatches=workload.sizes,
             contents=workload.contents,
-            groups=Groups(mesh) if together else None,
         )
         with _precision(workload):
-            profiled = profiler.run(agree, slowest, enough)
+            if together and workload.device.type in RAISES:
+                profiler().try_out()
+            profiled = profiler(groups=Groups(mesh) if together else None).run(agree, slowest, enough)
         times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
         for placed in placement.calls:
             one = local_op_of(workload, placement, placed, place)

@@ -17,6 +17,7 @@ from torch import nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.engine.allocation import release_freed_memory
 from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, Scored, make_plan
@@ -207,6 +208,8 @@ class Choice(Prepared):
         failures: dict[Plan, ConvoyError] = {}
         for number, plan in enumerate(plans):
             self.progress(f"racing {plan}", number, len(plans))
+            if self.device.type == "cuda":  # what the one before it has freed
+                release_freed_memory(self.device)
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
                     raced = partial(self._raced, plan, planned.shares(plan), ahead)

@@ -132,7 +132,7 @@ def probed(
         if not found.draws or recipe.batch_norm != "microbatch" or recipe.reproducible:  # `merged` does not ask
             return found
         return replace(found, owned=owns_draws(copy.deepcopy(plain), shape, device, samples=min(2, *sizes)))
-    except ConvoyError:
+    except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from convoy.comm.backend import gpus
 from convoy.comm.groups import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
@@ -20,16 +21,24 @@ def choose_device(name: str | None) -> torch.device:
     Raises:
         ConvoyError: no such device here.
     """
+    here = gpus()
+    if name is None and here.why:
+        raise ConvoyError(f"torch cannot use the GPUs here: {here.why}; --device cpu trains without")
     if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda:0" if here.number else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConvoyError(f"--device {name} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
-        raise ConvoyError(f"--device {name} is not here: torch sees {torch.cuda.device_count()} GPUs; use --device cpu")
+    if device.type == "cuda":
+        if here.why:
+            raise ConvoyError(f"--device {name} is not to be used: {here.why}; --device cpu trains without")
+        if not 0 <= (device.index or 0) < here.number:
+            raise ConvoyError(f"--device {name} is not here: torch sees {here.number} GPUs; use --device cpu")
+        if device.index is not None:
+            torch.cuda.set_device(device)  # what asks for "cuda" alone means this one: streams, events, random numbers
     return device
 
 

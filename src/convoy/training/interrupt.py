@@ -9,11 +9,12 @@ from typing import Any, Self
 import torch
 
 from convoy.comm.ranks import Ranks
+from convoy.launch.place import STOP
 
 SIGNALS = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
-# To a rank that was started by another process: that one hands SIGTERM on as SIGUSR1, and means "end at once" by
-# SIGTERM itself.
-HANDED_ON = {signal.SIGUSR1: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGUSR2: "SIGUSR2"}
+# To a rank that was started by another process: that one hands SIGTERM on as STOP, and means "end at once" by SIGTERM
+# itself.
+HANDED_ON = {STOP: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGUSR2: "SIGUSR2"}
 
 
 class Interrupt:

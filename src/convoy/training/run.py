@@ -2,8 +2,7 @@
 
 import contextlib
 import gc
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.failures import memory_explained
 from convoy.comm.groups import meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError, TooLargeError
+from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
@@ -64,28 +64,6 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     finally:
         batches.close()
     return f"{error}; done again, all updates were finite"
-
-
-@contextlib.contextmanager
-def memory_explained(recipe: Recipe) -> Iterator[None]:
-    """Say where a device had too little memory, and what to change.
-
-    Raises:
-        TooLargeError: it had.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        layer = f" of layer {current.layer.partition('#')[0]}" if current.layer else ""
-        where = f"update {current.update + 1:,}, {current.part}{layer}"
-        ways = [] if recipe.microbatch == 1 else ["make microbatches smaller (--set microbatch=…)"]
-        ways += ["compute in bf16 (--precision bf16)"] if recipe.precision == "fp32" else []
-        ways += ["divide layers over more devices (--plan auto)"]
-        raise TooLargeError(
-            f"out of memory in {where}{f' ({asked[1]} more were needed)' if asked else ''}: begin again, and "
-            f"{', or '.join(ways)}"
-        ) from error
 
 
 LOCK_PATIENCE_S = 30.0
@@ -161,7 +139,8 @@ def train(
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
         resuming, recipe = ranks.first(partial(_claim, stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
-        session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
+        with memory_explained(ranks.rank, ranks.num):
+            session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         current.to("start")
         if first:
             on_start(session)
@@ -181,7 +160,10 @@ def train(
         ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
         summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
         summary(loop.progress, "running", loop.done, None)
-        hang = watchdog.end
+        hang, begun = watchdog.end, loop.done
+
+        def has_gone_well() -> bool:
+            return loop.done > begun
 
         def fail(sentence: str) -> None:
             why = sentence.partition("\n")[0]
@@ -189,8 +171,8 @@ def train(
             hang(sentence)
 
         try:
-            # as it is printed, so it is kept
-            with watchdog.ending_by(fail), disk_explained(run.path), memory_explained(session.recipe):
+            memory = memory_explained(ranks.rank, ranks.num, has_gone_well)
+            with watchdog.ending_by(fail), disk_explained(run.path), memory:  # as it is printed, so it is kept
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -202,7 +184,7 @@ def train(
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
-            del session, loop, summary
+            del session, loop, summary, has_gone_well, memory
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

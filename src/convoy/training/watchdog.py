@@ -18,36 +18,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from convoy.comm.position import Position, current
+from convoy.comm.position import GroupState, Ledger, Position, current, ledger, place_in_words
 from convoy.comm.ranks import Ranks
 from convoy.training.config import in_words
 
 TIMEOUT_S = 300.0
 """Seconds without any movement that a run is given, unless the user says otherwise."""
 _LIMIT_S, _BEFORE = 600.0, 0.9
-_OUTSIDE = {
-    "start": "before the first update",
-    "reading": "reading a checkpoint",
-    "weights": "writing the weights",
-    "report": "writing the report",
-}
-_WORDS = {
-    "data": "waiting for data",
-    "input": "moving its data to the device",
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "gradient": "exchange of gradients",
-    "update": "optimizer",
-    "rest": "between the parts of the update",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-}
 
 
 @dataclass(frozen=True)
@@ -60,6 +43,7 @@ class Seen:
         still_s: seconds since it moved, when it wrote that.
         count: how often it has written.
         silent_s: seconds since it wrote.
+        groups: what it has given its GPU to exchange, by the names of groups.
     """
 
     host: str
@@ -70,15 +54,13 @@ class Seen:
     still_s: float
     count: int
     silent_s: float = 0.0
+    groups: dict[str, GroupState] = field(default_factory=dict)
 
     def place(self) -> str:
         """Its position, in words."""
-        layer = f" of layer {self.layer.partition('#')[0]}" if self.layer else ""
         what = f" ({self.collective})" if self.collective != "wait" else ""
         waits = f", waiting for other ranks{what}" if self.collective else ""
-        if self.part in _OUTSIDE:
-            return f"{_OUTSIDE[self.part]}{waits}"
-        return f"update {self.update + 1:,}, {_WORDS.get(self.part, self.part)}{layer}{waits}"
+        return f"{place_in_words(self.update, self.part, self.layer)}{waits}"
 
     def works(self, timeout_s: float) -> bool:
         """Whether it moves, and waits for nobody."""
@@ -111,9 +93,13 @@ def explain(
     own = ranks[rank]
     missing = [other for other in range(num_ranks) if other not in ranks]
     silent = [other for other, seen in ranks.items() if other != rank and seen.silent_s > silence_s]
+    late = _late(ranks)
     busy = [other for other, seen in ranks.items() if not seen.collective and other not in silent]
     if missing or silent:
         held = f"held up by {_named([*silent, *missing], ranks)}, not heard of any more"
+    elif late is not None:
+        others = [other for other in late.ranks if other != rank]
+        held = f"held up by {_named(others, ranks)}, {late.why}" if others else f"{late.why}: the others wait for it"
     elif busy == [rank]:
         held = "and the others wait for it"
     elif busy:
@@ -121,8 +107,8 @@ def explain(
     else:
         first = min(seen.update for seen in ranks.values())
         behind = [other for other, seen in ranks.items() if seen.update == first]
-        late = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
-        held = f"while all wait for each other{late}"
+        where = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
+        held = f"while all wait for each other{where}"
     lines = [
         f"rank {rank} on host {own.host} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
         "last positions:",
@@ -135,6 +121,43 @@ def explain(
         since = f"not heard of for {in_words(seen.silent_s)}" if other in silent else f"for {in_words(seen.still_s)}"
         lines.append(f"  rank {other} on host {seen.host}: {seen.place()} ({since})")
     return "\n".join(lines)
+
+
+class _Late(NamedTuple):
+    """Who holds the others' GPUs up, and by what."""
+
+    ranks: list[int]
+    why: str
+
+
+def _late(ranks: Mapping[int, Seen]) -> _Late | None:
+    """Of the ranks that have enqueued the fewest collectives of a group, or whose GPU alone does not finish one: first
+    those that wait for nobody themselves. None where no GPU waits."""
+    found: list[_Late] = []
+    for name in dict.fromkeys(name for seen in ranks.values() for name in seen.groups):
+        members = next(seen.groups[name][0] for seen in ranks.values() if name in seen.groups)
+        states = {rank: ranks[rank].groups.get(name, (members, 0, [])) for rank in members if rank in ranks}
+        waiting = [rank for rank, (_, _, still) in states.items() if still]
+        if not waiting:
+            continue
+        least = min(count for _, count, _ in states.values())
+        behind = [rank for rank, (_, count, _) in states.items() if count == least]
+        if len(behind) < len(states):
+            rows = [row for rank in waiting for row in states[rank][2] if row[0] > least]
+            found += [_Late(behind, f"which has not begun {_collective(*min(rows))}")] if rows else []
+        elif len(waiting) < len(states):
+            found.append(_Late(waiting, f"whose GPU does not finish {_collective(*states[waiting[0]][2][0])}"))
+    free = [late for late in found if not all(_first(ranks[rank]) for rank in late.ranks)]
+    return next(iter([*free, *found]), None)
+
+
+def _collective(number: int, name: str, layer: str) -> str:
+    return f"{name} number {number}" + (f" of layer {layer}" if layer else "")
+
+
+def _first(seen: Seen) -> str:
+    """The first collective that a rank's GPU is not through with; empty where there is none."""
+    return next((_collective(*still[0]) for _, _, still in seen.groups.values() if still), "")
 
 
 def say_and_end(sentence: str) -> None:
@@ -152,6 +175,7 @@ class Watchdog:
         end: is called with the sentence, from a thread; it should end the process.
         timeout_s: seconds without movement.
         position: of this process.
+        given: what its GPU was given to exchange.
         patient: the run is still being set up: nothing ends but a rank that waits for others, until `begin`.
     """
 
@@ -163,11 +187,12 @@ class Watchdog:
         timeout_s: float = TIMEOUT_S,
         position: Position = current,
         patient: bool = False,
+        given: Ledger = ledger,
     ) -> None:
         self.timeout_s = timeout_s
         self._patient = patient
         self._rank, self._num = ranks.rank, ranks.num
-        self.end, self._position = end, position
+        self.end, self._position, self._given = end, position, given
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
         self._store: Store | None = None
         self._count = 0
@@ -223,7 +248,7 @@ class Watchdog:
                 return
 
     def _is_stuck(self, still_s: float) -> bool:
-        waits = bool(self._position.collective)
+        waits = bool(self._own().collective)
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
         others = [seen for rank, seen in self._as_seen().items() if rank != self._rank]
@@ -236,7 +261,12 @@ class Watchdog:
     def _own(self) -> Seen:
         at = self._position
         still_s = time.monotonic() - at.moved
-        return Seen(self._host, at.update, at.part, at.layer, at.collective, still_s, self._count)
+        seen = Seen(
+            self._host, at.update, at.part, at.layer, at.collective, still_s, self._count, groups=self._given.state()
+        )
+        # a host that moves is only ahead of its GPU
+        waits = not at.collective and still_s > 2 * self._interval_s and _first(seen)
+        return replace(seen, collective=f"{_first(seen)} on the GPU") if waits else seen
 
     def _write(self) -> None:
         assert self._store is not None

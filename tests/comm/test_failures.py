@@ -1,0 +1,71 @@
+"""One rank fails in what all try together, over a backend that notices nothing: all know why, and soon."""
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+import stuck
+from convoy.comm import failures
+from convoy.comm.collectives import all_reduce
+from convoy.comm.failures import RankFailedError
+from convoy.comm.groups import Groups, leave
+from convoy.comm.position import current
+from convoy.comm.ranks import Ranks
+from convoy.plans.mesh import Mesh
+from ranks import run_ranks
+
+MESH = Mesh(("a", "b"), (2, 2))
+LIMIT_S = 8.0
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB is free."
+)
+
+
+def failing(when: str, alarm: bool) -> tuple[str, bool, float, int]:
+    """Rank 2 lacks memory; what this rank then knows, after how many seconds, and how many ranks still talk."""
+    stuck.join(LIMIT_S)
+    ranks = Ranks.here()
+
+    def work(meanwhile: Ranks) -> None:
+        if when == "before the groups are made" and ranks.rank == 2:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        groups = Groups(MESH)
+        for number in range(2):
+            current.at(f"conv{number}#1")
+            if number == 1 and ranks.rank == 2:
+                raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            for axis in (0, 1):
+                all_reduce(torch.ones(1 << 20), groups.of((axis,)))
+        stuck.synchronize()  # until the other one comes, or the groups are aborted
+        if when == "while others talk":
+            meanwhile.barrier()
+
+    began = time.monotonic()
+    with mock.patch.object(failures, "only_gloo", lambda: not alarm):
+        try:
+            ranks.trying("profiling sample=4", work)
+        except RankFailedError as error:
+            return str(error), error.out_of_memory, time.monotonic() - began, len(ranks.gather(0))
+        finally:
+            leave()
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.parametrize("when", ["before the groups are made", "while others wait", "while others talk"])
+def test_all_ranks_know_soon_who_lacks_memory_and_what_needs_less(when: str) -> None:
+    layer = "" if when == "before the groups are made" else ", in layer conv1"
+    for said, out_of_memory, took_s, talking in run_ranks(failing, 4, when, True, join=False):
+        assert said == (
+            f"rank 2 ran out of memory while profiling sample=4{layer}: it asked for 2.00 GiB where 1.02 GiB of "
+            "79.10 GiB were free; smaller microbatches, a plan over more devices or --precision bf16 need less"
+        )
+        assert out_of_memory and talking == 4
+        assert took_s < 5
+
+
+def test_without_the_key_they_wait_for_the_limit() -> None:
+    """The negative control."""
+    found = run_ranks(failing, 4, "while others wait", False, join=False)
+    assert max(took_s for _, _, took_s, _ in found) > LIMIT_S
