@@ -206,6 +206,7 @@ class FakeGpu(Counter):
         ):
             self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
+        self._stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _place, create=True))
         self._stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(_is_here), create=True))
         self._stack.enter_context(_guards())
         self._stack.enter_context(self._fake)
@@ -316,6 +317,11 @@ def _guards() -> Iterator[None]:
         yield
     finally:
         guards[cuda], guards[lazy] = before
+
+
+def _place(tensor: Tensor) -> int:
+    """A number in place of the address, which fake memory has none of."""
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
 
 
 def _is_here(tensor: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """What the first of many GPUs does in an update, counted without one: `benchmarks/gpu_ranks.py` and passes of plans."""
 
 import argparse
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -41,13 +40,6 @@ AT_MOST = {
 """Operations beside the plain network's. Two things take more than the 1.2 that is aimed at: over all ranks a batch
 norm layer is seven operations where it is two alone, and a dropout mask that is a function of the sample is some
 thirty where a generator takes one, which shows in a network as short as AlexNet."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
 
 
 def _rows(name: str, batch_norm: Any) -> tuple[Row, Row, Row]:
