@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from convoy.comm import backend
 from convoy.comm.groups import Groups, join, leave
 from convoy.errors import ConvoyError, MeetingError
 from convoy.plans.mesh import Mesh
@@ -60,6 +61,7 @@ def test_join_follows_the_variables_of_torchrun():
 
 def _join_with_gpus(num_gpus):
     current = []
+    backend.gpus.cache_clear()
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: num_gpus),

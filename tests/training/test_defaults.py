@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.coupling import CUDA_SHARE, Probe
-from convoy.errors import ConvoyError, TooLargeError
+from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner.cost.store import ProfileStore
 from convoy.training import Recipe, defaults, load_recipe, train
@@ -403,30 +403,6 @@ def test_reproducible_runs_fill_no_memory() -> None:
     set_numerics(recipe_of("reproducible=true"))
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize(
-    ("settings", "ways"),
-    [
-        ([], "make microbatches smaller (--set microbatch=…), or compute in bf16 (--precision bf16), or divide"),
-        (["microbatch=1", "precision=bf16"], "divide"),
-    ],
-)
-def test_out_of_memory_is_one_sentence_with_what_to_change(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], ways: str
-) -> None:
-    def forward(self: TrainedNetwork, images: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.0 GiB. [more]")
-
-    monkeypatch.setattr(TrainedNetwork, "forward", forward)
-    with pytest.raises(TooLargeError) as raised:
-        run(data, tmp_path / "run", *settings)
-    sentence = (
-        f"out of memory in update 1, forward (2.00 GiB more were needed): begin again, and {ways} layers over more "
-        "devices (--plan auto)"
-    )
-    assert str(raised.value) == sentence
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == sentence
 
 
 def test_a_cpu_session_is_settled(data: Path) -> None:

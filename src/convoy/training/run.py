@@ -139,6 +139,7 @@ def train(
             watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
         resuming, recipe = ranks.first(partial(_claim, stack, run, recipe, resume, jobs, reporter))
         device = device or environment.choose_device(None)
+        current.to("start")  # this process may have trained before
         with memory_explained(ranks.rank, ranks.num):
             session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
         current.to("start")
