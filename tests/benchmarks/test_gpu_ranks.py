@@ -37,8 +37,8 @@ AT_MOST = {
     "convnext_t": {"microbatch": 1.2, "sync": 1.2, "local": 1.2},
     "alexnet": {"microbatch": 1.2, "sync": 1.2, "local": 1.2},
 }
-"""Operations beside the plain network's. One thing takes more than the 1.2 that is aimed at: over all ranks a batch norm
-layer is seven operations where it is two alone."""
+"""Operations beside the plain network's. One thing takes more than the 1.2 that is aimed at: over all ranks a batch
+norm layer is seven operations where it is two alone."""
 
 
 def _rows(name: str, batch_norm: Any) -> tuple[Row, Row, Row]:
