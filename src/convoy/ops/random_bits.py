@@ -142,7 +142,7 @@ def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The mask is made once more, which is less work than to keep it."""
+    """The mask is made once more, so that none is kept."""
     keys, part = ctx.saved_tensors
     return torch.ops.convoy.drop(gradient, keys, *ctx.options, part), None, None, None, None, None
 
