@@ -1,19 +1,13 @@
 """Batch norm of several microbatches at once, as on a GPU, against one after the other, in float64 on the CPU."""
 
-import functools
-import importlib.util
-import os
-import subprocess
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import interpreted
 from convoy.engine import MicrobatchNorm, StepContext
 from convoy.ops import microbatch_norm
 
@@ -116,37 +110,11 @@ def test_compiled() -> None:
     compare(got, results((4, 4, 3), (6, 5, 4)))
 
 
-def test_where_triton_cannot_build_its_kernels_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nSet CC.")
-
-    broken = types.ModuleType("convoy.ops.microbatch_kernels")
-    broken.forward = fail  # type: ignore[attr-defined]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, broken.__name__, broken)
-    monkeypatch.setattr("convoy.ops.microbatch_kernels", broken, raising=False)
-    with pytest.warns(UserWarning, match=r"more slowly, as they cannot be built here: Failed to find C compiler\.$"):
-        assert microbatch_norm._triton.__wrapped__(torch.device("cpu")) is None
-
-
-@functools.cache
-def interpreted() -> object:
-    """Triton's kernels, run by its interpreter."""
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton is imported already: set TRITON_INTERPRET=1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # which it reads when it is imported
-        pytest.importorskip("triton", reason="Triton is not installed: its kernels are not run")
-        from convoy.ops import microbatch_kernels
-    return microbatch_kernels
-
-
 @pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["mixed"]], ids=["even", "mixed"])
 @pytest.mark.parametrize("shape", [*list(SHAPES.values())[:2], (3, 300)], ids=["images", "vectors", "sequences"])
 def test_triton(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    kernels = interpreted()
     for inner in (False, True) if len(shape) > 2 else (False,):
-        with all_at_once(kernels):
+        with all_at_once(interpreted.kernels()["microbatch"]):
             got = results(sizes, shape, inner)
         compare(got, results(sizes, shape, inner))
 
@@ -154,7 +122,7 @@ def test_triton(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.3])
 def test_triton_variants(affine: bool, momentum: float | None) -> None:
-    with all_at_once(interpreted()):
+    with all_at_once(interpreted.kernels()["microbatch"]):
         got = results((20, 20, 11), (5, 13, 11), True, affine, momentum)
     compare(got, results((20, 20, 11), (5, 13, 11), True, affine, momentum))
 
@@ -165,12 +133,3 @@ def test_triton_variants(affine: bool, momentum: float | None) -> None:
 def test_a_gpu(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     for inner in (False, True) if len(shape) > 2 else (False,):
         compare(results(sizes, shape, inner, device="cuda"), results(sizes, shape, inner), 1e-11)
-
-
-def test_triton_builds_for_a_gpu() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: its kernels are not built")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(Path(__file__).parents[1]), *sys.path]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)

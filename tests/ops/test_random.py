@@ -1,8 +1,14 @@
 """Random numbers that depend on seed, step, layer and sample alone."""
 
-import torch
+from collections.abc import Callable
 
-from convoy.ops.random_bits import fold, layer_key, random_bits, sample_keys
+import pytest
+import torch
+from torch import Tensor
+
+import interpreted
+from convoy.ops import random_bits as module
+from convoy.ops.random_bits import drop, fold, layer_key, one_for_each, random_bits, sample_keys
 
 
 def test_a_sample_has_the_same_numbers_in_every_batch() -> None:
@@ -48,3 +54,108 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
 def test_fold_is_a_function_of_all_parts_in_order() -> None:
     assert fold(1, 2) == fold(1, 2)
     assert len({fold(1, 2), fold(2, 1), fold(1, 2, 0), fold(1), fold(-1)}) == 5
+
+
+# The same as one operation, as on a GPU.
+
+SHAPES = {"vectors": (5, 70), "sequences": (3, 6, 50), "images": (4, 6, 19, 11), "volumes": (2, 3, 4, 5, 6)}
+KEYS = sample_keys(5, 3, (7, 2**40, 1, 0, 12))
+LAYER = layer_key("features.1")
+
+
+def _last(x: Tensor) -> Tensor:
+    """With the channels innermost in memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels_last": _last,
+    "rows_last": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "every_other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "none": lambda x: x[:0],
+}
+
+
+def _one_operation(patch: pytest.MonkeyPatch, kernels: object = None) -> None:
+    """Let the CPU do as a GPU does."""
+    patch.setattr(module, "_fused", lambda x: True)
+    patch.setattr(module, "_kernels", lambda x: kernels)
+
+
+def _check_drop(
+    shape: tuple[int, ...], arranged: Callable[[Tensor], Tensor], dtype: torch.dtype, patch: pytest.MonkeyPatch,
+    kernels: object = None,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    x = arranged(torch.randn(shape).to(dtype))
+    if dtype == torch.bfloat16:
+        x = x.sign()  # Triton's interpreter cuts digits off where a GPU rounds
+    keys = KEYS[: len(x)]
+    for channels in (False, True):
+        count = shape[1] if channels else x.shape[1:].numel()
+        for p, part in ((0.3, None), (0.5, torch.randperm(3 * count, dtype=torch.int32)[:count]), (1.0, None)):
+            want = drop(x, keys, LAYER, p, channels, part)
+            with patch.context() as one:
+                _one_operation(one, kernels)
+                got = drop(x, keys, LAYER, p, channels, part)
+            assert got.dtype == dtype
+            assert torch.equal(got, want)
+            assert torch.equal(got.signbit(), want.signbit())
+            if arranged in (ARRANGED["contiguous"], _last):
+                assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("arranged", ARRANGED.values(), ids=ARRANGED)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_triton_drops_what_torch_drops(
+    shape: tuple[int, ...], arranged: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_drop(shape, arranged, torch.float64, monkeypatch, interpreted.kernels()["random"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_scales_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_drop((4, 6, 19, 11), _last, dtype, monkeypatch, interpreted.kernels()["random"])
+
+
+def test_elements_numbered_as_they_lie_in_memory_would_be_noticed() -> None:
+    x = torch.ones(4, 6, 19, 11)
+    lying = drop(x.movedim(1, -1).contiguous(), KEYS[:4], LAYER, 0.5).movedim(-1, 1)
+    assert not torch.equal(lying, drop(_last(x), KEYS[:4], LAYER, 0.5))
+
+
+def test_triton_draws_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, layers = sample_keys(1, 2, range(1500)), torch.tensor([layer_key(name) for name in "abc"], dtype=torch.int32)
+    want = one_for_each(keys, layers)
+    _one_operation(monkeypatch, interpreted.kernels()["random"])
+    assert torch.equal(one_for_each(keys, layers), want)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_the_gradient_of_one_operation(channels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gradient = torch.randn(2, 4, 6, 5, 3, dtype=torch.float64)
+
+    def gradients() -> list[Tensor]:
+        given = _last(x).requires_grad_()
+        dy = gradient.clone().requires_grad_()
+        y = drop(given, KEYS[:4], LAYER, 0.3, channels)
+        (dx,) = torch.autograd.grad(y, given, dy, create_graph=True)
+        return [y, dx, *torch.autograd.grad(dx, dy, x)]
+
+    want = gradients()
+    _one_operation(monkeypatch)
+    for got, wanted in zip(gradients(), want, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("arranged", ARRANGED.values(), ids=ARRANGED)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_gpu_drops_what_the_cpu_drops(shape: tuple[int, ...], arranged: Callable[[Tensor], Tensor]) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = arranged(torch.randn(shape).to(dtype))
+        keys = KEYS[: len(x)]
+        for channels in (False, True):
+            got = drop(arranged(x.cuda()), keys.cuda(), LAYER, 0.3, channels)
+            assert torch.equal(got.cpu(), drop(x, keys, LAYER, 0.3, channels))

@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.errors import ConvoyError
 from convoy.ops.context import BatchNormMode, StepContext
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
-from convoy.ops.random import drop
-from convoy.ops.random_bits import layer_key, random_bits
+from convoy.ops.random_bits import drop, layer_key
 from convoy.ops.statistics import Running, add_term
 
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -44,9 +43,7 @@ class SampleDropout(nn.Module):
                 f"the dropout layer {self.name} sees {len(x)} samples of a batch of {len(keys)}: the network folds "
                 "something into the batch, so its masks cannot follow the samples; remove that dropout"
             )
-        shape = x.shape[:2] if self.channels else x.shape
-        bits = random_bits(keys, self.key, shape[1:].numel())
-        return drop(x, bits.view(*shape, *[1] * (x.dim() - len(shape))), self.p)
+        return drop(x, keys, self.key, self.p, self.channels)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

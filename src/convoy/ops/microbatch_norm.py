@@ -7,10 +7,8 @@ fuse them with what follows.
 """
 
 import functools
-import importlib.util
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from convoy.ops.constants import Constants
+from convoy.ops.gpu import triton_kernels
 from convoy.ops.statistics import Running
 
 
@@ -201,28 +200,7 @@ torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_bac
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
-    return _triton(x.device) if x.device.type == "cuda" else None
-
-
-@functools.cache
-def _triton(device: torch.device) -> ModuleType | None:
-    """The kernels, where they run: Triton builds its launchers when it first needs them, with the host's compiler."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        from convoy.ops import microbatch_kernels
-
-        like = torch.zeros(2, 1, device=device)
-        microbatch_kernels.forward(like, None, None, None, None, None, None, _starts((2,)).like(like, torch.int64), 1.0)
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(
-            "batch norm by microbatch runs without Triton's kernels and so more slowly, as they cannot be built here: "
-            f"{first}",
-            stacklevel=2,
-        )
-        return None
-    return microbatch_kernels
+    return triton_kernels("microbatch_kernels", "batch norm by microbatch", x)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation
-from convoy.ops.random_bits import layer_key, one_for_each, random_bits, threshold
+from convoy.ops.random_bits import drop, layer_key, one_for_each, random_bits, threshold
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.place import Placed, Situation
 
@@ -133,31 +133,18 @@ def _build_dropout(site: Site) -> Kernel:
     context.need_keys()
     source, p = call.attributes["input"], call.attributes["p"]
     shape = site.graph.shape(source)
-    dims = range(1, 2) if call.attributes["channels"] else range(1, len(shape))
+    channels = call.attributes["channels"]
+    dims = range(1, 2) if channels else range(1, len(shape))
     samples, key = site.parts(source, 0), layer_key(call.name)
-    elements = positions([site.parts(source, dim) for dim in dims], [shape[dim] for dim in dims])
-    local = site.local_shape(source)
-    view = [local[dim] if dim == 0 or dim in dims else 1 for dim in range(len(shape))]
+    parts, sizes = [site.parts(source, dim) for dim in dims], [shape[dim] for dim in dims]
+    whole = parts == [range(size) for size in sizes]
+    elements = None if whole else Constants(positions(parts, sizes))
 
     def kernel(x: Tensor) -> list[Tensor]:
-        nonlocal elements
-        elements = elements.to(x.device)
-        keys = context.keys_of(samples, shape[0])
-        return [drop(x, random_bits(keys, key, elements).view(view), p)]
+        part = None if elements is None else elements.like(x, torch.int32)
+        return [drop(x, context.keys_of(samples, shape[0]), key, p, channels, part)]
 
     return Alone(kernel)
-
-
-def drop(x: Tensor, bits: Tensor, p: float) -> Tensor:
-    """Zero the elements whose random bits say so, and scale the others up.
-
-    Args:
-        x: [samples, ...].
-        bits: int32, uniform, of a shape that broadcasts to `x`.
-        p: probability of being dropped.
-    """
-    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    return x * ((bits >= threshold(p)).to(x.dtype) * scale)
 
 
 def positions(parts: list[Indices], sizes: list[int]) -> Tensor:

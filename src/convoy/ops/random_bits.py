@@ -8,11 +8,14 @@ with equal results.
 
 import zlib
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from convoy.ops.gpu import triton_kernels
 from convoy.splitmix64 import GOLDEN, mix, word
 
 
@@ -58,10 +61,28 @@ def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
     """
     if isinstance(elements, int):
         elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
-    counter = elements * _STRIDE
+    counter = elements * STRIDE
     bits = counter[None, :] + keys[:, :1]
     bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
     return _mix(bits)
+
+
+def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool = False, part: Tensor | None = None) -> Tensor:
+    """Zero the elements of each sample whose random bits say so, and scale the others up.
+
+    Args:
+        x: [samples, ...]; with `channels` dim 1 is the channels.
+        keys: int32 [samples, 2] from `sample_keys`.
+        layer: key of the layer, from `layer_key`.
+        p: probability of being dropped.
+        channels: drop whole channels.
+        part: int32 [elements], or [channels] with `channels`: where those of a sample of `x` are in the whole sample;
+            None where `x` has all. They are numbered by dimension, whatever their order in memory.
+    """
+    if _fused(x):
+        dropped: Tensor = torch.ops.convoy.drop(x, keys, layer, p, channels, part)
+        return dropped
+    return _drop(x, keys, layer, p, channels, part)
 
 
 def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
@@ -74,6 +95,75 @@ def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
     Returns:
         int32 [layers, samples].
     """
+    if _fused(keys):
+        bits: Tensor = torch.ops.convoy.one_for_each(keys, layers)
+        return bits
+    return _one_for_each(keys, layers)
+
+
+def threshold(p: float) -> int:
+    """The number that uniform int32 bits are below with probability `p`."""
+    return min(int(p * 2**32), 2**32 - 1) - 2**31
+
+
+def scale(p: float) -> float:
+    """By what elements are multiplied that are not dropped."""
+    return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+
+
+def _fused(x: Tensor) -> bool:
+    """Whether one operation is to do it all: the hash is nothing but launches on a GPU, unless it is compiled."""
+    return x.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+torch.library.define(
+    "convoy::drop", "(Tensor x, Tensor keys, int layer, float p, bool channels, Tensor? part) -> Tensor"
+)
+torch.library.define("convoy::one_for_each", "(Tensor keys, Tensor layers) -> Tensor")
+
+
+@torch.library.impl("convoy::drop", "default")
+def _drop_on_gpu(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Tensor | None) -> Tensor:
+    kernels = _kernels(x) if x.is_floating_point() else None
+    found: Tensor = (_drop if kernels is None else kernels.drop)(x, keys, layer, p, channels, part)
+    return found
+
+
+@torch.library.impl("convoy::one_for_each", "default")
+def _one_for_each_on_gpu(keys: Tensor, layers: Tensor) -> Tensor:
+    kernels = _kernels(keys)
+    found: Tensor = (_one_for_each if kernels is None else kernels.one_for_each)(keys, layers)
+    return found
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, keys, *ctx.options, part = inputs
+    ctx.save_for_backward(keys, part)
+
+
+def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The mask is made once more, so that none is kept."""
+    keys, part = ctx.saved_tensors
+    return torch.ops.convoy.drop(gradient, keys, *ctx.options, part), None, None, None, None, None
+
+
+torch.library.register_autograd("convoy::drop", _drop_gradient, setup_context=_keep)
+torch.library.register_fake("convoy::drop", lambda x, *_: torch.empty_like(x))
+torch.library.register_fake("convoy::one_for_each", lambda keys, layers: keys.new_empty(len(layers), len(keys)))
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    return triton_kernels("random_kernels", "dropout", x)
+
+
+def _drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Tensor | None) -> Tensor:
+    shape = x.shape[:2] if channels else x.shape
+    bits = random_bits(keys, layer, shape[1:].numel() if part is None else part)
+    bits = bits.view(*shape, *[1] * (x.dim() - len(shape)))
+    return x * ((bits >= threshold(p)).to(x.dtype) * scale(p))
+
+
+def _one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
     bits = _mix(keys[:, 0].clone()).bitwise_xor_(keys[:, 1])
     return _mix(bits + layers[:, None])
 
@@ -81,9 +171,9 @@ def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
 def _mix(bits: Tensor) -> Tensor:
     """The hash, in place. Right shifts of int32 carry the sign along; the masks take it off."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
-    bits *= 0x7FEB352D
+    bits *= FIRST
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
-    bits *= _signed(0x846CA68B)
+    bits *= SECOND
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     return bits
 
@@ -92,10 +182,6 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-_STRIDE = _signed(int(GOLDEN) >> 32)
+FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
+STRIDE = _signed(int(GOLDEN) >> 32)
 """What torch.compile shall not see is made of a number of numpy's."""
-
-
-def threshold(p: float) -> int:
-    """The number that uniform int32 bits are below with probability `p`."""
-    return min(int(p * 2**32), 2**32 - 1) - 2**31

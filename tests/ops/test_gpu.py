@@ -1,0 +1,40 @@
+"""Convoy's own kernels for GPUs, on a machine without one; what they compute is tested beside what torch computes."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.ops import gpu
+
+
+@pytest.mark.parametrize(
+    ("module", "what"), [("microbatch_kernels", "batch norm by microbatch"), ("random_kernels", "dropout")]
+)
+def test_where_triton_cannot_build_its_kernels_torch_runs(
+    module: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    broken = types.ModuleType(f"convoy.ops.{module}")
+    broken.try_out = fail  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    match = rf"^{what} runs .* more slowly, as they cannot be built here: Failed to find C compiler\.$"
+    with pytest.warns(UserWarning, match=match):
+        assert gpu._tried.__wrapped__(module, what, torch.device("cpu")) is None
+
+
+def test_triton_builds_for_a_gpu() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: its kernels are not built")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
