@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training, owns_draws
+from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.script.data import evaluating
+from convoy.training.derived import num_microbatches
 from convoy.training.loss import heads
-from convoy.training.recipe import Recipe
+from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
 
 
@@ -95,6 +97,17 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
+def on_meta(recipe: Recipe) -> nn.Module | None:
+    """The recipe's network without contents, and with the usual number of classes; None where it cannot be so."""
+    try:
+        with torch.device("meta"):
+            return models.create(recipe.model.name, in_channels=recipe.data.channels, **recipe.model.options)
+    except ConvoyError:
+        raise
+    except Exception:  # a network of others, which reads its tensors or makes them elsewhere
+        return None
+
+
 def probed(
     plain: nn.Module,
     recipe: Recipe,
@@ -140,6 +153,44 @@ def probed(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
             f" ({reason}{where}): change {change}"
         ) from error
+
+
+def divisible_sizes(
+    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None
+) -> tuple[tuple[int, ...], str | None]:
+    """Samples of every microbatch, so small that each part of the batch has one, where that changes no result.
+
+    Where nobody has said how large microbatches are, the recipe leaves their size open, and so does its run, which can
+    go on with other numbers of devices.
+
+    Args:
+        recipe: what is trained, and how.
+        model: its network, on any device.
+        parts: of the batch that each need a microbatch.
+        found: what the network showed, if it was tried.
+
+    Returns:
+        The sizes, perhaps of fewer microbatches than parts, and a sentence where they are smaller than usual.
+    """
+    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+    said = recipe.microbatch != DEFAULT_MICROBATCH
+    if len(sizes) >= parts or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
+        return sizes, None
+    finer, most = microbatch_sizes(recipe.batch, parts), " at most" * (recipe.batch % parts > 0)
+    return finer, (
+        f"the batch of {recipe.batch} is {parts} microbatches of {finer[0]} samples{most}, not {len(sizes)} of "
+        f"{sizes[0]}, so that each device has one: the result does not depend on it"
+    )
+
+
+def _depends_on_microbatches(recipe: Recipe, model: nn.Module, found: Probe | None) -> bool:
+    """Whether it matters which samples are a microbatch, by more than the order of sums."""
+    if recipe.reproducible or recipe.data.mix.on:  # the tree of sums has a leaf for each; partners are of the same
+        return True
+    if recipe.batch_norm != "microbatch":
+        return False
+    coupled_samples = found is not None and (not found.separable or (found.draws and not found.owned))
+    return coupled_samples or any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def merged(
