@@ -17,6 +17,9 @@ from convoy.engine import Probe, prepare, probe
 from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
+from convoy.planner import workload_of
+from convoy.plans.fit import check_patterns
+from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
 from convoy.training.derived import num_microbatches
 from convoy.training.loss import heads
@@ -97,15 +100,41 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
-def on_meta(recipe: Recipe) -> nn.Module | None:
-    """The recipe's network without contents, and with the usual number of classes; None where it cannot be so."""
+def on_meta(recipe: Recipe, num_classes: int | None = None) -> nn.Module | None:
+    """The recipe's network without contents, if need be with its own number of classes; None where it cannot be so."""
+    section = recipe.model
     try:
         with torch.device("meta"):
-            return models.create(recipe.model.name, in_channels=recipe.data.channels, **recipe.model.options)
+            return models.create(
+                section.name, num_classes=num_classes, in_channels=recipe.data.channels, **section.options
+            )
     except ConvoyError:
         raise
     except Exception:  # a network of others, which reads its tensors or makes them elsewhere
         return None
+
+
+_MANY_CLASSES = 2**16
+
+
+def check_layers(recipe: Recipe, plan: Plan) -> None:
+    """Refuse a plan that names no layer of the network, or more parts than a layer has, before the data are opened.
+
+    What depends on the images, or on how many classes there are, is seen later.
+
+    Raises:
+        ConvoyError: a pattern matches no module, or a layer cannot be divided so.
+    """
+    usual = models.describe(recipe.model.name).input_shape
+    model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
+    if model is None:
+        return
+    check_patterns(plan, [name for name, _ in model.named_modules()])
+    if usual is None or {name for _, given in plan.layers for name in given.values()} & {"height", "width"}:
+        return
+    size = recipe.data.image_size
+    shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
+    workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices)).place(plan)
 
 
 def probed(
