@@ -20,7 +20,7 @@ LENET = "train lenet --data {data} --batch 24"
 TINY = "train tiny:TinyNet --data {data} --batch 24"
 
 OPTIONS = {
-    "unknown verb": ("trian lenet", "no such command 'trian'"),
+    "unknown verb": ("trian lenet", "no such command 'trian': did you mean train?"),
     "unknown option": (f"{LENET} --epoch 5", "--epochs"),
     "option without value": (f"{LENET} --batch", "--batch"),
     "text for a number": (f"{LENET} --batch many", "'many' is not a valid integer"),

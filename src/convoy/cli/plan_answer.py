@@ -135,7 +135,8 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
     check_precision(recipe.precision, device)
-    model, shape, notes = _network(request, recipe, device)
+    model, shape, notes_on_size = _network(request, recipe, device)
+    notes = list(notes_on_size)
     if ranks.rank == 0:
         for note in notes:
             click.echo(note, err=True)
@@ -174,15 +175,16 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             progress=reporter.prepare,
         )
     if ranks.rank == 0:
-        _show(request, planned, first)
+        _show(request, planned, first, notes_on_size)
 
 
-def _show(request: PlanRequest, planned: Planned, first: Sequence[str]) -> None:
+def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
     found, command = explained(planned), command_of(request.arguments)
     if request.out is not None:
         origin = "# " + command.replace("\n", " ") + "\n"
         origin += f"# predicted: {1e3 * found.scored.seconds:.4g} ms an update, "
         origin += f"{found.speedup:.3g} times as fast as one device\n"
+        origin += "".join(f"# {note}\n" for note in assumed)
         written("--out", request.out, origin + found.scored.plan.to_yaml())
     if request.html is not None:
         written("--html", request.html, plan_page(found, command))

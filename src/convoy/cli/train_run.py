@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import torch
 
 from convoy import interfaces, launch
@@ -59,7 +60,13 @@ def run(request: TrainRequest) -> int:
     if number > 1:
         check_run(RunDirectory(out), recipe, request.resume)
         cores.share(cores.own_cores(), number, 0, per_device)
-        check_devices(recipe, number)
+        try:
+            check_devices(recipe, number)
+        except ConvoyError:
+            turns = cores.in_turns(number, len(cores.own_cores()))
+            if turns is not None and choose_device(request.device).type == "cpu":  # else a note of the run
+                click.echo(turns, err=True)
+            raise
         plan, _ = plan_of(recipe.parallel, number)
         if plan is not None and plan != Plan.by_samples(number):
             check_layers(recipe, plan)

@@ -130,7 +130,8 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
     if model is None:
         return
     check_patterns(plan, [name for name, _ in model.named_modules()])
-    if usual is None or {name for _, given in plan.layers for name in given.values()} & {"height", "width"}:
+    of_images = {"height", "width"} if recipe.data.channels else {"height", "width", "channel"}
+    if usual is None or {name for _, given in plan.layers for name in given.values()} & of_images:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
