@@ -22,6 +22,8 @@ def choose_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name.isdecimal():
+        raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N, or --devices {name} for so many")
     try:
         device = torch.device(name)
     except RuntimeError as error:
