@@ -107,3 +107,5 @@ def test_nothing_to_resume_says_what_to_do(tmp: Path, capsys: pytest.CaptureFixt
     (tmp / "runs/first/config.yaml").write_text("")
     assert main(["train", "runs/frist", "--resume"]) == 2
     assert "did you mean runs/first?" in capsys.readouterr().err
+    assert main(["train", "runs/other", "--resume"]) == 2
+    assert "start it anew, without --resume" in capsys.readouterr().err

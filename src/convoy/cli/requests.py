@@ -126,6 +126,8 @@ class TrainRequest:
             runs = [entry.name for entry in folder.parent.iterdir() if RunDirectory(entry).is_run()]
             if near := difflib.get_close_matches(folder.name, runs, 1):
                 return f"{folder} is no run directory: did you mean {folder.with_name(near[0])}?"
+        if folder is not None and len(folder.parts) > 1:  # a run that was stopped before its first update left nothing
+            return f"{folder} holds no run: if it was stopped before it began, start it anew, without --resume"
         return f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume"
 
     def _no_run(self) -> str:
