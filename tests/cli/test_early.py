@@ -6,6 +6,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.training import load_recipe
+from convoy.training.build import divisible_sizes, on_meta
 from convoy.training.set_up import check_devices
 
 TRAIN = "train lenet --data {tmp}/two.yaml"
@@ -15,6 +16,17 @@ WRONG = {
     "the same for several devices": (f"{TRAIN} --devices 2 --out {{tmp}}/file/run", "cannot write to"),
     "a folder of others": (f"{TRAIN} --devices 2 --out {{tmp}}", "is not empty"),
     "more devices than samples": (f"{TRAIN} --devices 64 --batch 32", "cannot be divided over 64 devices"),
+    "fewer microbatches than devices, with batch norm": (
+        "train resnet18 --data {tmp}/two.yaml --devices 2 --batch 32",
+        "a batch of 32 is 1 microbatch, and 2 devices need 2: add --microbatches 2",
+    ),
+    "the same with reproducible bits": (f"{TRAIN} --devices 2 --batch 32 --reproducible", "add --microbatches 2"),
+    "the same where they are said": (f"{TRAIN} --devices 2 --batch 32 --set microbatches=1", "add --microbatches 2"),
+    "a plan for no layer": (
+        f"{TRAIN} --plan {{tmp}}/plan.yaml",
+        "did you mean features.*?",
+    ),
+    "more parts than filters": (f"{TRAIN} --plan filter=20", "only 6 output channels for the 20 ranks"),
     "a plan of other devices": (f"{TRAIN} --devices 2 --plan sample=3", "is for 3 devices, but 2 run"),
     "shares of other parts": (f"{TRAIN} --devices 2 --shares 1,2,3", "--shares names 3 parts"),
     "shares of devices": (f"{TRAIN} --plan sample=2,filter=2 --shares 1,1,1,1", "into 2: give 2 numbers"),
@@ -39,6 +51,7 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(name, costly)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "plan.yaml").write_text("mesh: {a: 2}\nlayers: {feature.*: {a: filter}}\n")
     (tmp_path / "two.yaml").write_text("devices: {count: 2, speed: 0.5}\nlinks: {rate: 1gbit}\n")
     return tmp_path
 
@@ -70,3 +83,29 @@ def test_what_depends_on_the_layers_is_not_refused_early(plan: str) -> None:
     recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=32"])
     parallel = recipe.parallel.model_copy(update={"plan": plan})
     check_devices(recipe.model_copy(update={"parallel": parallel}), 4)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
+def test_microbatches_become_smaller_where_nothing_depends_on_them(batch_norm: str) -> None:
+    net = {"sync": "resnet18", "microbatch": "lenet"}[batch_norm]
+    recipe = load_recipe("default", [f"model.name={net}", "data.path=nowhere", "batch=32", f"batch_norm={batch_norm}"])
+    model = on_meta(recipe)
+    assert model is not None
+    sizes, said = divisible_sizes(recipe, model, 3)
+    assert sizes == (11, 11, 10)
+    assert said is not None and "3 microbatches of 11 samples at most, not 1 of 32" in said
+    assert divisible_sizes(recipe, model, 1) == ((32,), None)
+    for key, value in (("reproducible", True), ("microbatch", 31)):
+        assert len(divisible_sizes(recipe.model_copy(update={key: value}), model, 3)[0]) < 3
+    check_devices(recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"devices": 2})}), 2)
+
+
+def test_nothing_to_resume_says_what_to_do(tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp / "runs/first").mkdir(parents=True)
+    assert main(["train", "runs/first", "--resume"]) == 2
+    assert "nothing was trained in runs/first yet" in capsys.readouterr().err
+    (tmp / "runs/first/config.yaml").write_text("")
+    assert main(["train", "runs/frist", "--resume"]) == 2
+    assert "did you mean runs/first?" in capsys.readouterr().err
+    assert main(["train", "runs/other", "--resume"]) == 2
+    assert "start it anew, without --resume" in capsys.readouterr().err

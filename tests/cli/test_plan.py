@@ -97,8 +97,9 @@ def test_devices_follow_from_the_plan(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_batch_of_one_microbatch_says_why_samples_stay_together(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "plan", "lenet", "--devices", "2", "--batch", "32", "--link", "pcie4")
-    assert "1 microbatch, which stay whole" in text and "--microbatches 2" in text
+    text = said(capsys, "plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "1", "--link", "pcie4")
+    assert text.startswith("the batch is 1 microbatch, which stay whole")  # before the plan
+    assert "--microbatches 2 would" in text
 
 
 def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

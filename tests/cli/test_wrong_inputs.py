@@ -20,7 +20,8 @@ LENET = "train lenet --data {data} --batch 24"
 TINY = "train tiny:TinyNet --data {data} --batch 24"
 
 OPTIONS = {
-    "unknown verb": ("trian lenet", "no such command 'trian'"),
+    "a number of devices": ("train lenet --device 2", "--devices 2 for so many"),
+    "unknown verb": ("trian lenet", "no such command 'trian': did you mean train?"),
     "unknown option": (f"{LENET} --epoch 5", "--epochs"),
     "option without value": (f"{LENET} --batch", "--batch"),
     "text for a number": (f"{LENET} --batch many", "'many' is not a valid integer"),
@@ -223,3 +224,9 @@ def test_an_error_of_ours_has_status_1(monkeypatch: pytest.MonkeyPatch, capfd: p
     assert "RuntimeError: broken" in capfd.readouterr().err
     assert main(["models", "lenet", "-v"]) == 1
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_mistyped_option_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "lenet", "--deivces", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said == "convoy: no such option --deivces: did you mean --device or --devices? see convoy train --help\n"

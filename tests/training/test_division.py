@@ -54,7 +54,7 @@ def test_shares_are_proportional_by_largest_remainder() -> None:
             2,
             3,
             None,
-            r"2 microbatches of a batch of 64 cannot be divided over 3 devices: set microbatch=21",
+            r"a batch of 64 is 2 microbatches, and 3 devices need 3: add --microbatches 3",
         ),
         (2, 2, 3, None, r"raise --batch to at least 3"),
         (64, 8, 3, (1, 1), r"--shares names 2 parts, but the plan divides the batch into 3"),

@@ -106,3 +106,8 @@ def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_
         assert str(caught.value) == sentence
     load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0", *alone])
     load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0.2", "batch=12", "microbatch=2"])
+
+
+def test_the_name_of_the_network_alone_is_a_short_form(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: lenet\ndata: {path: mnist-mini}\n")
+    assert load_recipe(str(tmp_path / "mine.yaml")).model.name == "lenet"

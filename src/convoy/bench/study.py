@@ -239,7 +239,7 @@ def prepare(ask: Ask) -> Prepared:
     weak = ask.batch_per_device is not None
     own = recipe.batch if weak else recipe.batch // largest
     if recipe.microbatch is not None and own and not ask.says("microbatch"):
-        # so small that every device can have one; all rows have the same, over which batch norm takes its statistics
+        # as `divisible_sizes` does for one run; but all rows have the same, also of networks with batch norm
         recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
     made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
     study = StudyFacts(

@@ -95,6 +95,10 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
+    if isinstance(error, click.NoSuchOption):
+        near = f"did you mean {' or '.join(sorted(error.possibilities))}? " if error.possibilities else ""
+        end = f" {error.ctx.command_path} --help" if error.ctx is not None else " --help"
+        return f"no such option {printable(error.option_name)}: {near}see{end}"
     sentence = shortened(printable(error.format_message().rstrip("."), keep="\n"))
     sentence = sentence[:1].lower() + sentence[1:]
     context = getattr(error, "ctx", None)

@@ -1,6 +1,7 @@
 """Shared by several verbs: options, groups of verbs, tables, and the files that options name."""
 
 import csv
+import difflib
 import importlib
 import io
 import json
@@ -44,6 +45,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.verbs:
+            if not ctx.resilient_parsing and (near := difflib.get_close_matches(name, self.verbs, 1)):
+                ctx.fail(f"No such command {name!r}: did you mean {near[0]}?")
             return None
         module, _, function = self.verbs[name][0].partition(":")
         command = getattr(importlib.import_module(module), function or "command")

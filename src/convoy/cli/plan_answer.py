@@ -1,6 +1,7 @@
 """How `convoy plan` answers: on this device, or as one of as many as the plan is for, where this machine has them."""
 
 import json
+from collections.abc import Sequence
 
 import click
 import torch
@@ -13,8 +14,9 @@ from convoy.cli.requests import PlanRequest
 from convoy.comm.failures import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
+from convoy.errors import ConvoyError
 from convoy.launch import cores
-from convoy.planner import Planned, make_plan
+from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
@@ -22,12 +24,13 @@ from convoy.planner.search.layers import Layers
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.fit import check_patterns
-from convoy.plans.place import COMPUTE
+from convoy.plans.place import COMPUTE, sample_axes
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, choose_device
+from convoy.training.build import divisible_sizes
 from convoy.training.defaults import Tried, settle, try_passes
-from convoy.training.derived import num_microbatches
+from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import CHANGE, workload_of_recipe
@@ -66,10 +69,13 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     else:
         fits = len(cores.own_cores()) >= number * (request.cores_per_device or 1)
     if number > 1 and request.link is None and fits:
-        if request.fix:  # before ranks are started, which takes longer than to look at the network
+        if request.fix or request.plans:  # before ranks are started, which takes longer than to look at the network
             cpu = torch.device("cpu")
             model, shape, _ = _network(request, recipe, cpu)
-            Layers(workload_of_recipe(settle(recipe, cpu).recipe, model, shape, number, cpu).graph, request.fix, ())
+            recipe = settle(recipe, cpu).recipe
+            workload = workload_of_recipe(recipe, model, shape, number, cpu)
+            Layers(workload.graph, request.fix, ())
+            _check_plans(request, recipe, model, workload)
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
     if request.cores_per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
@@ -99,6 +105,21 @@ def _network(
     return model.to(device).train(), (channels, size, size), notes
 
 
+def _check_plans(request: PlanRequest, recipe: Recipe, model: nn.Module, workload: Workload) -> None:
+    """Refuse plans to be scored that the network or the batch cannot have, by their names."""
+    calls = [(call.layer, call.op) for call in workload.graph.calls]
+    layers = [layer for layer, op in calls if op in COMPUTE]
+    sizes, _ = divisible_sizes(recipe, model, request.num_devices)
+    for plan in request.plans:
+        check_patterns(plan, layers, [name for name, _ in model.named_modules()])
+        try:
+            if recipe.batch_norm == "microbatch":
+                divide(sizes, plan.mesh.size(sample_axes(calls, plan)))
+            workload.place(plan)
+        except ConvoyError as error:
+            raise ConvoyError(f"--score {plan}: {error}") from error
+
+
 def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
     """Plan on this rank, and on the first one print and write the result. All ranks call it.
 
@@ -115,8 +136,8 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     if devices > 1:
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
-    check_precision(recipe.precision, device)
-    model, shape, notes = _network(request, recipe, device)
+    model, shape, notes_on_size = _network(request, recipe, device)
+    notes = list(notes_on_size)
     store = None if request.no_store else ProfileStore()
 
     def trial(one: Recipe) -> Tried:
@@ -124,6 +145,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
 
     settled = settle(recipe, device, ranks, trial)
     recipe = settled.recipe
+    check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     if ranks.rank == 0:
@@ -131,15 +153,15 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             click.echo(note, err=True)
     notes += settled.notes
     workload = workload_of_recipe(recipe, model, shape, devices, device)
-    layers = [call.layer for call in workload.graph.calls if call.op in COMPUTE]
-    for plan in request.plans:
-        check_patterns(plan, layers, [name for name, _ in model.named_modules()])
-    pieces = num_microbatches(recipe)
+    _check_plans(request, recipe, model, workload)
+    sizes, smaller = divisible_sizes(recipe, model, devices)
+    first = [smaller] if smaller is not None else []
+    pieces = len(sizes)
     if recipe.batch_norm == "microbatch" and pieces < devices:
-        notes.append(
+        first = [
             f"the batch is {pieces} microbatch{'' if pieces == 1 else 'es'}, which stay whole, so no plan divides the "
             f"samples over {devices} devices: --microbatches {devices} would let it"
-        )
+        ]
     if devices > ranks.num:
         if device.type == "cuda":
             this = torch.cuda.get_device_name(device)
@@ -161,19 +183,20 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             memory_limit=request.memory,
             plans=request.plans,
             input=input_cost,
-            notes=notes,
+            notes=[*first, *notes],
             progress=reporter.prepare,
         )
     if ranks.rank == 0:
-        _show(request, planned)
+        _show(request, planned, first, notes_on_size)
 
 
-def _show(request: PlanRequest, planned: Planned) -> None:
+def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
     found, command = explained(planned), command_of(request.arguments)
     if request.out is not None:
         origin = "# " + command.replace("\n", " ") + "\n"
         origin += f"# predicted: {1e3 * found.scored.seconds:.4g} ms an update, "
         origin += f"{found.speedup:.3g} times as fast as one device\n"
+        origin += "".join(f"# {note}\n" for note in assumed)
         written("--out", request.out, origin + found.scored.plan.to_yaml())
     if request.html is not None:
         written("--html", request.html, plan_page(found, command))
@@ -182,7 +205,7 @@ def _show(request: PlanRequest, planned: Planned) -> None:
     if request.as_json:
         click.echo(json.dumps(document(found), indent=2, allow_nan=False))
         return
-    click.echo(explanation_text(found), nl=False)
+    click.echo(explanation_text(found, first), nl=False)
     for path, name in ((request.out, "plan"), (request.html, "page"), (request.trace, "trace")):
         if path is not None:
             click.echo(f"{name}: {path}")

@@ -1,5 +1,6 @@
 """The requests of `convoy train` and `convoy plan`: their options, and what can be refused without torch."""
 
+import difflib
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -92,7 +93,7 @@ class TrainRequest:
                 )
             self.out, self.model = Path(self.model), None
         if self.resume and self.out is None:
-            raise ConvoyError(f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume")
+            raise ConvoyError(self._nothing_to_resume())
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
@@ -115,6 +116,19 @@ class TrainRequest:
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
             RunDirectory(self.out).check_writable()
+
+    def _nothing_to_resume(self) -> str:
+        """What to say where --resume names no run."""
+        folder = Path(self.model) if self.model is not None else None
+        if folder is not None and folder.is_dir():
+            return f"nothing was trained in {folder} yet: start it with its first command, without --resume"
+        if folder is not None and folder.parent.is_dir():
+            runs = [entry.name for entry in folder.parent.iterdir() if RunDirectory(entry).is_run()]
+            if near := difflib.get_close_matches(folder.name, runs, 1):
+                return f"{folder} is no run directory: did you mean {folder.with_name(near[0])}?"
+        if folder is not None and len(folder.parts) > 1:  # a run that was stopped before its first update left nothing
+            return f"{folder} holds no run: if it was stopped before it began, start it anew, without --resume"
+        return f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume"
 
     def _no_run(self) -> str:
         return f"{self.model} is no run directory: " if self.model is not None else ""

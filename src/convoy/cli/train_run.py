@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import torch
 
 from convoy import interfaces, launch
@@ -15,12 +16,14 @@ from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.planner.comparison import comparison_text, headline
+from convoy.plans.plan import Plan
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training.build import check_layers
 from convoy.training.config import TimeSpan
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
-from convoy.training.parallel_config import num_devices
+from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
 from convoy.training.set_up import check_devices
 from convoy.training.summary import Witness
@@ -56,8 +59,17 @@ def run(request: TrainRequest) -> int:
     number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
     if number > 1:
         check_run(RunDirectory(out), recipe, request.resume)
-        check_devices(recipe, number)
         cores.share(cores.own_cores(), number, 0, per_device)
+        try:
+            check_devices(recipe, number)
+        except ConvoyError:
+            turns = cores.in_turns(number, len(cores.own_cores()))
+            if turns is not None and choose_device(request.device).type == "cpu":  # else a note of the run
+                click.echo(turns, err=True)
+            raise
+        plan, _ = plan_of(recipe.parallel, number)
+        if plan is not None and plan != Plan.by_samples(number):
+            check_layers(recipe, plan)
         witness = Witness(RunDirectory(out))
         return launch.start(
             request.arguments,

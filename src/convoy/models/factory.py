@@ -123,8 +123,8 @@ def _check_sizes(name: str, model: nn.Module, asked: Mapping[str, int | None]) -
     channels, num_classes = asked.get("in_channels"), asked.get("num_classes")
     if channels and stem and stem.in_channels not in (0, channels):  # 0 in a lazy convolution
         raise ConvoyError(
-            f"{name} reads images of {stem.in_channels} channels where the data has {channels}: "
-            f"give the factory an argument in_channels, or set data.channels={stem.in_channels}"
+            f"{name} reads images of {stem.in_channels} channel{'s' * (stem.in_channels > 1)} where the data has "
+            f"{channels}: give the factory an argument in_channels, or --set data.channels={stem.in_channels}"
         )
     for head in classifier_names(model):
         layer = model.get_submodule(head)

@@ -1,6 +1,6 @@
 """The explanation of a plan as text for a terminal, and as JSON has it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,12 +16,15 @@ _WORTH_A_ROW = 0.02
 """Part of an update from which on a layer without a strategy has a row."""
 
 
-def explanation_text(found: Explained) -> str:
-    """Verdict, figures, time, candidates and layers, as aligned tables."""
-    return "\n".join(_lines(found)) + "\n"
+def explanation_text(found: Explained, first: Sequence[str] = ()) -> str:
+    """Verdict, figures, time, candidates and layers, as aligned tables; before them those notes that are to come first.
+
+    The other notes are at the end.
+    """
+    return "\n".join([*first, *_lines(found, first)]) + "\n"
 
 
-def _lines(found: Explained) -> Iterator[str]:
+def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
     planned, scored = found.planned, found.scored
     workload = planned.workload
     batch = workload.samples * workload.passes
@@ -52,9 +55,10 @@ def _lines(found: Explained) -> Iterator[str]:
     if planned.devices > 1:
         yield ""
         yield from _layers(found)
-    if found.notes:
+    last = [note for note in found.notes if note not in first]
+    if last:
         yield ""
-        yield from found.notes
+        yield from last
 
 
 def _figures(found: Explained) -> Iterator[str]:

@@ -101,8 +101,10 @@ class Workload:
         """
         pieces = self.sizes if self.microbatch else (1,) * self.samples
         if count > len(pieces):
-            what = "microbatches" if self.microbatch else "samples"
-            raise ConvoyError(f"{count} ranks cannot share {len(pieces)} {what}: use fewer sample ranks")
+            what = ("microbatch", "microbatches") if self.microbatch else ("sample", "samples")
+            raise ConvoyError(
+                f"{count} ranks cannot share {len(pieces)} {what[len(pieces) > 1]}: use fewer sample ranks"
+            )
         if self.shares is not None and count == len(self.shares):
             ends = [round(self.samples * done / sum(self.shares)) for done in accumulate(self.shares)]
             return tuple(itertools.starmap(range, pairwise([0, *ends])))

@@ -7,19 +7,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training, owns_draws
+from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
+from convoy.planner import workload_of
+from convoy.plans.fit import check_patterns
+from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
+from convoy.training.derived import num_microbatches
 from convoy.training.loss import heads
 from convoy.training.precision import lowered
-from convoy.training.recipe import Recipe
+from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
 
 
@@ -96,6 +101,44 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
+def on_meta(recipe: Recipe, num_classes: int | None = None) -> nn.Module | None:
+    """The recipe's network without contents, if need be with its own number of classes; None where it cannot be so."""
+    section = recipe.model
+    try:
+        with torch.device("meta"):
+            return models.create(
+                section.name, num_classes=num_classes, in_channels=recipe.data.channels, **section.options
+            )
+    except ConvoyError:
+        raise
+    except Exception:  # a network of others, which reads its tensors or makes them elsewhere
+        return None
+
+
+_MANY_CLASSES = 2**16
+
+
+def check_layers(recipe: Recipe, plan: Plan) -> None:
+    """Refuse a plan that names no layer of the network, or more parts than a layer has, before the data are opened.
+
+    What depends on the images, or on how many classes there are, is seen later.
+
+    Raises:
+        ConvoyError: a pattern matches no module, or a layer cannot be divided so.
+    """
+    usual = models.describe(recipe.model.name).input_shape
+    model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
+    if model is None:
+        return
+    check_patterns(plan, [name for name, _ in model.named_modules()])
+    of_images = {"height", "width"} if recipe.data.channels else {"height", "width", "channel"}
+    if usual is None or {name for _, given in plan.layers for name in given.values()} & of_images:
+        return
+    size = recipe.data.image_size
+    shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
+    workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices)).place(plan)
+
+
 def probed(
     plain: nn.Module,
     recipe: Recipe,
@@ -141,6 +184,44 @@ def probed(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
             f" ({reason}{where}): change {change}"
         ) from error
+
+
+def divisible_sizes(
+    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None
+) -> tuple[tuple[int, ...], str | None]:
+    """Samples of every microbatch, so small that each part of the batch has one, where that changes no result.
+
+    Where nobody has said how large microbatches are, the recipe leaves their size open, and so does its run, which can
+    go on with other numbers of devices.
+
+    Args:
+        recipe: what is trained, and how.
+        model: its network, on any device.
+        parts: of the batch that each need a microbatch.
+        found: what the network showed, if it was tried.
+
+    Returns:
+        The sizes, perhaps of fewer microbatches than parts, and a sentence where they are smaller than usual.
+    """
+    sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+    said = recipe.microbatch != DEFAULT_MICROBATCH
+    if len(sizes) >= parts or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
+        return sizes, None
+    finer, most = microbatch_sizes(recipe.batch, parts), " at most" * (recipe.batch % parts > 0)
+    return finer, (
+        f"the batch of {recipe.batch} is {parts} microbatches of {finer[0]} samples{most}, not {len(sizes)} of "
+        f"{sizes[0]}, so that each device has one: the result does not depend on it"
+    )
+
+
+def _depends_on_microbatches(recipe: Recipe, model: nn.Module, found: Probe | None) -> bool:
+    """Whether it matters which samples are a microbatch, by more than the order of sums."""
+    if recipe.reproducible or recipe.data.mix.on:  # the tree of sums has a leaf for each; partners are of the same
+        return True
+    if recipe.batch_norm != "microbatch":
+        return False
+    coupled_samples = found is not None and (not found.separable or (found.draws and not found.owned))
+    return coupled_samples or any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def merged(

@@ -106,6 +106,7 @@ def derive(
     *,
     samples: Sequence[int] | None = None,
     workers: tuple[int, str] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> list[Derived]:
     """The derived quantities of a run, in the order in which they follow from each other.
 
@@ -114,13 +115,18 @@ def derive(
         num_train_samples: samples of the training split.
         samples: of each part of a global batch; None where one device computes all of it.
         workers: processes that load data, and why, if that is known (`convoy.data.num_workers`).
+        sizes: samples of each microbatch, where they are smaller than the recipe says.
 
     Raises:
         ConvoyError: see `resolve`.
     """
     q = resolve(recipe, num_train_samples)
     samples = (recipe.batch,) if samples is None else samples
-    batch, epochs, number = recipe.batch, recipe.epochs, len(q.sizes)
+    sizes = sizes or q.sizes
+    batch, epochs, number = recipe.batch, recipe.epochs, len(sizes)
+    cut = f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said"
+    if number > len(q.sizes):
+        cut = f"one for each of {number} parts, more than {cut}"
     rows: list[tuple[str, int | float | str, str, str]] = [
         (
             "weight updates per epoch",
@@ -137,10 +143,10 @@ def derive(
         (
             "microbatches",
             number,
-            f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said",
+            cut,
             f"virtual nodes of VirtualFlow; {_GOYAL}, section 3",
         ),
-        ("samples per microbatch", _counts(q.sizes), f"{batch} / {number}, as even as can be", "Convoy"),
+        ("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy"),
         (
             "samples per device",
             _counts(samples),

@@ -108,14 +108,14 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
     """
     if len(sizes) < num_ranks:
         batch = sum(sizes)
-        raise ConvoyError(
-            f"{len(sizes)} microbatch{'es' if len(sizes) > 1 else ''} of a batch of {batch} cannot be divided over "
-            f"{num_ranks} devices: "
-            + (
-                f"set microbatch={batch // num_ranks} or less (--set microbatch=…), or use fewer devices"
-                if batch >= num_ranks
-                else f"raise --batch to at least {num_ranks}, or use fewer devices"
+        if batch < num_ranks:
+            raise ConvoyError(
+                f"a batch of {batch} cannot be divided over {num_ranks} devices: raise --batch to at least "
+                f"{num_ranks}, or use fewer devices"
             )
+        raise ConvoyError(
+            f"a batch of {batch} is {len(sizes)} microbatch{'es' if len(sizes) > 1 else ''}, and {num_ranks} devices "
+            f"need {num_ranks}: add --microbatches {num_ranks}, or use fewer devices"
         )
     if shares is None:
         return Division(sizes, microbatch_sizes(len(sizes), num_ranks))

@@ -26,6 +26,8 @@ def choose_device(name: str | None) -> torch.device:
         raise ConvoyError(f"torch cannot use the GPUs here: {here.why}; --device cpu trains without")
     if name is None:
         return torch.device("cuda:0" if here.number else "cpu")
+    if name.isdecimal():
+        raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N, or --devices {name} for so many")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -181,7 +181,10 @@ class Log:
         seconds, values, progress = window.seconds, window.averages(), self._progress
         left_out = {"left_out": window.left_out} if window.left_out else {}
         progress.train_s += seconds
-        progress.data_wait_s += window.data_wait_s
+        if done == 1:  # in which the processes that load data start
+            progress.start_s += seconds
+        else:
+            progress.data_wait_s += window.data_wait_s
         progress.num_images += window.num_images
         rate = self._session.quantities.schedule.lr(done - 1)
         self._write("train", done, **values, **left_out, lr=rate)

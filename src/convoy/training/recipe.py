@@ -247,6 +247,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     changes = parse_overrides(overrides, lambda key: is_text(annotations.get(key)))
     for section in ("optimizer", "schedule"):
         document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
+    if isinstance(document.get("model"), str):  # the short form
+        document["model"] = {"name": document["model"]}
     found = apply_overrides(document, changes)
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")

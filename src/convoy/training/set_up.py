@@ -19,7 +19,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
-from convoy.training.build import build_model, check_coupling, merged, probed
+from convoy.training.build import build_model, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
@@ -88,6 +88,9 @@ def set_up(
     found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
     found = replace(found, on_device=num_on(device, ranks))
     notes += _without_heads(recipe, found, explicit_keys)
+    sizes, smaller = divisible_sizes(recipe, model, plan.parts if plan is not None else ranks.num, found)
+    quantities = replace(quantities, sizes=sizes)
+    notes += [smaller] if smaller is not None else []
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
     chosen, shares = None, None
     if plan is None:
@@ -123,7 +126,13 @@ def check_devices(recipe: Recipe, num_devices: int) -> None:
     if plan is None:
         check_shares(shares, num_devices)
     elif plan.parts > 1 and all(pattern == "*" and "owt" not in given.values() for pattern, given in plan.layers):
-        divide(microbatch_sizes(recipe.batch, num_microbatches(recipe)), plan.parts, shares)
+        sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+        if len(sizes) < plan.parts <= recipe.batch:
+            model = on_meta(recipe)
+            if model is None:  # what it is made of is seen when it is there
+                return
+            sizes, _ = divisible_sizes(recipe, model, plan.parts)
+        divide(sizes, plan.parts, shares)
 
 
 def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
@@ -173,7 +182,8 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
-    derived = derive(recipe, len(data.train), samples=samples, workers=num_workers(data, recipe.data)) + ready.derived
+    workers = num_workers(data, recipe.data)
+    derived = derive(recipe, len(data.train), samples=samples, workers=workers, sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     return Session(
         **{**vars(ready), "derived": [*derived, *describe(recipe.parallel, plan, ranks.num, division)]},

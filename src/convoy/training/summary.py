@@ -21,7 +21,8 @@ class RunProgress:
     Attributes:
         time_s: seconds of the run so far, over all resumptions.
         train_s: seconds of them without evaluations and checkpoints.
-        data_wait_s: seconds of those spent waiting for data.
+        data_wait_s: seconds of those spent waiting for data, after the first update.
+        start_s: seconds of the first update, with the start of the processes that load data.
         num_images: training images seen.
         best_top1, best_step: the best evaluation so far.
         to_evaluate: an evaluation was stopped, and is to be done again.
@@ -33,6 +34,7 @@ class RunProgress:
     time_s: float = 0.0
     train_s: float = 0.0
     data_wait_s: float = 0.0
+    start_s: float = 0.0
     num_images: int = 0
     best_top1: float | None = None
     best_step: int | None = None
@@ -81,7 +83,7 @@ def write_summary(
         best_step=progress.best_step,
         time_s=progress.time_s,
         images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
-        data_wait_share=progress.data_wait_s / progress.train_s if progress.train_s else 0.0,
+        data_wait_share=progress.data_wait_s / after if (after := progress.train_s - progress.start_s) > 0 else 0.0,
         checkpoints=progress.checkpoints,
         left_out=progress.left_out,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from convoy.engine import microbatch_sizes
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
-from convoy.training.build import merged, probed
+from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
@@ -40,6 +40,7 @@ def workload_of_recipe(
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     found = probed(model, recipe, image_shape, sizes, device, CHANGE)
+    sizes, _ = divisible_sizes(recipe, model, devices, found)
     merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
 
