@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from convoy.comm import backend
 from convoy.comm.groups import Groups, join, leave
-from convoy.errors import ConvoyError, MeetingError
+from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
@@ -149,3 +149,11 @@ def test_a_port_that_is_taken_may_be_free_later(monkeypatch):
         variables_of(monkeypatch, 0, taken.getsockname()[1])
         with pytest.raises(MeetingError, match="set MASTER_PORT to a free port"):
             join(timeout=1)
+
+
+def test_a_gpu_that_is_full_already_is_no_matter_of_the_network(monkeypatch):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    variables_of(monkeypatch, 0, 9)
+    monkeypatch.setattr("convoy.comm.groups.open_store", mock.Mock(side_effect=full))
+    with pytest.raises(MachineError, match=r"^rank 0 ran out of memory when it joined .* asked for 20\.00 MiB: see"):
+        join(timeout=1)
