@@ -44,6 +44,7 @@ def launch(cluster: Cluster, folder: Path, *options: str) -> str:
     return said.strip().rpartition(" ")[2]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_in_its_middle_ends_with_the_same_weights(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data")
     with slurm_cluster() as cluster:
@@ -209,7 +210,7 @@ def test_a_run_is_gone_on_with_in_its_folder(
         ("-- lenett --data d", "unknown model 'lenett'"),
         ("-- lenet --data d --recipe imagenet-91", "there is no recipe imagenet-91"),
         ("-- lenet --data d --set optimizer.bogus=3", "optimizer.bogus"),
-        ("-- runs/gone --resume", "runs/gone is no run directory"),
+        ("-- runs/gone --resume", "runs/gone holds no run"),
     ],
 )
 def test_a_mistake_is_said_in_a_sentence(

@@ -126,7 +126,7 @@ def test_a_wrong_recipe_is_one_sentence(name: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model: lenet\ndata: {path: mnist-mini}", "model is lenet, but must be a section"),
+        ("model: [lenet]\ndata: {path: mnist-mini}", "model is [lenet], but must be a section"),
         ("model: {name: lenet}\ndata: mnist-mini", "data.path is missing"),
         ("model: {name: lenet}\ndata: {path: x}\noptimizer: {lr: 1}", "optimizer.name is missing: it is one of sgd"),
         ("model: {name: lenet}\ndata: {path: x}\n1: 2", "1 is unknown"),

@@ -14,7 +14,7 @@ import convoy
 from convoy.cli.options import LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, has_agent, leave_word, place_of
-from convoy.terminal import printable, shortened
+from convoy.terminal import brief, printable, shortened
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -98,7 +98,7 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         near = f"did you mean {' or '.join(sorted(error.possibilities))}? " if error.possibilities else ""
         end = f" {error.ctx.command_path} --help" if error.ctx is not None else " --help"
-        return f"no such option {printable(error.option_name)}: {near}see{end}"
+        return f"no such option {printable(brief(error.option_name))}: {near}see{end}"
     sentence = shortened(printable(error.format_message().rstrip("."), keep="\n"))
     sentence = sentence[:1].lower() + sentence[1:]
     context = getattr(error, "ctx", None)

@@ -87,5 +87,7 @@ class StepContext:
             )
         if isinstance(samples, range):
             return self.keys[samples.start : samples.stop]
-        places = self.kept.setdefault(("places", samples), Constants(samples))
+        places = self.kept.get(("places", samples))
+        if places is None:
+            places = self.kept["places", samples] = Constants(samples)
         return self.keys.index_select(0, places.like(self.keys, torch.int64))

@@ -124,7 +124,7 @@ def as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
     """A recipe whose open choices are those of the run that it goes on with."""
     found = {key: getattr(begun, key) for key in _open_keys(recipe) if "." not in key}
     if "optimizer.fused" in _open_keys(recipe) and begun.optimizer.name == recipe.optimizer.name:
-        fused = getattr(begun.optimizer, "fused", None)
+        fused = bool(getattr(begun.optimizer, "fused", None))  # earlier versions kept no choice, and fused nothing
         found["optimizer"] = recipe.optimizer.model_copy(update={"fused": fused})
     return recipe.model_copy(update=found)
 
