@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measuring import machine, networks
-from measuring.dispatch import Counter, FakeGpu, Seen, fake_ranks, lines
+from measuring.dispatch import Counter, Counts, FakeGpu, fake_ranks, lines
 from torch import Tensor, nn
 
 from convoy import models
@@ -177,7 +177,7 @@ def device(kind: str) -> Iterator[tuple[Counter, Callable[[Any], Any]]]:
 
 def measure(
     name: str, batch_norm: BatchNorm | None, ranks: int, work: Work, options: argparse.Namespace
-) -> tuple[Row, Seen]:
+) -> tuple[Row, Counts]:
     """One side: the plain network, if there is no batch norm to choose."""
     merge = merge_of(name, batch_norm, work) if batch_norm is not None else 1
     torch.manual_seed(0)
@@ -270,7 +270,7 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(table)
 
 
-def details(row: Row, seen: Seen, plain: Seen) -> str:
+def details(row: Row, seen: Counts, plain: Counts) -> str:
     """Where a side waits and copies, and which operations it has beyond those of the plain network."""
     more = (seen.operations - plain.operations).most_common()
     parts = [f"{row.model}, {row.batch_norm}, {row.ranks} ranks"]

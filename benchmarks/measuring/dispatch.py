@@ -62,7 +62,7 @@ class Event:
 
 
 @dataclass
-class Seen:
+class Counts:
     """What was dispatched, by name of operation.
 
     Attributes:
@@ -97,7 +97,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counting: list[Seen] = []
+        self._counting: list[Counts] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Any:
@@ -111,9 +111,9 @@ class Counter(TorchDispatchMode):
         self._stack.close()
 
     @contextmanager
-    def count(self) -> Iterator[Seen]:
+    def count(self) -> Iterator[Counts]:
         """Count what is dispatched within."""
-        seen = Seen()
+        seen = Counts()
         self._counting.append(seen)
         try:
             yield seen

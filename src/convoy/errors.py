@@ -31,3 +31,18 @@ class MeetingError(MachineError):
 
 class TooLargeError(ConvoyError):
     """A network does not fit into the memory of the devices."""
+
+
+class RankFailedError(MachineError):
+    """What all ranks tried together failed on one of them.
+
+    Attributes:
+        out_of_memory: whether for want of memory.
+    """
+
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.out_of_memory)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring.dispatch import FakeGpu, Seen, fake_ranks, lines
+from measuring.dispatch import Counts, FakeGpu, fake_ranks, lines
 from torch import nn
 
 from convoy import models
@@ -20,7 +20,7 @@ MICROBATCH, OWN, PIXELS = 2, 4, 32
 """Samples of a microbatch, microbatches of a rank, and how large the images are."""
 
 
-def seen_of(gpu: FakeGpu, run: Any) -> Seen:
+def seen_of(gpu: FakeGpu, run: Any) -> Counts:
     """Of the second update: the first copies what stays."""
     run(0)
     with gpu.count() as seen:
@@ -28,7 +28,7 @@ def seen_of(gpu: FakeGpu, run: Any) -> Seen:
     return seen
 
 
-def plain(name: str) -> Seen:
+def plain(name: str) -> Counts:
     with FakeGpu() as gpu:
         net: nn.Module = gpu.take(models.create(name))
         images = gpu.take(torch.rand(MICROBATCH * OWN, 3, PIXELS, PIXELS))
@@ -36,7 +36,7 @@ def plain(name: str) -> Seen:
         return seen_of(gpu, lambda update: F.cross_entropy(net(images), labels).backward())
 
 
-def on_one_device(name: str) -> Seen:
+def on_one_device(name: str) -> Counts:
     with FakeGpu() as gpu:
         net: nn.Module = gpu.take(models.create(name))
         context = prepare(net, 0, "microbatch")
@@ -50,7 +50,7 @@ def on_one_device(name: str) -> Seen:
         return seen_of(gpu, run)
 
 
-def on_ranks(name: str, ranks: int, batch_norm: Any) -> Seen:
+def on_ranks(name: str, ranks: int, batch_norm: Any) -> Counts:
     division = divide((MICROBATCH,) * OWN * ranks, ranks)
     (piece,) = division.passes(OWN)
     with fake_ranks(ranks), FakeGpu() as gpu:

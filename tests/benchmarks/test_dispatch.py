@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring.dispatch import FakeGpu, Seen, fake_ranks, lines
+from measuring.dispatch import Counts, FakeGpu, fake_ranks, lines
 from torch import Tensor, nn
 
 import convoy
@@ -38,7 +38,7 @@ NEITHER: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def seen_of(run: Callable[[Tensor], Any]) -> Seen:
+def seen_of(run: Callable[[Tensor], Any]) -> Counts:
     with FakeGpu() as gpu:
         x = gpu.take(torch.ones(4))
         with gpu.count() as seen:

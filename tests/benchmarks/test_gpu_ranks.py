@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from gpu_ranks import MODELS, Row, Work, markdown, measure
-from measuring.dispatch import FakeGpu, Seen, fake_ranks, lines
+from measuring.dispatch import Counts, FakeGpu, fake_ranks, lines
 from torch import Tensor, nn
 
 import convoy
@@ -133,7 +133,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 PLANS = ("sample=4", "filter=4", "height=4", "owt=4", "sample=2,filter=2", "height=2,width=2")
 
 
-def _pass(net: Callable[[], nn.Module], plan: str) -> Seen:
+def _pass(net: Callable[[], nn.Module], plan: str) -> Counts:
     """The third pass of a loop of one's own: the first copies what stays, and agrees on the order of messages."""
     with fake_ranks(4), FakeGpu() as gpu:
         images = gpu.take(torch.rand(4, 3, 32, 32))

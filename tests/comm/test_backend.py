@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm import backend
-from convoy.comm.backend import GLOO, NCCL, Seen
+from convoy.comm.backend import GLOO, NCCL, RankDevice
 from convoy.comm.groups import choose_interface, generation_store, open_store
 from convoy.errors import MeetingError
 from ranks import run_ranks
@@ -32,8 +32,8 @@ LAYOUTS = {
 }
 
 
-def seen(text: str) -> Seen:
-    return Seen(text[0], "" if text[1:] == "-" else f"GPU-{text[1:]}")
+def seen(text: str) -> RankDevice:
+    return RankDevice(text[0], "" if text[1:] == "-" else f"GPU-{text[1:]}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,6 +102,11 @@ def test_gpus_that_cannot_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("NCCL cannot connect the GPUs of ranks 0, 4 (NCCL error in: ")
     assert "No route to host" in said and "NCCL_SOCKET_IFNAME (is =eth0)" in said
     assert "NCCL_P2P_DISABLE=1" in said and "driver" in said and "\n" not in said
+    lacks = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lacks)
+        with pytest.raises(torch.OutOfMemoryError):  # no matter of NCCL's
+            backend.warm_up(group, cpu)
     monkeypatch.setattr(dist, "all_reduce", lambda one, group: one.mul_(2))
     backend.warm_up(group, cpu)
     monkeypatch.setattr(dist, "all_reduce", lambda one, group: one)

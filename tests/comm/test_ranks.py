@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from convoy.comm.collectives import all_reduce
-from convoy.comm.failures import NEEDS_LESS, RankFailedError
 from convoy.comm.groups import Groups
+from convoy.comm.memory import NEEDS_LESS, memory_explained
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError, MachineError, RankFailedError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
@@ -33,13 +33,34 @@ def failing(kind: type[Exception]) -> tuple[str, str]:
     [
         (ConvoyError, ("ConvoyError", "no such thing")),
         (MachineError, ("MachineError", "no such thing")),
-        (ValueError, ("RuntimeError", "rank 0 failed: ValueError: no such thing")),
+        (ValueError, ("RankFailedError", "rank 0 failed (ValueError: no such thing): -v shows where")),
     ],
 )
 def test_a_failure_of_the_first_is_one_of_all(kind: type[Exception], others: tuple[str, str]) -> None:
     first, second = run_ranks(failing, 2, kind)
     assert first == (kind.__name__, "no such thing")
     assert second == others
+
+
+def lacking() -> tuple[str, str]:
+    ranks = Ranks.here()
+
+    def work() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    try:
+        with memory_explained(ranks.rank, ranks.num):
+            ranks.first(work)
+    except ConvoyError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_of_the_first_all_know_whose_memory_lacks() -> None:
+    """The second rank once took the first one's words for its own."""
+    for kind, said in run_ranks(lacking, 2):
+        assert kind == "TooLargeError"
+        assert said.startswith("rank 0 ran out of memory") and said.endswith(f": it asked for 2.00 GiB; {NEEDS_LESS}")
 
 
 def agreeing() -> tuple[bool, bool]:

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from convoy.comm.memory import memory_explained
 from convoy.data import (
     AugmentConfig,
     Batch,
@@ -222,6 +224,26 @@ def test_a_worker_that_is_killed_ends_in_one_sentence(photos):
         for _ in made:
             pass
     assert "\n" not in str(error.value)
+    assert children() == []
+
+
+@dataclass
+class Hungry:
+    """Makes batches for which memory lacks."""
+
+    error: Exception
+
+    def __call__(self, number: int) -> Batch:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")]
+)
+def test_a_worker_that_lacks_memory_gets_no_advice_for_gpus(error):
+    words = r"^a process that loads pictures ran out of memory: lower data\.workers$"
+    with pytest.raises(MachineError, match=words), memory_explained(0, 1):
+        next(loader._run(Hungry(error), range(2), 1))
     assert children() == []
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from convoy.comm import backend
 from convoy.comm.groups import Groups, join, leave
-from convoy.errors import ConvoyError, MeetingError
+from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
@@ -59,7 +59,7 @@ def test_join_follows_the_variables_of_torchrun():
     assert run_ranks(_join, 2, join=False) == [("cpu", 2.0)] * 2
 
 
-def _join_with_gpus(num_gpus):
+def _join_with_gpus(num_gpus, asked=None):
     current = []
     backend.gpus.cache_clear()
     with (
@@ -68,7 +68,7 @@ def _join_with_gpus(num_gpus):
         mock.patch("torch.cuda.set_device", current.append),
         mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
     ):
-        device = join(timeout=30)
+        device = join(timeout=30, device=asked)
     return str(device), [str(device) for device in current], dist.get_backend_config()
 
 
@@ -76,6 +76,13 @@ def test_ranks_that_share_a_gpu_speak_over_gloo():
     for device, current, backends in run_ranks(_join_with_gpus, 2, 1, join=False):
         assert device == "cuda:0" and current == ["cuda:0"]
         assert "cuda:gloo" in backends and "nccl" not in backends
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_ranks_that_are_to_compute_on_the_cpu_leave_gpus_alone(num_gpus, capfd):
+    for device, current, backends in run_ranks(_join_with_gpus, 2, num_gpus, "cpu", join=False):
+        assert device == "cpu" and current == [] and "nccl" not in backends
+    assert "share a GPU" not in capfd.readouterr().err
 
 
 def _wrong_mesh():
@@ -142,3 +149,11 @@ def test_a_port_that_is_taken_may_be_free_later(monkeypatch):
         variables_of(monkeypatch, 0, taken.getsockname()[1])
         with pytest.raises(MeetingError, match="set MASTER_PORT to a free port"):
             join(timeout=1)
+
+
+def test_a_gpu_that_is_full_already_is_no_matter_of_the_network(monkeypatch):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    variables_of(monkeypatch, 0, 9)
+    monkeypatch.setattr("convoy.comm.groups.open_store", mock.Mock(side_effect=full))
+    with pytest.raises(MachineError, match=r"^rank 0 ran out of memory when it joined .* asked for 20\.00 MiB: see"):
+        join(timeout=1)

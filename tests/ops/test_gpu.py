@@ -38,3 +38,22 @@ def test_triton_builds_for_a_gpu() -> None:
     paths = [str(Path(__file__).parents[1]), *sys.path]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
+
+
+def test_where_memory_lacks_for_the_trial_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may go well the next time, and whether Triton runs decides the rounding of all updates to come."""
+    answers = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), None]
+
+    def try_out(_: object) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    kernels = types.ModuleType("convoy.ops.microbatch_kernels")
+    kernels.try_out = try_out  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    gpu._tried.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu._tried("microbatch_kernels", "batch norm by microbatch", torch.device("cuda"))
+    assert gpu._tried("microbatch_kernels", "batch norm by microbatch", torch.device("cuda")) is kernels
+    gpu._tried.cache_clear()

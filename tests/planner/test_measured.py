@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.comm.failures import NEEDS_LESS
 from convoy.comm.groups import _end as end
+from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profile, Profiler

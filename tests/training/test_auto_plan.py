@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.comm.failures import NEEDS_LESS
+from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError

@@ -12,7 +12,7 @@ from convoy.comm.groups import Groups, leave
 from convoy.comm.position import Ledger, current
 from convoy.comm.ranks import Ranks
 from convoy.plans.mesh import Mesh
-from convoy.training.watchdog import Seen, Watchdog, explain
+from convoy.training.watchdog import RankState, Watchdog, explain
 from ranks import run_ranks
 
 MESH = Mesh(("a", "b"), (2, 2))
@@ -62,13 +62,13 @@ def test_without_numbers_nobody_knows() -> None:
     assert not any("has not begun" in one for one in run_ranks(stand_still, 4, False, join=False))
 
 
-def seen(count: int, *still: int, rank_of: tuple[int, ...] = (0, 1, 2, 3), others: dict | None = None) -> Seen:
+def seen(count: int, *still: int, rank_of: tuple[int, ...] = (0, 1, 2, 3), others: dict | None = None) -> RankState:
     rows = [(number, "all reduce", f"conv{number}") for number in still]
     waits = f"all reduce number {still[0]} on the GPU" if still else ""
-    return Seen("a", 6, "rest", "", waits, 31.0, 3, groups={"0": (list(rank_of), count, rows), **(others or {})})
+    return RankState("a", 6, "rest", "", waits, 31.0, 3, groups={"0": (list(rank_of), count, rows), **(others or {})})
 
 
-def line(ranks: dict[int, Seen], own: int = 0) -> str:
+def line(ranks: dict[int, RankState], own: int = 0) -> str:
     return explain(own, ranks, 31.0, 5.0, len(ranks)).partition("\n")[0]
 
 

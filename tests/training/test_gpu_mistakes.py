@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from convoy.cli import main
 from convoy.cli.on_devices import device_of
 from convoy.comm import backend
-from convoy.comm.failures import memory_explained
+from convoy.comm.memory import memory_explained
 from convoy.errors import ConvoyError, MachineError, TooLargeError
-from convoy.training import choose_device
+from convoy.training import choose_device, environment
 from tiny import write_mnist
 from whole_runs import train_here
 
 OLD = (
     "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
     "driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+NO_GPU = (
+    "CUDA initialization: CUDA driver initialization failed, you might not have a CUDA gpu. (Triggered internally at "
+    "../c10/cuda/CUDAFunctions.cpp:109.)"
 )
 LACKS = (
     "CUDA out of memory. Tried to allocate 98.00 MiB. GPU 0 has a total capacity of 7.91 GiB of which 3.50 MiB is free."
@@ -29,6 +33,7 @@ LACKS = (
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
     backend.gpus.cache_clear()
+    environment._say_once.cache_clear()
     yield
     backend.gpus.cache_clear()
 
@@ -79,6 +84,18 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, name: str | N
     with pytest.raises(ConvoyError, match=words):
         device_of(name, torch.device("cpu"), 2)
     assert choose_device("cpu") == device_of("cpu", torch.device("cpu"), 2) == torch.device("cpu")
+
+
+def test_a_driver_without_a_gpu_is_only_mentioned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(monkeypatch, 0, NO_GPU)
+    for _ in range(2):
+        assert choose_device(None) == device_of(None, torch.device("cpu"), 2) == torch.device("cpu")
+    words = "CUDA driver initialization failed, you might not have a CUDA gpu"
+    assert capsys.readouterr().err == f"convoy: no GPU is used: {words}\n"
+    with pytest.raises(ConvoyError, match=f"--device cuda is not to be used: {words}"):
+        choose_device("cuda")
 
 
 def test_a_driver_of_which_torch_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,20 @@ import pytest
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.groups import join, leave, meeting_store
-from convoy.comm.position import Position
+from convoy.comm.position import Ledger, Position
 from convoy.comm.ranks import Ranks
 from convoy.training import watchdog as module
 from convoy.training.environment import join_ranks
-from convoy.training.watchdog import Seen, Watchdog, explain
+from convoy.training.watchdog import RankState, Watchdog, explain
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import as_before, train_here
 
 
-def seen(update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward") -> Seen:
-    return Seen(host, update, part, "conv1", collective, 31.0, 3, silent_s)
+def seen(
+    update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward"
+) -> RankState:
+    return RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def seen(update: int = 6, collective: str = "", silent_s: float = 0.0, host: str
         ({}, "held up by rank 1, not heard of any more\n"),
     ],
 )
-def test_the_one_who_holds_the_others_up_is_named(others: dict[int, Seen], words: str) -> None:
+def test_the_one_who_holds_the_others_up_is_named(others: dict[int, RankState], words: str) -> None:
     found = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
     where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
     assert found.startswith(f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n")
@@ -184,6 +186,30 @@ def keep_moving() -> list[str]:
 @pytest.mark.slow
 def test_nothing_is_said_of_a_run_that_moves() -> None:
     assert run_ranks(keep_moving, 2, join=False) == [[], []]
+
+
+def hold_a_broken_device() -> list[str]:
+    """Rank 0's device fails, and so does asking what it is through with."""
+    join()
+    said: list[str] = []
+    ranks, given = join_ranks()[0], Ledger()
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if ranks.rank == 0:
+        given.add("group", lambda: [0, 1], "all reduce", broken)
+    with Watchdog(ranks, meeting_store(), said.append, 0.5, Position(part="data"), given=given):
+        until = time.monotonic() + 20
+        while not said and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks.barrier()
+    leave()
+    return said
+
+
+def test_a_device_that_has_failed_does_not_end_the_watch() -> None:
+    assert all("has not moved for" in said[0] for said in run_ranks(hold_a_broken_device, 2, join=False))
 
 
 def test_alone_nobody_watches() -> None:

@@ -115,7 +115,7 @@ def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: to
     """
     wrappers = {"ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
     if num > 1:
-        join_group()
+        join_group(device=device.type)
     return wrappers[kind](model, optimizer, num, device) if kind in wrappers else Wrapped(model, optimizer)
 
 

@@ -172,7 +172,7 @@ class MemoryPeak:
 def join(task: MeasurementTask) -> tuple[Ranks, torch.device]:
     """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
     if task.num_devices > 1:
-        ranks, own = join_ranks()
+        ranks, own = join_ranks(device=task.device_type)
         return ranks, own if task.device_type == "cuda" else torch.device("cpu")
     device = choose_device(task.device_type)
     keep_freed_memory(device)

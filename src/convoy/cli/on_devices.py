@@ -7,8 +7,8 @@ import torch
 from convoy import launch
 from convoy.cli.options import is_verbose
 from convoy.comm.backend import gpus
-from convoy.comm.failures import memory_explained
 from convoy.comm.groups import leave
+from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import RankPlace, cores
@@ -82,7 +82,7 @@ def run_as_rank(
     """
     place.check(asked)
     with launch.as_rank(place):
-        ranks, own = join_ranks(patience_s)
+        ranks, own = join_ranks(patience_s, device)
         cores.take_share(ranks.gather, ranks.rank, cores_per_device)
         ranks = Ranks.here()
         with memory_explained(ranks.rank, ranks.num):

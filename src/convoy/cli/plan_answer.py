@@ -11,7 +11,7 @@ from convoy import launch, models
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
 from convoy.cli.requests import PlanRequest
-from convoy.comm.failures import memory_explained
+from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from convoy.comm.memory import lack_of_memory
 from convoy.errors import MeetingError
 
 GLOO = "gloo"
@@ -28,10 +29,15 @@ _RECORDED = "2000"
 
 
 class Here(NamedTuple):
-    """The GPUs that torch can use here, and why there are none; empty where there are, or where nothing is known."""
+    """The GPUs that torch can use here, and why there are none; empty where there are, or where nothing is known.
+
+    Attributes:
+        too_old: there are some, for another driver.
+    """
 
     number: int
     why: str = ""
+    too_old: bool = False
 
 
 @functools.cache
@@ -49,15 +55,16 @@ def gpus() -> Here:
     if number:
         return Here(number)
     first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
-    if "driver" in first and "too old" in first:
+    too_old = "driver" in first and "too old" in first
+    if too_old:
         first += (
             f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
         )
         first += "that is built for an older CUDA (https://pytorch.org/get-started)"
-    return Here(0, first)
+    return Here(0, first, too_old)
 
 
-class Seen(NamedTuple):
+class RankDevice(NamedTuple):
     """What a rank has: the name of its host, and the UUID of its GPU; empty without one."""
 
     host: str
@@ -71,16 +78,16 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-def own(device: torch.device) -> Seen:
+def own(device: torch.device) -> RankDevice:
     """What this rank has."""
     if device.type != "cuda":
-        return Seen(socket.gethostname(), "")
+        return RankDevice(socket.gethostname(), "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return Seen(socket.gethostname(), str(uuid or f"{socket.gethostname()}/{visible}/{device.index}"))
+    return RankDevice(socket.gethostname(), str(uuid or f"{socket.gethostname()}/{visible}/{device.index}"))
 
 
-def agreed(store: Store, rank: int, num_ranks: int, seen: Seen) -> Choice:
+def agreed(store: Store, rank: int, num_ranks: int, seen: RankDevice) -> Choice:
     """The choice of rank 0, on all ranks.
 
     Args:
@@ -91,22 +98,22 @@ def agreed(store: Store, rank: int, num_ranks: int, seen: Seen) -> Choice:
     """
     store.set(f"device/{rank}", json.dumps(seen))
     if rank == 0:
-        told = [Seen(*json.loads(store.get(f"device/{other}"))) for other in range(num_ranks)]
+        told = [RankDevice(*json.loads(store.get(f"device/{other}"))) for other in range(num_ranks)]
         store.set("backend", json.dumps(choose(told)))
     return Choice(*json.loads(store.get("backend")))
 
 
-def choose(ranks: Sequence[Seen]) -> Choice:
+def choose(ranks: Sequence[RankDevice]) -> Choice:
     """The backend for ranks that have these GPUs.
 
-    >>> choose([Seen("a", "GPU-1"), Seen("a", "GPU-2")]).backend
+    >>> choose([RankDevice("a", "GPU-1"), RankDevice("a", "GPU-2")]).backend
     'cpu:gloo,cuda:nccl'
-    >>> choose([Seen("a", "GPU-1"), Seen("a", "GPU-1")]).note
+    >>> choose([RankDevice("a", "GPU-1"), RankDevice("a", "GPU-1")]).note
     "ranks 0, 1 share a GPU of host a: they take turns on it and divide its memory, ..."
     """
-    by_gpu: dict[Seen, list[int]] = defaultdict(list)
+    by_gpu: dict[RankDevice, list[int]] = defaultdict(list)
     for rank, seen in enumerate(ranks):
-        by_gpu[Seen("", seen.gpu) if seen.gpu else seen].append(rank)
+        by_gpu[RankDevice("", seen.gpu) if seen.gpu else seen].append(rank)
     without = [rank for rank, seen in enumerate(ranks) if not seen.gpu]
     if len(without) == len(ranks):
         return Choice(GLOO)
@@ -145,6 +152,7 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 
     Raises:
         MeetingError: they cannot be connected.
+        RuntimeError: this one lacks memory for it.
     """
     ranks = dist.get_process_group_ranks(group)
     try:
@@ -152,6 +160,8 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_reduce(one, group=group)
         added = int(one.item())
     except RuntimeError as error:
+        if lack_of_memory(error) is not None:
+            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         last = next((line for line in lines if line.startswith("Last error")), "")
         reason = " ".join(filter(None, (lines[0] if lines else type(error).__name__, last, *lines[-1:]))).rstrip(".")

@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from convoy.comm import point_to_point, shared_memory
-from convoy.comm.position import Enqueued, current, ledger
+from convoy.comm.position import current, ledger
 from convoy.comm.shared_memory import Channel
 
 _Arguments = ParamSpec("_Arguments")
@@ -96,7 +96,7 @@ _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weak
 class Pending:
     """A collective that may still run, or that runs when it is waited for; `wait` gives its result, once."""
 
-    def __init__(self, works: Sequence["dist.Work | _Numbered | None"], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
         self._works = [work for work in works if work is not None]
         self._finish = finish
 
@@ -113,36 +113,23 @@ class Pending:
         return self._finish()
 
 
-class _Numbered:
-    """A collective that a device has been given, and that `ledger` knows.
-
-    What torch returns holds its tensors. So an event takes its place there once the device's stream waits for it.
-    """
-
-    def __init__(self, work: dist.Work | None, entry: Enqueued, is_cuda: bool) -> None:
-        self._work, self._entry, self._is_cuda = work, entry, is_cuda
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        if self._is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._entry.done = event.query
+def _numbered(name: str, work: dist.Work | None, group: dist.ProcessGroup) -> dist.Work | None:
+    """Note what was enqueued through a backend that does not wait."""
+    if work is not None:
+        members = functools.partial(dist.get_process_group_ranks, group)
+        ledger.add(group.group_name, members, name, _done(work))
+    return work
 
 
-def _numbered(name: str, work: dist.Work | None, x: Tensor, group: dist.ProcessGroup) -> _Numbered:
-    """Note what was enqueued through a backend that does not wait; without `work` the stream waits for it already."""
-    done = work.is_completed if work is not None else _yes
-    entry = ledger.add(group.group_name, functools.partial(dist.get_process_group_ranks, group), name, done)
-    numbered = _Numbered(work, entry, x.is_cuda and torch.cuda.is_initialized())
-    if work is None:
-        numbered.wait()
-    return numbered
-
-
-def _yes() -> bool:
-    return True
+def _done(work: dist.Work) -> Callable[[], bool]:
+    """Whether a device is through with a collective, asked without CUDA: where one thread holds CUDA's lock, another
+    one that asks for an event stands still, with Python's lock. NCCL's group has a thread that asks, and notes it in
+    this result, which unlike `work` does not hold the tensors."""
+    try:
+        done: Callable[[], bool] = work.get_future_result().done  # type: ignore[attr-defined]
+    except RuntimeError:  # another backend
+        return work.is_completed
+    return done
 
 
 def size(group: Group) -> int:
@@ -172,7 +159,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_reduce(x, channel))
     if not _is_gloo(x, group):
-        return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), x, group)], lambda: x)
+        return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), group)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
         return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
@@ -201,7 +188,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
         works = point_to_point.start_all_to_all([here] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
-    return Pending([_numbered("all gather", work, x, group)], lambda: received)
+    return Pending([_numbered("all gather", work, group)], lambda: received)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -225,7 +212,7 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
         works = point_to_point.start_all_to_all(list(here), list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = dist.all_to_all_single(received, here, group=group, async_op=True)
-    return Pending([_numbered("all to all", work, x, group)], lambda: received)
+    return Pending([_numbered("all to all", work, group)], lambda: received)
 
 
 @waits
@@ -278,9 +265,8 @@ def _exchange_at_once(sends: Sequence[Tensor | None], wanted: list[int], group: 
         received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
         return received
     received = flat.new_empty(sum(wanted))
-    dist.all_to_all_single(received, flat, wanted, given, group=group)
-    _numbered("exchange", None, received, group)
-    return received
+    work = dist.all_to_all_single(received, flat, wanted, given, group=group, async_op=True)
+    return Pending([_numbered("exchange", work, group)], lambda: received).wait()
 
 
 def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
@@ -299,7 +285,7 @@ def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], gro
         taken = [nothing if q == here else x for q, x in enumerate(receives)]
         given = [nothing if q == here else x for q, x in enumerate(sends)]
         work = dist.all_to_all(taken, given, group=group, async_op=True)
-        return Pending([_numbered("exchange", work, nothing, group)], lambda: receives[here - 1])
+        return Pending([_numbered("exchange", work, group)], lambda: receives[here - 1])
     arriving = [_for(group, x) for x in receives]
     works = point_to_point.start_all_to_all([_for(group, x) for x in sends], arriving, group)
     return Pending(works, lambda: _arrived(arriving, receives, here))
@@ -322,9 +308,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if torch.compiler.is_compiling() or _is_gloo(x, group):
         return all_to_all(x, group).sum(0)
     found = x.new_empty(x.shape[1:])
-    _scatter_single(found.view(-1), x.contiguous().view(-1), group=group)
-    _numbered("reduce scatter", None, found, group)
-    return found
+    work = _scatter_single(found.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+    return Pending([_numbered("reduce scatter", work, group)], lambda: found).wait()
 
 
 @waits
@@ -334,10 +319,11 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
         return x
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     here = _for(group, x)
-    dist.broadcast(here, group=group, group_src=source)
-    if not _is_gloo(here, group):
-        _numbered("broadcast", None, here, group)
-    return x if here is x else x.copy_(here)
+    if _is_gloo(here, group):
+        dist.broadcast(here, group=group, group_src=source)
+        return x if here is x else x.copy_(here)
+    work = dist.broadcast(here, group=group, group_src=source, async_op=True)
+    return Pending([_numbered("broadcast", work, group)], lambda: x).wait()
 
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:

@@ -28,8 +28,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from convoy import interfaces
 from convoy.comm import backend
 from convoy.comm.collectives import close, gather_ints
+from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import ledger
-from convoy.errors import ConvoyError, MeetingError
+from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import say_uncaught
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 
@@ -135,7 +136,7 @@ _limit: timedelta | None = None
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join(timeout: float = 600.0) -> torch.device:
+def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
     """Join the process group that torchrun's variables describe, unless some group is joined already.
 
     CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
@@ -144,6 +145,7 @@ def join(timeout: float = 600.0) -> torch.device:
 
     Args:
         timeout: seconds that ranks wait for each other, here and in every collective.
+        device: the one that was asked for, on all ranks; `cpu` leaves GPUs alone.
 
     Returns:
         The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
@@ -151,14 +153,15 @@ def join(timeout: float = 600.0) -> torch.device:
     Raises:
         ConvoyError: only some of the variables are set, or they are no numbers.
         MeetingError: the other ranks are not to be reached.
+        MachineError: memory lacks to connect to them.
     """
-    devices = backend.gpus().number
-    device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
+    devices = 0 if device is not None and device.startswith("cpu") else backend.gpus().number
+    own = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
         _check_variables(os.environ)
         if devices:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(own)
         rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
         choose_interface(world)
         try:
@@ -166,7 +169,7 @@ def join(timeout: float = 600.0) -> torch.device:
             global _store, _limit
             _limit = limit
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
-            choice = backend.agreed(_store, rank, world, backend.own(device))
+            choice = backend.agreed(_store, rank, world, backend.own(own))
             if choice.backend == backend.NCCL:
                 backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
@@ -175,13 +178,17 @@ def join(timeout: float = 600.0) -> torch.device:
             if choice.note and rank == 0:
                 print(f"convoy: {choice.note}", file=sys.stderr, flush=True)
         except (dist.DistError, RuntimeError) as error:
+            if (needed := lack_of_memory(error)) is not None:
+                raise MachineError(
+                    f"rank {rank} ran out of memory when it joined the others{needed}: see what else runs on its device"
+                ) from error
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise MeetingError(
                 f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
             ) from error
     # torch, too, takes exceptions when it joins, and would hold them back until all is said
     say_uncaught(_first_to_say)
-    return device
+    return own
 
 
 def _connect(group: dist.ProcessGroup) -> None:

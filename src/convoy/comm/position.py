@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 Part = Literal[
@@ -119,15 +120,22 @@ that its device is not through with."""
 _SHOWN = 16
 
 
+@dataclass(slots=True)
+class _Group:
+    """What a device was given in one group."""
+
+    members: list[int]
+    count: int = 0
+    open: deque[Enqueued] = field(default_factory=deque)
+
+
 @dataclass
 class Ledger:
     """The collectives that devices were given, by the names of their groups; one for each process."""
 
-    _members: dict[str, list[int]] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
-    _open: dict[str, deque[Enqueued]] = field(default_factory=dict)
+    _groups: dict[str, _Group] = field(default_factory=dict)
 
-    def add(self, group: str, members: Callable[[], Sequence[int]], name: str, done: Callable[[], bool]) -> Enqueued:
+    def add(self, group: str, members: Callable[[], Sequence[int]], name: str, done: Callable[[], bool]) -> None:
         """One more; those before it are forgotten as far as they are done.
 
         Args:
@@ -136,33 +144,29 @@ class Ledger:
             name: of the collective.
             done: as in `Enqueued`.
         """
-        if group not in self._counts:
-            self._members[group], self._counts[group], self._open[group] = list(members()), 0, deque()
-        self._counts[group] += 1
-        still = self._open[group]
-        while still and still[0].done():
-            still.popleft()
-        entry = Enqueued(self._counts[group], name, current.layer, done)
-        still.append(entry)
-        return entry
+        given = self._groups.get(group)
+        if given is None:
+            given = self._groups[group] = _Group(list(members()))
+        given.count += 1
+        while given.open and given.open[0].done():
+            given.open.popleft()
+        given.open.append(Enqueued(given.count, name, current.layer, done))
 
     def forget(self, group: str) -> None:
         """A group has ended."""
-        for each in (self._members, self._counts, self._open):
-            each.pop(group, None)
+        self._groups.pop(group, None)
 
     def clear(self) -> None:
         """All groups have ended."""
-        for each in (self._members, self._counts, self._open):
-            each.clear()
+        self._groups.clear()
 
     def state(self) -> dict[str, GroupState]:
-        """What there is, by the names of groups; from any thread."""
+        """What there is, by the names of groups; from any thread, while others add and forget."""
         found: dict[str, GroupState] = {}
-        for group, still in list(self._open.items()):
-            left = [one for one in list(still) if not one.done()][:_SHOWN]
+        for name, given in list(self._groups.items()):
+            left = islice((one for one in list(given.open) if not one.done()), _SHOWN)
             rows = [(one.number, one.name, one.layer.partition("#")[0]) for one in left]
-            found[group] = (self._members[group], self._counts[group], rows)
+            found[name] = (given.members, given.count, rows)
         return found
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from convoy.comm.alarm import Alarm, Cause
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
-from convoy.comm.failures import Alarm, Failure
 from convoy.comm.groups import everyone, forget, num_local, temporary
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
@@ -156,11 +156,11 @@ class Ranks:
 
         Raises:
             ConvoyError: it was rank 0's mistake.
-            RuntimeError: rank 0 failed otherwise; there, what it failed with.
+            RankFailedError: rank 0 failed otherwise; there, what it failed with.
         """
         if self.num == 1:
             return work()
-        found: T | ConvoyError | RuntimeError | None = None
+        found: T | ConvoyError | None = None
         failure: Exception | None = None
         if self.rank == 0:
             try:
@@ -169,11 +169,11 @@ class Ranks:
                 found = error
             except Exception as error:  # the others wait for an answer
                 failure = error
-                found = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+                found = Cause.of(error).error(0)
         known = self.broadcast(found)
         if failure is not None:
             raise failure
-        if isinstance(known, ConvoyError | RuntimeError):
+        if isinstance(known, ConvoyError):
             raise known
         return cast(T, known)
 
@@ -191,7 +191,7 @@ class Ranks:
         """
         found: T | None = None
         failure: Exception | None = None
-        said: list[Failure | None] = []
+        said: list[Cause | None] = []
         done = False
         name = self.broadcast(uuid.uuid4().hex)
         try:
@@ -205,7 +205,7 @@ class Ranks:
             if done:
                 raise
             failure = error
-            said = self.gather(Failure.of(error))
+            said = self.gather(Cause.of(error))
         failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
         if failed:
             forget()

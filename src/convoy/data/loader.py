@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from convoy.comm.memory import lack_of_memory
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
@@ -56,7 +57,7 @@ def training_batches(
 
     Raises:
         ConvoyError: a picture cannot be read and bad ones are not skipped, or an augmentation lacks its library.
-        MachineError: a worker process died.
+        MachineError: a worker process died, or lacks memory.
     """
     maker = _maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
@@ -87,7 +88,7 @@ def evaluation_batches(
 
     Raises:
         ConvoyError: a picture cannot be read and bad ones are not skipped.
-        MachineError: a worker process died.
+        MachineError: a worker process died, or lacks memory.
     """
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
@@ -182,13 +183,16 @@ def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
     """The next item; None at the end."""
     try:
         return next(iterator, None)
-    except (RuntimeError, OSError, EOFError) as error:
+    except (RuntimeError, OSError, EOFError, MemoryError) as error:
         # What torch and multiprocessing say, depending on the moment when a worker dies.
         by_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
         by_python = hasattr(iterator, "_workers") and not isinstance(error, RuntimeError)
-        if str(error).startswith("Caught ") or not (by_torch or by_python):
+        first = str(error).partition("\n")[0]
+        if first.startswith("Caught ") or isinstance(error, MemoryError) or not (by_torch or by_python):
+            if " in DataLoader worker " in first and lack_of_memory(error) is not None:
+                raise MachineError("a process that loads pictures ran out of memory: lower data.workers") from error
             raise
-        died = str(error).partition("\n")[0] or type(error).__name__
+        died = first or type(error).__name__
     raise MachineError(
         f"a process that loads pictures died ({died}): it may have run out of memory or of /dev/shm (in a container, "
         "raise --shm-size), so lower data.workers; a script of your own that starts training needs "

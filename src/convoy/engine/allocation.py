@@ -5,6 +5,7 @@ a training step on a CPU. Every step frees and asks for the same blocks, so they
 """
 
 import ctypes
+import gc
 import os
 
 import torch
@@ -39,6 +40,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 def release_freed_memory(device: torch.device) -> None:
     """Give back what the process has freed and kept: to the GPU, whose free blocks are of sizes that nothing else may
     ask for, or to the kernel."""
+    gc.collect()  # networks are in circles
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

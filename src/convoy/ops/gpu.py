@@ -10,6 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from convoy.comm.memory import lack_of_memory
+
 
 def triton_kernels(module: str, what: str, x: Tensor) -> ModuleType | None:
     """Kernels written in Triton, where they run; elsewhere torch's own operations do their work.
@@ -31,6 +33,8 @@ def _tried(module: str, what: str, device: torch.device) -> ModuleType | None:
         kernels = importlib.import_module(f"convoy.ops.{module}")
         kernels.try_out(device)
     except Exception as error:
+        if lack_of_memory(error) is not None:  # later it may go well, and the run's rounding hangs on it
+            raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
             f"{what} runs without Triton's kernels and so more slowly, as they cannot be built here: {first}",

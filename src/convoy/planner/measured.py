@@ -20,12 +20,11 @@ from statistics import median
 import torch
 from torch import nn
 
-from convoy.comm.failures import RankFailedError
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.sharded import ELEMENTWISE
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, RankFailedError
 from convoy.graph.graph import Call
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory

@@ -208,8 +208,7 @@ class Choice(Prepared):
         failures: dict[Plan, ConvoyError] = {}
         for number, plan in enumerate(plans):
             self.progress(f"racing {plan}", number, len(plans))
-            if self.device.type == "cuda":  # what the one before it has freed
-                release_freed_memory(self.device)
+            release_freed_memory(self.device)  # of the one before it
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
                     raced = partial(self._raced, plan, planned.shares(plan), ahead)

@@ -1,7 +1,9 @@
 """What a run ran on, for its report and for whoever wants to repeat it."""
 
+import functools
 import os
 import platform
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,9 +24,11 @@ def choose_device(name: str | None) -> torch.device:
         ConvoyError: no such device here.
     """
     here = gpus()
-    if name is None and here.why:
+    if name is None and here.too_old:
         raise ConvoyError(f"torch cannot use the GPUs here: {here.why}; --device cpu trains without")
     if name is None:
+        if here.why and os.environ.get("RANK", "0") == "0":
+            _say_once(f"convoy: no GPU is used: {here.why}")
         return torch.device("cuda:0" if here.number else "cpu")
     if name.isdecimal():
         raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N, or --devices {name} for so many")
@@ -44,11 +48,17 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def join_ranks(timeout_s: float = 600.0) -> tuple[Ranks, torch.device]:
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def join_ranks(timeout_s: float = 600.0, device: str | None = None) -> tuple[Ranks, torch.device]:
     """Join the other ranks by torchrun's variables; memory that this process frees stays with it from then on.
 
     Args:
         timeout_s: that ranks wait for each other in a collective, unless something ends them earlier.
+        device: the one that was asked for, as in `choose_device`.
 
     Returns:
         The ranks, and the torch device of this one.
@@ -56,9 +66,9 @@ def join_ranks(timeout_s: float = 600.0) -> tuple[Ranks, torch.device]:
     Raises:
         ConvoyError: the others are not to be reached.
     """
-    device = join(timeout_s)
-    keep_freed_memory(device)
-    return Ranks.here(), device
+    own = join(timeout_s, device)
+    keep_freed_memory(own)
+    return Ranks.here(), own
 
 
 def num_cores() -> int:

@@ -1,7 +1,6 @@
 """Begins a run, or goes on with one, and leaves its folder complete, also where it fails."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,11 @@ from pathlib import Path
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.comm.failures import memory_explained
 from convoy.comm.groups import meeting_store
+from convoy.comm.memory import memory_explained
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_json, write_text
@@ -186,9 +186,7 @@ def train(
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
             del session, loop, summary, has_gone_well, memory
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_freed_memory(device)
 
             def end(sentence: str, before: str = str(error)) -> None:
                 hang(f"{before}\n{sentence}")

@@ -9,6 +9,7 @@ While the run is set up nobody can say how long a rank may take for a step of it
 searched, networks compiled. Then only a rank ends that waits for others, shortly before its collective would.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple, Self
@@ -34,7 +34,7 @@ _LIMIT_S, _BEFORE = 600.0, 0.9
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """A rank as another one sees it.
 
     Attributes:
@@ -74,7 +74,7 @@ def collective_limit_s(timeout_s: float) -> float:
 
 def explain(
     rank: int,
-    ranks: Mapping[int, Seen],
+    ranks: Mapping[int, RankState],
     timeout_s: float,
     silence_s: float,
     num_ranks: int,
@@ -130,7 +130,7 @@ class _Late(NamedTuple):
     why: str
 
 
-def _late(ranks: Mapping[int, Seen]) -> _Late | None:
+def _late(ranks: Mapping[int, RankState]) -> _Late | None:
     """Of the ranks that have enqueued the fewest collectives of a group, or whose GPU alone does not finish one: first
     those that wait for nobody themselves. None where no GPU waits."""
     found: list[_Late] = []
@@ -155,7 +155,7 @@ def _collective(number: int, name: str, layer: str) -> str:
     return f"{name} number {number}" + (f" of layer {layer}" if layer else "")
 
 
-def _first(seen: Seen) -> str:
+def _first(seen: RankState) -> str:
     """The first collective that a rank's GPU is not through with; empty where there is none."""
     return next((_collective(*still[0]) for _, _, still in seen.groups.values() if still), "")
 
@@ -198,7 +198,8 @@ class Watchdog:
         self._count = 0
         self._stop = threading.Event()
         self._host = socket.gethostname()
-        self._known: dict[int, tuple[Seen, float]] = {}
+        self._known: dict[int, tuple[RankState, float]] = {}
+        self._groups: dict[str, GroupState] = {}
         if store is None or ranks.num == 1:
             return
         prefix = ranks.broadcast(uuid.uuid4().hex)
@@ -224,7 +225,7 @@ class Watchdog:
         self._position.moved = time.monotonic()
         self._patient = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def ending_by(self, end: Callable[[str], None]) -> Iterator[None]:
         """While entered, another function is called with the sentence."""
         before, self.end = self.end, end
@@ -254,16 +255,17 @@ class Watchdog:
         others = [seen for rank, seen in self._as_seen().items() if rank != self._rank]
         return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in others))
 
-    def _as_seen(self) -> dict[int, Seen]:
+    def _as_seen(self) -> dict[int, RankState]:
         now = time.monotonic()
         return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
 
-    def _own(self) -> Seen:
+    def _own(self) -> RankState:
         at = self._position
         still_s = time.monotonic() - at.moved
-        seen = Seen(
-            self._host, at.update, at.part, at.layer, at.collective, still_s, self._count, groups=self._given.state()
-        )
+        with contextlib.suppress(Exception):  # of the device; the main thread meets it too
+            self._groups = self._given.state()
+        groups = self._groups
+        seen = RankState(self._host, at.update, at.part, at.layer, at.collective, still_s, self._count, groups=groups)
         # a host that moves is only ahead of its GPU
         waits = not at.collective and still_s > 2 * self._interval_s and _first(seen)
         return replace(seen, collective=f"{_first(seen)} on the GPU") if waits else seen
@@ -277,7 +279,7 @@ class Watchdog:
         assert self._store is not None
         now = time.monotonic()
         for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
-            seen = Seen(**json.loads(text))
+            seen = RankState(**json.loads(text))
             if rank not in self._known or self._known[rank][0].count != seen.count:
                 self._known[rank] = (seen, now)
 
@@ -287,6 +289,6 @@ class Watchdog:
         return explain(self._rank, known, still_s, silence_s, self._num, "" if self._patient else " (--timeout)")
 
 
-def _named(ranks: Sequence[int], known: Mapping[int, Seen]) -> str:
+def _named(ranks: Sequence[int], known: Mapping[int, RankState]) -> str:
     parts = [f"rank {rank}" + (f" on host {known[rank].host}" if rank in known else "") for rank in sorted(ranks)]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

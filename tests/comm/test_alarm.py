@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import stuck
-from convoy.comm import failures
+from convoy.comm import alarm as module
 from convoy.comm.collectives import all_reduce
-from convoy.comm.failures import RankFailedError
 from convoy.comm.groups import Groups, leave
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
+from convoy.errors import RankFailedError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
@@ -43,7 +43,7 @@ def failing(when: str, alarm: bool) -> tuple[str, bool, float, int]:
             meanwhile.barrier()
 
     began = time.monotonic()
-    with mock.patch.object(failures, "only_gloo", lambda: not alarm):
+    with mock.patch.object(module, "only_gloo", lambda: not alarm):
         try:
             ranks.trying("profiling sample=4", work)
         except RankFailedError as error:
