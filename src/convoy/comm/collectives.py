@@ -403,7 +403,9 @@ def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
 def _meet(group: dist.ProcessGroup) -> Channel | None:
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
     # no function of this one's variables: a traceback would keep it, and the group's connections open
-    channel = shared_memory.meet(group.rank(), names, time_limit(group).total_seconds(), functools.partial(_gather_over, group))
+    channel = shared_memory.meet(
+        group.rank(), names, time_limit(group).total_seconds(), functools.partial(_gather_over, group)
+    )
     if channel is not None:
         weakref.finalize(group, channel.close)
     return channel
