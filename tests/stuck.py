@@ -69,8 +69,15 @@ class Stuck(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self.store
 
+    def is_busy(self) -> bool:
+        return self.enqueued > 0 and not self.done(self.enqueued)
+
     def abort(self) -> None:
+        """It takes until the device has come to an end with the other groups too, as NCCL's may."""
         self.aborted = True
+        until = time.monotonic() + _limit_s
+        while any(group.is_busy() for group in list(_groups)) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def shutdown(self) -> None:
         self.synchronize()
@@ -78,7 +85,7 @@ class Stuck(dist.ProcessGroup):
     def synchronize(self) -> None:
         """Until all is done that was enqueued here."""
         until = time.monotonic() + _limit_s
-        while not self.done(self.enqueued or 1) and self.enqueued:
+        while self.is_busy():
             if time.monotonic() > until:
                 raise RuntimeError(f"a collective took longer than {_limit_s} s")
             time.sleep(0.01)

@@ -167,7 +167,7 @@ def test_the_private_functional_collectives_of_torch_are_still_there():
 
 
 def _numbers_of_gpus():
-    """As with `init_process_group("nccl")`: what is joined carries tensors of GPUs alone, and profilings come and go."""
+    """As with `init_process_group("nccl")`: all ranks have joined for tensors of GPUs alone; profilings come and go."""
     place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("cuda:gloo", timeout=LIMIT, **place)
     rank, known, found = dist.get_rank(), [], []

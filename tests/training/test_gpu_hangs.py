@@ -38,7 +38,7 @@ def stand_still(numbered: bool) -> list[str]:
             time.sleep(0.05)
         ranks.barrier()
     for group in stuck.groups():
-        group.abort()
+        group.aborted = True
     leave()
     return said
 

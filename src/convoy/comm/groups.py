@@ -403,10 +403,9 @@ class Groups:
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
         if _temporary and is_joined:
             _temporary[-1].meet()
-        # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
-        new = [axes for axes in _all_subsets(mesh) if self._make(axes)] if _temporary else []
-        for axes in new:
-            _connect(self._made[axes])
+            # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
+            for axes in [axes for axes in _all_subsets(mesh) if self._make(axes)]:
+                _connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
