@@ -40,6 +40,8 @@ from convoy.comm.groups import leave
 
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
 _PRELOAD += ["convoy.engine", "convoy.training"]
+_START_S = 300.0
+"""To start processes and load modules, which takes a minute where many do so at the same time."""
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is the failure of a test)
@@ -53,7 +55,8 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
         function: of a module's top level.
         world: number of processes.
         args: for the function; they and the results are pickled.
-        timeout: seconds for everything; a collective waits for half of it.
+        timeout: seconds for everything, once all processes have started and loaded the module; a collective waits for
+            half of it.
         join: whether the process group is joined before; torchrun's variables are set in any case.
     """
     return _pool.run(function, world, args, timeout, join)
@@ -104,15 +107,16 @@ class _Pool:
             self.workers.append(_Worker())
         workers = self.workers[:world]
         module = sys.modules[function.__module__]
-        payload = pickle.dumps(args)
-        for rank, worker in enumerate(workers):
-            variables = _variables(rank, world, store.port)
-            run = self.runs if join else None
-            worker.pipe.send(
-                (module.__name__, module.__file__, function.__qualname__, payload, variables, timeout, run)
-            )
+        payload, name = pickle.dumps(args), function.__qualname__
+        run = self.runs if join else None
         try:
-            return self._collect(workers, function.__qualname__, time.monotonic() + timeout)
+            for worker in workers:
+                worker.pipe.send((_load, (module.__name__, module.__file__)))
+            self._collect(workers, name, time.monotonic() + _START_S)
+            for rank, worker in enumerate(workers):
+                variables = _variables(rank, world, store.port)
+                worker.pipe.send((_run, (module.__name__, name, payload, variables, timeout, run)))
+            return self._collect(workers, name, time.monotonic() + timeout)
         except BaseException:
             self.close()
             raise
@@ -186,21 +190,18 @@ def _serve(pipe: Connection, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=file)
         while True:
             try:
-                task = pipe.recv()
+                task, args = pipe.recv()
             except (EOFError, KeyboardInterrupt):
                 return
             try:
-                answer = pickle.dumps((True, _run(*task)))
+                answer = pickle.dumps((True, task(*args)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(answer)
 
 
-def _run(
-    module: str, file: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, run: int | None
-) -> Any:
-    torch.set_default_dtype(torch.float32)  # before a module makes its tensors
-    function: Any = _load(module, file)
+def _run(module: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, run: int | None) -> Any:
+    function: Any = sys.modules[module]
     for part in name.split("."):
         function = getattr(function, part)
     args = pickle.loads(payload)
@@ -239,8 +240,9 @@ def _join(variables: dict[str, str], run: int, timeout: timedelta) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _load(name: str, file: str) -> Any:
-    """The test's module under the name that pytest gave it."""
+def _load(name: str, file: str) -> None:
+    """Load the test's module under the name that pytest gave it."""
+    torch.set_default_dtype(torch.float32)  # before a module makes its tensors
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -250,4 +252,3 @@ def _load(name: str, file: str) -> Any:
         except BaseException:
             del sys.modules[name]
             raise
-    return sys.modules[name]

@@ -13,8 +13,10 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 NAME = "stuck"
@@ -42,6 +44,7 @@ class Stuck(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.store, self.enqueued, self.aborted, self.name = store.clone(), 0, False, "unnamed"
+        self.options = SimpleNamespace(_timeout=timeout)
         _groups.add(self)
 
     def done(self, number: int) -> bool:
@@ -66,8 +69,15 @@ class Stuck(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self.store
 
+    def is_busy(self) -> bool:
+        return self.enqueued > 0 and not self.done(self.enqueued)
+
     def abort(self) -> None:
+        """It takes until the device has come to an end with the other groups too, as NCCL's may."""
         self.aborted = True
+        until = time.monotonic() + _limit_s
+        while any(group.is_busy() for group in list(_groups)) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def shutdown(self) -> None:
         self.synchronize()
@@ -75,10 +85,13 @@ class Stuck(dist.ProcessGroup):
     def synchronize(self) -> None:
         """Until all is done that was enqueued here."""
         until = time.monotonic() + _limit_s
-        while not self.done(self.enqueued or 1) and self.enqueued:
+        while self.is_busy():
             if time.monotonic() > until:
                 raise RuntimeError(f"a collective took longer than {_limit_s} s")
             time.sleep(0.01)
+
+    def _get_backend(self, device: torch.device) -> "Stuck":
+        return self
 
     def getBackendName(self) -> str:  # noqa: N802 (torch asks for it)
         return NAME

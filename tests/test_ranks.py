@@ -1,3 +1,4 @@
+import importlib
 import os
 import time
 
@@ -57,3 +58,13 @@ def test_hanging_and_dead_ranks_are_named():
 def test_without_joining_only_the_variables_are_set():
     assert run_ranks(_variables, 2, join=False) == [("0", False), ("1", False)]
     assert "RANK" not in os.environ
+
+
+@pytest.mark.slow
+def test_the_time_to_load_a_module_is_not_counted(tmp_path, monkeypatch):
+    """Nor that to start a process: where many do so, it is longer than a test."""
+    lines = ["import multiprocessing, time", "if multiprocessing.parent_process() is not None:", "    time.sleep(4)"]
+    (tmp_path / "loads_slowly.py").write_text("\n".join([*lines, "def one():", "    return 1", ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    loads_slowly = importlib.import_module("loads_slowly")
+    assert run_ranks(loads_slowly.one, 2, timeout=3, join=False) == [1, 1]

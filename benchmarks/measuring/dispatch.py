@@ -20,7 +20,7 @@ import ctypes
 import sys
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +183,16 @@ class Counter(TorchDispatchMode):
             getattr(seen, kind).append(event)
 
 
+class _Stream:
+    """One of a GPU that computes nothing."""
+
+    def __init__(self, device: object = None) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 Taken = TypeVar("Taken", nn.Module, Tensor)
 
 
@@ -200,11 +210,15 @@ class FakeGpu(Counter):
             *((owner, "synchronize", None) for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event)),
             *((torch.cuda, name, None) for name in ("set_device", "empty_cache", "set_rng_state")),
             (torch.cuda, "current_device", 0),
+            (torch.cuda, "current_stream", _Stream()),
+            (torch.cuda, "stream", nullcontext()),
+            (FakeTensor, "record_stream", None),
             (torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * 2**30)),
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8)),
         ):
             self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
+        self._stack.enter_context(mock.patch.object(torch.cuda, "Stream", _Stream))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
         self._stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _place, create=True))
         self._stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(_is_here), create=True))

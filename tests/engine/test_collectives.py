@@ -1,14 +1,19 @@
 """Collectives of every dtype, small and large, even and uneven, against what the ranks' tensors say."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from convoy.comm import collectives
-from convoy.comm.collectives import gather_ints
+from convoy.comm.collectives import gather_ints, time_limit
+from convoy.comm.groups import Groups, everyone, leave, temporary
+from convoy.plans.mesh import Mesh
 from ranks import run_ranks
+
+LIMIT = timedelta(seconds=17)
 
 
 def _of(rank, *shape, dtype=torch.float64):
@@ -162,12 +167,28 @@ def test_the_private_functional_collectives_of_torch_are_still_there():
 
 
 def _numbers_of_gpus():
-    """As with `init_process_group("nccl")`: half of the ranks speak in a group that carries tensors of GPUs alone."""
-    groups = [dist.new_group(ranks, backend="cuda:gloo") for ranks in ([0, 2], [1])]
-    rank = dist.get_rank()
-    return gather_ints([rank, 7], groups[rank % 2]), gather_ints([rank, 8], groups[rank % 2])
+    """As with `init_process_group("nccl")`: all ranks have joined for tensors of GPUs alone; profilings come and go."""
+    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("cuda:gloo", timeout=LIMIT, **place)
+    rank, known, found = dist.get_rank(), [], []
+    for _ in range(3):
+        with temporary():
+            groups = Groups(Mesh(("a", "b"), (2, 2)))
+            numbers = [gather_ints([rank], group) for group in (everyone(), groups.of((0,)), groups.of((0, 1)))]
+        numbers += [gather_ints([rank], dist.group.WORLD), gather_ints([rank], everyone())]
+        assert all(time_limit(group) == LIMIT for group in dist.distributed_c10d._world.pg_map)
+        del groups
+        found.append(numbers)
+        known.append(len(dist.distributed_c10d._world.pg_map))
+    assert known == [2, 2, 2], "all ranks, and one group beside"
+    assert found[0] == found[1] == found[2]
+    dist.barrier(everyone())
+    leave()
+    return found[0]
 
 
 def test_numbers_of_ranks_with_gpus_travel_between_cpus():
-    found = [([[0, 7], [2, 7]], [[0, 8], [2, 8]]), ([[1, 7]], [[1, 8]]), ([[0, 7], [2, 7]], [[0, 8], [2, 8]])]
-    assert run_ranks(_numbers_of_gpus, 3) == found
+    """And leave no groups behind."""
+    every = [[0], [1], [2], [3]]
+    for rank, found in enumerate(run_ranks(_numbers_of_gpus, 4, join=False)):
+        assert found == [every, [[rank % 2], [2 + rank % 2]], every, every, every]

@@ -35,6 +35,14 @@ def test_a_collective_of_gpus_takes_its_part_of_twenty_between_two_events(gpu: F
     assert set(ran) == {8} and len(ran) % 40 == 0
 
 
+def test_the_wait_for_the_last_gpu_is_no_part_of_a_collective(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has begun before this one, and waited for it."""
+    monkeypatch.setattr(
+        link_probe, "gather_ints", lambda numbers, group: [list(numbers), [number + 10**6 for number in numbers]]
+    )
+    assert _Probe(None, None, CPU, gpu.clock)._time(lambda x: gpu.launch(30e-6, 2e-6), 8) == pytest.approx(2e-6)
+
+
 def test_a_collective_of_cpus_is_done_once_by_the_hosts_clock() -> None:
     probe = _Probe(None, None, CPU)
     ran: list[int] = []

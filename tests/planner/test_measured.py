@@ -79,7 +79,7 @@ def test_profiling_without_memory_on_one_rank_is_left_out(rank: int, passes: int
         assert said.index("profiling channel") < said.index("searching")
 
 
-def asked_first(raises: tuple[str, ...]) -> tuple[int, int, bool]:
+def asked_first(raises: bool) -> tuple[int, int, bool]:
     """How many profilings with others began, how many had been tried out alone, and whether a note says what failed."""
     ranks, run = Ranks.here(), Profiler.run
     began: list[object] = []
@@ -95,7 +95,7 @@ def asked_first(raises: tuple[str, ...]) -> tuple[int, int, bool]:
         return run(profiler, *args)  # type: ignore[arg-type]
 
     with (
-        patch("convoy.planner.profiling.RAISES", raises),
+        patch("convoy.planner.profiling.raises_out_of_memory", lambda device: raises),
         patch.object(Profiler, "try_out", trying_out),
         patch.object(Profiler, "run", running),
     ):
@@ -105,10 +105,10 @@ def asked_first(raises: tuple[str, ...]) -> tuple[int, int, bool]:
 
 
 def test_where_memory_lacks_that_is_known_before_ranks_wait_for_each_other() -> None:
-    for began, tried, noted in run_ranks(asked_first, 2, ("cpu",)):
+    for began, tried, noted in run_ranks(asked_first, 2, True):
         assert (tried, noted) == (1, True)
         assert began == 2  # the chains that the engine is measured with, each rank by itself
-    assert run_ranks(asked_first, 2, ("cuda",)) == [(3, 0, False)] * 2
+    assert run_ranks(asked_first, 2, False) == [(3, 0, False)] * 2
 
 
 def resident_when_profiled(num_bytes: int) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """What an evaluation counts: the same as sample by sample, quickly, and without waiting for a GPU at every batch."""
 
 import heapq
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy.training.evaluate as evaluation
 from convoy.data import Batch
@@ -68,25 +68,33 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(size: int, levels
     assert all(one.picture.flatten().view(torch.int32).item() == one.sample for one in found.mistakes)
 
 
-def test_fifty_thousand_samples_of_a_thousand_classes_are_counted_in_half_a_second() -> None:
+class Operations(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_large_batch_takes_no_more_operations_than_a_small_one() -> None:
+    """But for mistakes that are among the worst."""
     random = torch.Generator().manual_seed(0)
-    logits = torch.randn(256, 1000, generator=random)
-    labels = torch.randint(1000, (256,), generator=random)
-    (batch, _), *_ = batches(logits, labels, 256)
-    tally = EvaluationTally(torch.zeros(1000, 1000, dtype=torch.int64))
-    tally.add(batch, logits)
-    threads, seconds = torch.get_num_threads(), []
-    torch.set_num_threads(1)  # several wait for each other where the machine is busy, and waiting takes time of the CPU
-    try:
-        for _ in range(3):
-            began = time.thread_time()
-            for _ in range(50_000 // 256):
-                tally.add(batch, logits)
-            seconds.append(time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    assert min(seconds) < 0.5
-    assert int(tally.confusion.sum()) == 3 * (50_000 // 256) * 256 + 256
+    logits, labels = torch.randn(256, 1000, generator=random), torch.randint(1000, (256,), generator=random)
+    counted = []
+    for size in (16, 256):
+        tally = EvaluationTally(torch.zeros(1000, 1000, dtype=torch.int64))
+        (batch, rows), *_ = batches(logits, labels, size)
+        (whole, _), *_ = batches(logits, labels, 256)
+        tally.add(whole, 100 * logits)  # surer of its mistakes than any of the next
+        with Operations() as operations:
+            tally.add(batch, rows)
+        counted.append(operations.count)
+        assert int(tally.confusion.sum()) == 256 + size
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -160,7 +168,6 @@ class Pixels:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.made("side"))
     monkeypatch.setattr(torch.cuda, "stream", found.entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.made(found.now))

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -89,7 +90,7 @@ _SMALL = 1 << 18
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-"""For groups that carry no tensors of the CPU, others of the same ranks that do."""
+"""Of all ranks, for a group of them that carries no tensors of the CPU: another one that does."""
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weakref.WeakKeyDictionary()
 
 
@@ -329,21 +330,33 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank.
 
-    They travel between CPUs: a GPU would have to finish all that it was asked before. A group that carries tensors of
-    GPUs alone, as who joins NCCL by themselves has it, gets another one beside it for that, over gloo.
+    They travel between CPUs: a GPU would have to finish all that it was asked before. Where a user has joined all ranks
+    by NCCL alone, they go through the group `beside` that one.
 
     Args:
         numbers: this rank's.
         group: of the ranks.
     """
     if group is not None and "cpu:" not in dist.get_backend_config(group):
-        if group not in _beside:
-            _beside[group] = dist.new_group(
-                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-            )
-        group = _beside[group]
+        group = beside(group)
     rows: list[list[int]] = all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist()
     return rows
+
+
+def beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """All ranks over gloo, with the time limit of the group that they have joined; made once. All of them call it."""
+    assert world is dist.group.WORLD, "groups of fewer ranks carry tensors of the CPU too"
+    if world not in _beside:
+        _beside[world] = dist.new_group(backend="gloo", timeout=time_limit(world))
+    return _beside[world]
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank waits for the others of a group."""
+    device = dist.get_backend_config(group).partition(":")[0]
+    options = group._get_backend(torch.device(device)).options  # some backends have none
+    limit: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return limit
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -374,10 +387,11 @@ def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
 
 
 def _meet(group: dist.ProcessGroup) -> Channel | None:
-    timeout: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
     # no function of this one's variables: a traceback would keep it, and the group's connections open
-    channel = shared_memory.meet(group.rank(), names, timeout, functools.partial(_gather_over, group))
+    channel = shared_memory.meet(
+        group.rank(), names, time_limit(group).total_seconds(), functools.partial(_gather_over, group)
+    )
     if channel is not None:
         weakref.finalize(group, channel.close)
     return channel

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from convoy import interfaces
 from convoy.comm import backend
-from convoy.comm.collectives import close, gather_ints
+from convoy.comm.collectives import beside, close, gather_ints, time_limit
 from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import ledger
 from convoy.errors import ConvoyError, MachineError, MeetingError
@@ -132,7 +132,6 @@ def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta
 
 
 _store: Store | None = None
-_limit: timedelta | None = None
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -166,8 +165,7 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
         choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
-            global _store, _limit
-            _limit = limit
+            global _store
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(own))
             if choice.backend == backend.NCCL:
@@ -231,11 +229,12 @@ def everyone() -> dist.ProcessGroup | None:
     """All ranks that have joined, in a group that carries tensors on the CPU; None for one alone. All ranks call it."""
     if num_ranks() == 1:
         return None
-    if not _temporary and "cpu:gloo" in dist.get_backend_config().split(","):
-        return dist.group.WORLD
-    own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit)
-    if _temporary:
-        _temporary[-1].add(own)
+    world = dist.group.WORLD
+    assert world is not None
+    if not _temporary:
+        return world if "cpu:gloo" in dist.get_backend_config().split(",") else beside(world)
+    own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit(world))
+    _temporary[-1].add(own)
     return own
 
 
@@ -411,37 +410,41 @@ class Groups:
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
         if _temporary and is_joined:
             _temporary[-1].meet()
-        for axes in _all_subsets(mesh) if _temporary else ():
-            self.of(axes)
+            # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
+            for axes in [axes for axes in _all_subsets(mesh) if self._make(axes)]:
+                _connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
         wide = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
         if not wide:
             return None
-        if wide not in self._made:
-            self._made[wide] = self._make(wide)
+        if wide not in self._made and self._make(wide):
+            _connect(self._made[wide])
         return self._made[wide]
 
-    def _make(self, axes: Axes) -> dist.ProcessGroup:
-        assert dist.is_initialized(), "several devices without a process group"
+    def _make(self, axes: Axes) -> bool:
+        """Whether the group is new, and has yet to be connected."""
+        world = dist.group.WORLD
+        assert world is not None, "several devices without a process group"
         if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
+            self._made[axes] = world
+            return False
         all_ranks = tuple(tuple(ranks) for ranks in self.mesh.groups(axes))
         mine = _kept.pop(all_ranks, None) if _kept and _temporary else None
-        reused = mine is not None
-        for ranks in () if reused else all_ranks:
-            group = dist.new_group(list(ranks), timeout=_limit)
+        is_new = mine is None
+        backends = dist.get_backend_config()
+        both = None if "cpu:" in backends else f"cpu:gloo,{backends}"  # as for what a user joined by NCCL alone
+        for ranks in all_ranks if is_new else ():
+            group = dist.new_group(list(ranks), timeout=time_limit(world), backend=both)
             if self.rank in ranks:
                 mine = group
         assert mine is not None
         if _temporary:
             _temporary[-1].add(mine)
             _over[mine] = all_ranks
-        if not reused:
-            _connect(mine)
-        return mine
+        self._made[axes] = mine
+        return is_new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":
         return self

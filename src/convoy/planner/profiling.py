@@ -34,9 +34,6 @@ from convoy.plans.transfer import Step
 
 ALIKE = 1.1
 """Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
-RAISES = ("cuda",)
-"""Devices that say when memory lacks. There a rank's part runs alone first: who lacks memory says so before the ranks
-make groups and wait for each other in them."""
 _SMALL = 0.01
 """Operations that take less than this part of the time say nothing about how fast a rank is."""
 
@@ -54,6 +51,11 @@ class Profiled:
     times: dict[LocalOp, Times]
     around: Times
     by_rank: tuple[float, ...] = ()
+
+
+def raises_out_of_memory(device: torch.device) -> bool:
+    """Whether a process is told that memory lacks, as on a GPU; for want of the host's it is ended."""
+    return device.type == "cuda"
 
 
 def profile(
@@ -108,7 +110,7 @@ def profile(
             contents=workload.contents,
         )
         with _precision(workload):
-            if together and workload.device.type in RAISES:
+            if together and raises_out_of_memory(workload.device):  # before others wait for this rank in groups
                 profiler().try_out()
             profiled = profiler(groups=Groups(mesh) if together else None).run(agree, slowest, enough)
         times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest

@@ -34,7 +34,7 @@ class InputPipeline:
         self.data = data
         self.device = device
         self.normalize = Normalize(data.mean, data.std, device, memory_format)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
