@@ -56,7 +56,18 @@ STRATEGIES = {
 WORDS = (*STRATEGIES, STAGE)
 """What an axis of a plan in one line may be."""
 
-_STAGE_WORDS = "stages pipeline pipelining pipe pp pipelined gpipe pipedream 1f1b submodel submodels interlayer".split()
+_STAGE_WORDS = (
+    "stages",
+    "pipeline",
+    "pipelining",
+    "pipelined",
+    "pipe",
+    "pp",
+    "gpipe",
+    "pipedream",
+    "submodel",
+    "submodels",
+)
 
 
 def of_layer(strategy: str, op: str) -> str:
@@ -165,8 +176,8 @@ def _check_strategy(pattern: str, axis: Any, strategy: Any, mesh: Mesh, here: st
         raise ConvoyError(f"{here}{pattern} names an axis {show(axis)} that is not in the mesh: {hint}")
     if axis == STAGE:
         raise ConvoyError(
-            f"{here}{pattern} has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it out "
-            "here, and list the layers at which stages begin under the key stages"
+            f"{here}{pattern} has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it "
+            "out here, and list the layers at which stages begin under the key stages"
         )
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ConvoyError(f"{here}{pattern} on axis {axis}: {strategy_error(strategy)}")
@@ -201,7 +212,7 @@ def check_stages(stages: Any, mesh: Mesh, at: Place) -> tuple[str, ...]:
             f"stage begins, {size} of them{first}"
         )
     for place, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip() and (place or len(names) < size):
+        if not isinstance(name, str) or (not name.strip() and (place or len(names) < size)):
             raise ConvoyError(f"{here}a stage begins at {show(name)}: write the name of a layer, e.g. layer3")
         if name in names[:place]:
             raise ConvoyError(f"{here}two stages begin at {name}: name another layer for one of them")
