@@ -56,6 +56,15 @@ def wait_for(device: torch.device) -> None:
 
 
 @dataclass
+class _RunningPass:
+    """A pass between its forward and its backward pass; without a loss in all stages but the last."""
+
+    loss: Tensor | None
+    outputs: Any
+    targets: Tensor
+
+
+@dataclass
 class StepResult:
     """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
     loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
@@ -159,43 +168,57 @@ class TrainingStep:
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
         labels = batch.labels.to(self.pipeline.device, non_blocking=True)
-        losses: list[Tensor] = []
-        correct: list[Tensor] = []
-        seconds = 0.0
-        start = 0
-        for number, piece in enumerate(self.passes, 1):
-            began = time.perf_counter()
-            last = number == len(self.passes)
-            end = start + len(piece.parts[self.rank])
-            if end == start and not last and self.network.leaves_out(update, piece):
+        running: dict[int, _RunningPass] = {}
+        result = StepResult([], [], 0.0)
+        seconds, actions = 0.0, self.network.order(len(self.passes))
+        left_out = {
+            number
+            for number, piece in enumerate(self.passes[:-1])
+            if not piece.parts[self.rank] and self.network.leaves_out(update, piece)
+        }
+        for place, (kind, number) in enumerate(actions):
+            if number in left_out:
                 continue
-            self._begin("input")
-            images, targets = self._input(batch, labels, start, end, update, piece)
-            self._begin("rest")
-            self.network.enter(update, piece)
-            if self.reseed:
-                torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
-            with contextlib.nullcontext() if last and not self.timed else self.network.paused():
-                with autocast_of(self.recipe, self.pipeline.device):
-                    self._begin("forward")
-                    outputs = self.network.forward(images)
-                    self._begin("rest")
-                    loss = self._part_of_mean(outputs, targets)
-                self._begin("backward")
-                with _deterministic():
-                    self.scaler.scale(loss).backward()
-                self._begin("gradient")
-            self.network.passed()
-            self._begin("rest")
-            if end > start:
-                losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
-                correct.append(num_correct(outputs, targets))
+            began, last = time.perf_counter(), number == len(self.passes) - 1
+            for next_kind, next_number in actions[place + 1 : place + 2]:
+                self.network.expect(next_kind, self.passes[next_number])
+            if kind == "forward":
+                running[number] = self._forward(batch, labels, update, number)
+            else:
+                self._backward(running.pop(number), last and not self.timed, result)
             if self.timed and not (last and self.last_waits):
                 wait_for(self.pipeline.device)
                 seconds += time.perf_counter() - began
-            start = end
         timed = self.passes[: -1 if self.last_waits else None]
-        return StepResult(losses, correct, seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed)))
+        result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
+        return result
+
+    def _forward(self, batch: Batch, labels: Tensor, update: int, number: int) -> "_RunningPass":
+        piece = self.passes[number]
+        start = sum(len(before.parts[self.rank]) for before in self.passes[:number])
+        end = start + len(piece.parts[self.rank])
+        self._begin("input")
+        images, targets = self._input(batch, labels, start, end, update, piece)
+        self._begin("rest")
+        self.network.enter(update, piece)
+        if self.reseed:
+            torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
+        with autocast_of(self.recipe, self.pipeline.device):
+            self._begin("forward")
+            outputs = self.network.forward(images)
+            self._begin("rest")
+            loss = None if outputs is None else self._part_of_mean(outputs, targets)
+        return _RunningPass(loss, outputs, targets)
+
+    def _backward(self, running: "_RunningPass", last: bool, result: StepResult) -> None:
+        loss = running.loss
+        self._begin("backward")
+        with _deterministic():
+            self.network.backward(None if loss is None else self.scaler.scale(loss), last)
+        self._begin("rest")
+        if loss is not None and len(running.targets):
+            result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
+            result.correct.append(num_correct(running.outputs, running.targets))
 
     @property
     def _share(self) -> float:
