@@ -1,7 +1,8 @@
 """The network of a run, on one device or on several: the engine, as the trainer asks for it."""
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +80,9 @@ class TrainedNetwork:
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
 
-    def order(self, num_passes: int) -> list[Action]:
+    def order(self, passes: Sequence[Pass]) -> list[Action]:
         """What this rank does of an update's passes, in which order."""
-        return [action for number in range(num_passes) for action in (("forward", number), ("backward", number))]
-
-    def expect(self, kind: str, piece: Pass) -> None:
-        """A pass forward or backward comes after what begins now: what it receives may arrive meanwhile."""
+        return actions("1f1b", len(passes), stage=0, stages=1)
 
     def backward(self, loss: Tensor | None, last: bool) -> None:
         """Run the backward pass of the earliest pass that has none yet.
@@ -313,38 +311,24 @@ class StagedTraining(ParallelNetwork):
     def __init__(self, *args: Any, schedule: Schedule = "1f1b", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._schedule = schedule
-        self._running: dict[int, Flight] = {}  # by the pass, in their order
-        self._entered = 0
-        self._inputs: tuple[Tensor, ...] = ()
+        self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
+        self._running: deque[Flight] = deque()
 
-    def order(self, num_passes: int) -> list[Action]:
+    def order(self, passes: Sequence[Pass]) -> list[Action]:
         self._running.clear()
-        return actions(self._schedule, num_passes, self.engine.stage, self.engine.stages.number)
-
-    def expect(self, kind: str, piece: Pass) -> None:
-        if kind == "forward" and self._inputs:
-            self.engine.expect(self._inputs, tuple(map(len, piece.parts)))
-        elif kind == "backward":
-            for entered, flight in self._running.items() if id(piece) in self._running else ():
-                self.engine.expect_gradients(flight)
-                if entered == id(piece):
-                    break
-
-    def enter(self, update: int, piece: Pass) -> None:
-        super().enter(update, piece)
-        self._entered = id(piece)
+        self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
+        return actions(self._schedule, len(passes), self.engine.stage, self.engine.stages.number)
 
     def forward(self, images: Tensor) -> Any:
-        assert self.engine.samples is not None
-        flight = self.engine.forward_pass((images,), self.engine.samples)
-        self._inputs = (images[:0],)
-        self._running[self._entered] = flight
+        sizes = self._sizes.popleft()
+        flight = self.engine.forward_pass((images,), sizes, then=self._sizes[0] if self._sizes else None)
+        self._running.append(flight)
         return self.engine.output_of(flight) if self.engine.is_last else None
 
     def _run_backward(self, loss: Tensor | None) -> None:
-        flight = self._running.pop(next(iter(self._running)))
+        flight = self._running.popleft()
         if loss is None:
-            self.engine.backward_pass(flight)
+            self.engine.backward_pass(flight, then=self._running[0] if self._running else None)
         else:
             loss.backward()
             self.engine.send_gradients(flight)

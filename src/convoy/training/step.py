@@ -168,22 +168,15 @@ class TrainingStep:
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
         labels = batch.labels.to(self.pipeline.device, non_blocking=True)
+        result, seconds = StepResult([], [], 0.0), 0.0
         running: dict[int, _RunningPass] = {}
-        result = StepResult([], [], 0.0)
-        seconds, actions = 0.0, self.network.order(len(self.passes))
-        left_out = {
-            number
-            for number, piece in enumerate(self.passes[:-1])
-            if not piece.parts[self.rank] and self.network.leaves_out(update, piece)
-        }
-        for place, (kind, number) in enumerate(actions):
-            if number in left_out:
-                continue
-            began, last = time.perf_counter(), number == len(self.passes) - 1
-            for next_kind, next_number in actions[place + 1 : place + 2]:
-                self.network.expect(next_kind, self.passes[next_number])
+        *others, final = self.passes
+        passes = [piece for piece in others if piece.parts[self.rank] or not self.network.leaves_out(update, piece)]
+        passes.append(final)
+        for kind, number in self.network.order(passes):
+            began, last = time.perf_counter(), number == len(passes) - 1
             if kind == "forward":
-                running[number] = self._forward(batch, labels, update, number)
+                running[number] = self._forward(batch, labels, update, passes[number])
             else:
                 self._backward(running.pop(number), last and not self.timed, result)
             if self.timed and not (last and self.last_waits):
@@ -193,9 +186,8 @@ class TrainingStep:
         result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
         return result
 
-    def _forward(self, batch: Batch, labels: Tensor, update: int, number: int) -> "_RunningPass":
-        piece = self.passes[number]
-        start = sum(len(before.parts[self.rank]) for before in self.passes[:number])
+    def _forward(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> "_RunningPass":
+        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
         end = start + len(piece.parts[self.rank])
         self._begin("input")
         images, targets = self._input(batch, labels, start, end, update, piece)
