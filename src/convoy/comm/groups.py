@@ -387,8 +387,8 @@ def _number(name: str, default: int) -> int:
 class Groups:
     """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
 
-    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where the
-    mesh has stages, and within `temporary`, after which there are none.
+    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where
+    the mesh has stages, and within `temporary`, after which there are none.
 
     Args:
         mesh: its number of devices must be the number of ranks, if a process group is joined.

@@ -101,8 +101,8 @@ class Stages:
         points = cut_points(graph)
         if len(points) < number - 1:
             raise ConvoyError(
-                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}: "
-                f"make it at most {len(points) + 1}"
+                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}"
+                f": make it at most {len(points) + 1}"
             )
         cuts = _named(graph, points, names) if names else even_cuts(work, points, number)
         stages = (bisect_right(cuts, place) for place in range(len(graph.calls)))
