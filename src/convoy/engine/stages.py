@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
 from convoy.engine.agreement import Form, Signature, arguments
+from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.engine.program import Program
@@ -655,13 +656,9 @@ def _part(x: Tensor, own: range) -> Tensor:
 
 def _coupling(graph: Graph, batch_norm: str) -> str:
     """What computes with all samples of a pass at once, in words; empty for nothing."""
-    total = graph.shape(graph.inputs[0])[0]
-    for call in graph.calls:
-        where = f"layer {call.layer}" if call.layer else "the network itself"
-        if call.op == "batch_norm" and call.updates and batch_norm == "sync":
-            return f"batch norm over the global batch ({where})"
-        if call.op == "opaque":
-            return f"{where}, which nothing is known of,"
-        if any(graph.shape(name)[:1] != (total,) for name in call.outputs):
-            return f"{where}, whose output has no dimension of samples,"
-    return ""
+    if batch_norm == "sync":
+        for call in graph.calls:
+            if call.op == "batch_norm" and call.updates:
+                return f"batch norm over the global batch (layer {call.layer})"
+    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
+    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"
