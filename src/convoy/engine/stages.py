@@ -521,7 +521,9 @@ class StagedNetwork(Network):
         for part in range(parts):
             if announces:
                 places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]
-                self.context.enter(step, places, (len(places),), inputs[0].device)
+                own_sizes = tuple(len(cut[part]) for cut in cuts if len(cut[part]))
+                sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
+                self.context.enter(step, places, sizes, inputs[0].device)
             own = cuts[self.sample_rank][part]
             yield tuple(_part(x, own) for x in inputs)
 
