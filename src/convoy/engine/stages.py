@@ -20,8 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
@@ -362,7 +363,9 @@ class StagedNetwork(Network):
     def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
         numbers = kind.to_receive(shape, device)
         sends = bool(math.prod(shape))
-        return Arriving(kind, shape, numbers, start_receive(numbers, source, self._group()) if sends else None)
+        return Arriving(
+            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
+        )
 
     def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
         """What this stage is sent, and how."""
@@ -390,7 +393,7 @@ class StagedNetwork(Network):
             for stage in dict.fromkeys(stage for stage, _ in values):
                 names = [name for source, name in values if source == stage]
                 rows = torch.empty(len(names), _MOST_DIMS + 3, dtype=torch.int64)
-                start_receive(rows, stage, self._group()).wait()
+                start_receive(rows, stage, self._way(stage > self.stage)).wait()
                 known |= zip(names, map(_Kind.read, rows.tolist()), strict=True)
             self._kinds[key, way] = known
         return [self._kinds[key, way][name] for _, name in values]
@@ -403,9 +406,15 @@ class StagedNetwork(Network):
     def _send(self, x: Tensor, target: int) -> None:
         while self._sending and self._sending[0].done:
             self._sending.popleft()
-        self._sending.append(start_send(x, target, self._group()))
+        self._sending.append(start_send(x, target, self._way(target < self.stage)))
 
-    def _group(self) -> Any:
+    def _way(self, back: bool) -> ProcessGroup:
+        """The ranks by which values go to later stages, or gradients back."""
+        group = self.groups.back if back else self._group()
+        assert group is not None
+        return group
+
+    def _group(self) -> Group:
         return self.groups.of((self._axis,))
 
     def _key(self, signature: Signature) -> Any:
