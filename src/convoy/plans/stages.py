@@ -4,10 +4,10 @@ A stage is a run of consecutive calls of the graph, so that no value ever goes b
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
@@ -173,7 +173,9 @@ class StagedGraph:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
-            Crossing(name, source, target) for name, stages in used.items() for source, target in _pairs(sorted(stages))
+            Crossing(name, source, target)
+            for name, stages in used.items()
+            for source, target in pairwise(sorted(stages))
         )
 
     def calls(self, stage: int) -> tuple[int, ...]:
@@ -187,10 +189,6 @@ class StagedGraph:
     def sent(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage sends."""
         return tuple(crossing for crossing in self.crossings if crossing.source == stage)
-
-
-def _pairs(stages: Sequence[int]) -> Iterable[tuple[int, int]]:
-    return zip(stages, stages[1:], strict=False)
 
 
 def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
