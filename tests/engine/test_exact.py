@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 import pytest
-from exactness import Distance, run
+import torch
+from exactness import Distance, rounding_of, run
 
 from convoy.plans.plan import Plan
 from ranks import RankFailed, replace_processes, run_ranks
@@ -186,3 +187,12 @@ def test_a_broken_engine_is_noticed(sabotage: str, net: str, plan: str, options:
     world = Plan.parse(plan).mesh.num_devices
     found = run_ranks(run, world, net, plan, {"sabotage": sabotage, "batches": (5, 7)} | options, timeout=150)
     assert not any(distance.ok for distance in found)
+
+
+def test_zero_but_for_rounding_is_told_from_small_and_right() -> None:
+    """What a rank sums in another order, as measured of a VGG's bias before batch norm, and gradients that are real."""
+    zero, real, largest = torch.tensor([9.6e-16]), torch.tensor([9.6e-11]), 0.6
+    scale = 1e-9 * largest
+    assert rounding_of(zero + 1e-16, zero, largest) * scale == pytest.approx(9.6e-16, rel=1e-3), "serial itself is off"
+    assert rounding_of(zero * (1 + 1e-15), zero, largest) < 1e-10, "tiny, and no rounding"
+    assert rounding_of(real + 1e-16, real, largest) * scale == pytest.approx(1e-16, rel=1e-3), "ill-conditioned"
