@@ -21,7 +21,7 @@ def all_at_once(kernels: object = None) -> Iterator[None]:
     """Let the CPU do as a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.engine.layers.at_once", lambda x: True)
-        patch.setattr(microbatch_norm, "_kernels", lambda x: kernels)
+        patch.setattr(microbatch_norm, "batch_norm_kernels", lambda x: kernels)
         yield
 
 

@@ -118,12 +118,17 @@ class _Layer:
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        weight = self._count(t.count, 1)
-        if t.x.shape[1] == 0:
-            return _nothing(t)
-        if self.passing is None:
+        if self.passing is None or t.x.shape[1] == 0:
+            weight = self._count(t.count, 1)
+            if t.x.shape[1] == 0:
+                return _nothing(t)
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
-        following = None if t.mean is None or t.var is None else Following(t.mean, t.var, weight)
+        if t.count is not None:
+            t.count.add_(1)
+        following = None
+        if t.mean is not None and t.var is not None:
+            momentum = 0.0 if self.momentum is None and t.count is None else self.momentum
+            following = Following(t.mean, t.var, momentum, t.count)
         return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:

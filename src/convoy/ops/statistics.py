@@ -226,7 +226,7 @@ class _Vector:
             return
         for buffer, mean, count in zip(self.buffers, found, self.counts, strict=True):
             assert count is not None
-            buffer.lerp_(mean.to(buffer.dtype), (terms / count).to(buffer.dtype))
+            buffer.lerp_(mean.to(buffer.dtype), (terms / count.to(mean.dtype)).to(buffer.dtype))
 
     def follow_in_order(self, gathered: Tensor) -> None:
         """Bring the buffers up to date by one term after the other, from all ranks' [ranks, terms, numbers]."""
