@@ -101,6 +101,23 @@ def test_small_nets_are_exact_under_every_plan(net: str, plan: str) -> None:
     exact_or_refused(net, plan)
 
 
+def as_on_a_gpu(net: str, plan: str, options: dict[str, Any]) -> Distance:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("batch_norm", "shared_batch_norm"):
+            patch.setattr(f"convoy.ops.{module}.at_once", lambda x: True)
+        return run(net, plan, options)
+
+
+@pytest.mark.parametrize("plan", ["sample=3", "height=2", "sample=2,filter=2"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_batch_norm_as_on_a_gpu_is_exact(plan: str, microbatches: int) -> None:
+    """With the ReLU that follows in the same operation; the reference is the plain layer."""
+    world = Plan.parse(plan).mesh.num_devices
+    options = {"batches": (8, 7), "microbatches": microbatches}
+    for found in run_ranks(as_on_a_gpu, world, "dense", plan, options, timeout=150):
+        assert found.ok, found
+
+
 def through_gloo(net: str, plan: str, options: dict[str, Any]) -> Distance:
     os.environ["CONVOY_SHARED_MEMORY"] = "0"
     return run(net, plan, options)

@@ -43,9 +43,24 @@ def overwriting(placed: PlacedCall, readers: Readers) -> Kernel | None:
     return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
+def _as_it_is(x: Tensor) -> Sequence[Tensor]:
+    return [x]
+
+
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     alike = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
     return [x.add_(y) if alike else x + y]
+
+
+def inside(placed: Sequence[PlacedCall], readers: Readers) -> dict[str, str]:
+    """ReLUs that the batch norm before them does, in one kernel on a GPU; and which that is."""
+    producers = {name: one.call for one in placed for name in one.call.outputs if one.call.op == "batch_norm"}
+    return {
+        one.call.name: producers[source].name
+        for one in placed
+        for source in one.call.inputs
+        if len(one.call.inputs) == 1 and source in producers and overwriting(one, readers) is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -200,15 +215,20 @@ class Program:
             if placed.call.op not in LOW_PRECISION
         }
         readers = Readers(placement.graph, placement.outputs)
+        relus = inside(placement.calls, readers)
         for placed in placement.calls:
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
             layouts = {**placed.placed.inputs, **placed.placed.outputs}
-            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
+            relu = placed.call.name in relus.values()
+            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts, relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            kernel = overwriting(placed, readers) or OPERATIONS[site.call.op].build(site)
+            if placed.call.name in relus:
+                kernel: Kernel = _as_it_is
+            else:
+                kernel = overwriting(placed, readers) or OPERATIONS[site.call.op].build(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)

@@ -97,6 +97,7 @@ class _Layer:
     def __init__(self, site: Site) -> None:
         attributes = site.call.attributes
         self.site = site
+        self.relu = site.relu
         self.source: str = attributes["input"]
         self.eps: float = attributes["eps"]
         self.momentum: float | None = attributes["momentum"]
@@ -114,7 +115,7 @@ class _Layer:
     def by_running_statistics(self, t: Tensors) -> Tensor:
         if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
             return _nothing(t)
-        return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
+        return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps))
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
@@ -122,14 +123,14 @@ class _Layer:
             weight = self._count(t.count, 1)
             if t.x.shape[1] == 0:
                 return _nothing(t)
-            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
+            return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps))
         if t.count is not None:
             t.count.add_(1)
         following = None
         if t.mean is not None and t.var is not None:
             momentum = 0.0 if self.momentum is None and t.count is None else self.momentum
             following = Following(t.mean, t.var, momentum, t.count)
-        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
+        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing, self.relu)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are.
@@ -139,9 +140,10 @@ class _Layer:
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
         if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
-            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
+            y = F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps)
+            return self._ended(y), []
         y, term = self._normalize(t, t.x)
-        return y, [term]
+        return self._ended(y), [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
@@ -161,12 +163,12 @@ class _Layer:
             return _nothing(t), []
         if len(sizes) == 1:
             y, term = self._normalize(t, t.x)
-            return y, [term[None]]
+            return self._ended(y), [term[None]]
         if self.own is None and at_once(t.x):
-            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes)
+            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, relu=self.relu)
             return y, [terms]
         pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
-        return torch.cat([y for y, _ in pieces]), [torch.stack([term for _, term in pieces])]
+        return self._ended(torch.cat([y for y, _ in pieces])), [torch.stack([term for _, term in pieces])]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
@@ -176,6 +178,10 @@ class _Layer:
         if running is None or running.mean.numel() == 0:
             return
         context.statistics.record(running, context.starts, self._division().owners, *terms)
+
+    def _ended(self, y: Tensor) -> Tensor:
+        """With the ReLU that follows, if one does."""
+        return y.relu_() if self.relu else y
 
     def _running(self, buffers: Buffers) -> Running | None:
         if buffers.mean is None or buffers.var is None:

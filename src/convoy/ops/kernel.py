@@ -57,6 +57,7 @@ class Site:
 
     Attributes:
         layouts: of every input and output of the call, as its rule asked for them.
+        relu: whether its result is that of the ReLU that follows, which alone reads it.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class Site:
     context: StepContext
     call: Call
     layouts: Mapping[str, Layout]
+    relu: bool = False
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""

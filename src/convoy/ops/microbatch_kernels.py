@@ -312,9 +312,9 @@ def normalize(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `forward`, from the moments of parts of the microbatches, on whatever rank: [microbatches, parts, 3, channels].
+    """As `forward`, from the moments of parts of the microbatches on whatever ranks; `x` may be empty.
 
-    `x` may be empty.
+    `partial` [microbatches, parts, 3, channels].
     """
     microbatches, parts, _, channels = partial.shape
     statistics, terms = (partial.new_empty(microbatches, 2, channels) for _ in range(2))

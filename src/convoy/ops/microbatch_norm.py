@@ -335,9 +335,9 @@ def input_gradient(
     means: Tensor,
     relu: bool,
 ) -> Tensor:
-    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)), by these means: [microbatches, 2, channels].
+    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)).
 
-    The others are those of `gradient_sums`.
+    `means` are the two in this formula, [microbatches, 2, channels], the others those of `gradient_sums`.
     """
     mean, inverse = statistics.unbind(1)
     shift, slope = means.unbind(1)
