@@ -21,7 +21,7 @@ from convoy.comm.redistribution import redistribute
 from convoy.engine.shards import cut
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site
 from convoy.ops.memory import Readers, overwritten
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
@@ -234,8 +234,14 @@ class Program:
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
+            elif compile and isinstance(kernel, Exchanging):
+                own, found = self._new_slot(), self._new_slot()
+                name, buffers = placed.call.name, tuple(inputs[place] for place in kernel.buffers)
+                self._add(kernel.before, inputs, [own], name=name)
+                self._add(kernel.exchange, [*buffers, own], [found], True, name)
+                self._add(kernel.after, [*inputs, found], outputs, name=name)
             else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
+                self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
         for name, steps in placement.outputs.items():
             self._transfer(name, placement.output_layouts[name], steps, "the output")
         self.outputs = list(placement.outputs)

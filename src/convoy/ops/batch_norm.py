@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,18 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
+from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
 from convoy.ops.microbatch_norm import at_once, new_term, normalize_at_once, normalize_by_itself
 from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
+from convoy.ops.shared_batch_norm import (
+    Following,
+    Holders,
+    all_moments,
+    normalize_by,
+    normalize_together,
+    own_moments,
+)
 from convoy.ops.shared_statistics import affine
 from convoy.ops.statistics import Running, add_term
 from convoy.plans.layout import Layout
@@ -70,19 +77,29 @@ def _build(site: Site) -> Kernel:
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
+    kept = [attributes[name] for name in ARGUMENTS[3:]]
+    buffers = tuple(names.index(name) for name in kept if name is not None)
+
+    def held(tensors: Iterable[Tensor]) -> Buffers:
+        found = iter(tensors)
+        return Buffers(*[None if name is None else next(found) for name in kept])
+
     if not site.graph.training or site.context.batch_norm == "sync":
-        return Alone(whole(layer.by_whole_pass))
+        if layer.passing is None or site.local_shape(layer.source)[1] == 0:
+            return Alone(whole(layer.by_whole_pass))
+        return Exchanging(
+            whole(layer.by_whole_pass),
+            whole(lambda t: own_moments(t.x)),
+            lambda *tensors: [layer.exchange(held(tensors[:-1]), tensors[-1])],
+            lambda *tensors: [layer.normalize_by(Tensors(*pick(tensors[:-1])), tensors[-1])],
+            buffers,
+        )
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    kept = [attributes[name] for name in ARGUMENTS[3:]]
-    buffers = [names.index(name) for name in kept if name is not None]
-
-    def note(tensors: Sequence[Tensor], terms: list[Tensor]) -> None:
-        found = iter(tensors)
-        record(Buffers(*[None if name is None else next(found) for name in kept]), terms)
-
-    kernel = Recorded(lambda *tensors: compute(Tensors(*pick(tensors))), note, tuple(buffers))
+    kernel = Recorded(
+        lambda *tensors: compute(Tensors(*pick(tensors))), lambda given, terms: record(held(given), terms), buffers
+    )
     return kernel if layer.own is None else Alone(kernel)
 
 
@@ -124,13 +141,17 @@ class _Layer:
             if t.x.shape[1] == 0:
                 return _nothing(t)
             return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps))
-        if t.count is not None:
-            t.count.add_(1)
-        following = None
-        if t.mean is not None and t.var is not None:
-            momentum = 0.0 if self.momentum is None and t.count is None else self.momentum
-            following = Following(t.mean, t.var, momentum, t.count)
+        following = self._following(Buffers(t.mean, t.var, t.count))
         return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing, self.relu)
+
+    def exchange(self, buffers: Buffers, own: Tensor) -> Tensor:
+        """The moments of all ranks, where `by_whole_pass` is taken apart."""
+        assert self.passing is not None
+        return all_moments(own, self._following(buffers), self.passing)
+
+    def normalize_by(self, t: Tensors, moments: Tensor) -> Tensor:
+        """By these."""
+        return normalize_by(t.x, t.weight, t.bias, moments, self.eps, self.relu)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are.
@@ -182,6 +203,15 @@ class _Layer:
     def _ended(self, y: Tensor) -> Tensor:
         """With the ReLU that follows, if one does."""
         return y.relu_() if self.relu else y
+
+    def _following(self, buffers: Buffers) -> Following | None:
+        """The buffers, of which one more term is counted."""
+        if buffers.count is not None:
+            buffers.count.add_(1)
+        if buffers.mean is None or buffers.var is None:
+            return None
+        momentum = 0.0 if self.momentum is None and buffers.count is None else self.momentum
+        return Following(buffers.mean, buffers.var, momentum, buffers.count)
 
     def _running(self, buffers: Buffers) -> Running | None:
         if buffers.mean is None or buffers.var is None:

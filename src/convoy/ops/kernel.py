@@ -52,6 +52,28 @@ class Recorded:
 
 
 @dataclass(frozen=True)
+class Exchanging:
+    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled.
+
+    Attributes:
+        kernel: all of it.
+        before: takes the tensors of `call.inputs`; gives what is to be exchanged.
+        exchange: takes the tensors of some inputs and this; gives what was found, with a gradient of its own.
+        after: takes the tensors of `call.inputs` and what was found; gives the output.
+        buffers: which inputs the exchange takes.
+    """
+
+    kernel: Kernel
+    before: Kernel
+    exchange: Kernel
+    after: Kernel
+    buffers: tuple[int, ...]
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.kernel(*tensors)
+
+
+@dataclass(frozen=True)
 class Site:
     """A call on one rank.
 

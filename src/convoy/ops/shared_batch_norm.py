@@ -49,6 +49,11 @@ class Holders:
         """How many numbers each channel has on all ranks."""
         return sum(self.counts)
 
+    @property
+    def own_share(self) -> float:
+        """Which share of them this rank has."""
+        return self.counts[self.group.rank()] / self.total
+
     @cached_property
     def shares(self) -> Constants:
         """Which share of them each rank has: [ranks]."""
@@ -130,6 +135,52 @@ class _OnGpu(torch.autograd.Function):
             dx = torch.ops.convoy.shared_input_gradient(*given, sums, ctx.holders.total, ctx.relu)
         shift, slope = own.unbind(0)
         return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None, None
+
+
+def own_moments(x: Tensor) -> Tensor:
+    """Mean and biased variance of this rank's part, [2, channels]: of torch's operations, to be compiled."""
+    if x.numel() == 0:
+        return torch.stack([x.sum(_others(x), dtype=wide_type(x.dtype))] * 2)
+    var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _others(x), correction=0)
+    return torch.stack([mean, var])
+
+
+def all_moments(own: Tensor, running: Following | None, holders: Holders) -> Tensor:
+    """Those of all ranks together, from `own_moments` of each."""
+    found: Tensor = _Combine.apply(own, running, holders)
+    return found
+
+
+def normalize_by(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float, relu: bool
+) -> Tensor:
+    """This rank's part of `normalize_together`, from `all_moments`: of torch's operations, to be compiled."""
+    mean, var = moments[:, None].unbind(0)
+    y = normalized(x[None], mean, (var + eps).rsqrt(), weight, bias)[0].to(x.dtype)
+    return y.relu() if relu else y
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, running: Following | None, holders: Holders) -> Tensor:
+        gathered = all_gather(own.contiguous(), holders.group)
+        shares = holders.shares.like(gathered)[:, None, None]
+        mean, var = (gathered * shares).sum(0).unbind(0)
+        var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
+        if running is not None:
+            term = torch.stack([mean, var * (holders.total / max(1, holders.total - 1))])
+            follow(running.mean, running.var, running.count, running.momentum, term[None])
+        ctx.save_for_backward(own, mean)
+        ctx.holders = holders
+        return torch.stack([mean, var])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        own, mean = ctx.saved_tensors
+        share = ctx.holders.own_share
+        of_mean, of_var = all_reduce(gradient.contiguous().clone(), ctx.holders.group).unbind(0)
+        return torch.stack([of_mean + 2 * of_var * (own[0] - mean), of_var]) * share, None, None
 
 
 torch.library.define("convoy::channel_moments", "(Tensor x) -> Tensor")
