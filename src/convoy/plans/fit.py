@@ -13,6 +13,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.strategies import STRATEGIES
+from convoy.terminal import did_you_mean
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -20,7 +21,7 @@ _OF_THE_NETWORK = "its weights are used by the network itself, which only * matc
 def check_patterns(
     plan: Plan, layers: Iterable[str], modules: Iterable[str] = (), borrowed: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse patterns that match no layer, and so would change nothing.
+    """Refuse patterns that match no layer, and so would change nothing, and stages that begin at none.
 
     Args:
         plan: the plan.
@@ -30,7 +31,7 @@ def check_patterns(
         borrowed: modules whose parameters another layer computes with, and the name of that one, which counts.
 
     Raises:
-        ConvoyError: the sentence names the pattern and the nearest that would match.
+        ConvoyError: the sentence names the pattern or the layer, and the nearest that there are.
     """
     modules, layers = list(modules), list(layers)
     containers = {name.rpartition(".")[0] for name in modules if name}
@@ -46,6 +47,11 @@ def check_patterns(
         else:
             hint = nearest(pattern, names) or f"its layers are {_some(names)}"
         raise ConvoyError(f"the plan's pattern {pattern} matches no layer of this network: {hint}")
+    known = [name for name in dict.fromkeys([*names, *modules]) if name]
+    for name in plan.stages:
+        if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
+            hint = did_you_mean(name, known, otherwise=f"its layers are {_some(names)}")
+            raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
