@@ -80,9 +80,16 @@ class Kept:
     padded: str = ""
 
 
-def predict_memory(placement: Placement) -> list[Memory]:
-    """Memory of every rank in one forward and backward pass over the whole batch that was captured."""
+def predict_memory(placement: Placement, held: Iterable[str] = ()) -> list[Memory]:
+    """Memory of every rank in one forward and backward pass over the whole batch that was captured.
+
+    Args:
+        placement: the network on its mesh, or what some ranks run of it.
+        held: values that stay whether the backward pass needs them or not.
+    """
+    values, layouts = placement.graph.values, placement.layouts
     kept = kept_for_backward(placement)
+    kept |= {Kept(name, _where(layouts[name]), values[name].dtype.itemsize) for name in held}
     return [_of_rank(placement, kept, rank) for rank in range(placement.mesh.num_devices)]
 
 
