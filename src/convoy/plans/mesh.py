@@ -56,6 +56,10 @@ class Mesh:
             place.append(remainder)
         return tuple(reversed(place))
 
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank runs; 0 where there are none."""
+        return self.coordinates(rank)[self.stage_axis] if self.stage_axis is not None else 0
+
     def rank(self, coordinates: Sequence[int]) -> int:
         """The rank at these coordinates."""
         return self.index(coordinates, tuple(self.axes))

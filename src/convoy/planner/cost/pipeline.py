@@ -78,9 +78,7 @@ class Staging:
         number = plan.mesh.sizes[axis]
         stages = Stages.of(graph, number, plan.stages, work_of_calls(graph))
         stages.owners(graph)
-        return Staging(
-            plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples)
-        )
+        return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
 
     def scheduled(self, schedule: Schedule) -> "Staging":
         """The same in another order."""
@@ -114,13 +112,7 @@ class Staging:
 
     def part(self, placement: Placement, stage: int) -> Placement:
         """What the ranks of a stage run of a placement."""
-        calls = tuple(placement.calls[number] for number in self.staged.calls(stage))
-        crossing = (*self.staged.received(stage), *self.staged.sent(stage))
-        outputs = placement.outputs if stage == self.number - 1 else {}
-        used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
-        used.update(outputs, (one.value for one in crossing))
-        layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
-        return replace(placement, calls=calls, layouts=layouts, outputs=outputs)
+        return self.staged.part(placement, stage)
 
 
 def work_of_calls(graph: Graph) -> list[float]:
