@@ -71,7 +71,7 @@ def part_name(
         plan: of the network.
     """
     own = [
-        (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, shapes[name][0][dim])))
+        (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, (shapes[name][0] or (1,))[dim])))
         for name, layout in sorted(layouts.items())
         for dim, _ in layout.splits
     ]
