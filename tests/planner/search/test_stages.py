@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
-from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.link import Rate, Links
+from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search import additive_seconds
 from convoy.planner.search.stages import Bounds, Chain, InPasses, best_cuts, cuts_of, search_stages
@@ -124,8 +124,15 @@ def at(model, costs, samples=16):
 SLOW = Links(otherwise=lambda ranks: Rate(1e-5, 1e6).link(len(ranks), overlap=True, cpu_share=0.0))
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("model", [Residual(), Branches(2)], ids=["Residual", "Branches"])
+def convolutions(count):
+    return nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [(Residual(), 2), (Residual(), 3), (Branches(2), 2), (Branches(2), 3), (Nested(), 2), (convolutions(9), 5)],
+    ids=["Residual-2", "Residual-3", "Branches-2", "Branches-3", "Nested-2", "convolutions-5"],
+)
 def test_the_cuts_are_those_of_the_fastest_pipeline(model, devices):
     """Against all cuts of as many stages in as many passes, each simulated."""
     costs = Roofline(flops=1e8, rate=1e6, latency=1e-5)
@@ -151,9 +158,7 @@ def test_a_faster_device_has_the_larger_stage():
     """Speeds of 1 : 0.5 under stage=2 give at least nine tenths of their sum."""
     costs = Roofline(flops=1e8, rate=1e6, latency=0.0)
     fast = Links(otherwise=lambda ranks: Rate(0.0, 1e12).link(len(ranks), overlap=True, cpu_share=0.0))
-    from torch import nn
-
-    model = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(30)])
+    model = convolutions(30)
     alone = Chain(update(model, 1, costs, 64), update(model, 1, costs, 64).place(Plan.parse("serial")))
     one = alone.seconds[0, -1]
     (found,) = search_stages(at(model, costs, 64), (8, 16, 32), 2, fast, slowdowns=(1.0, 2.0), top=1)
@@ -163,11 +168,9 @@ def test_a_faster_device_has_the_larger_stage():
 
 
 def test_memory_decides_about_cuts_and_schedules():
-    from torch import nn
-
     costs = Roofline(flops=1e8, rate=1e6, latency=0.0)
     fast = Links(otherwise=lambda ranks: Rate(0.0, 1e12).link(len(ranks), overlap=True, cpu_share=0.0))
-    model = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(12)])
+    model = convolutions(12)
     one = 3 * 8 * 8 * 4  # an activation of a sample
 
     def found(limit):
@@ -185,4 +188,3 @@ def test_weights_that_several_layers_use_are_in_one_stage():
     points = cuts_of(graph)
     layers = [graph.calls[point].layer for point in points[:-1]]
     assert "tied" not in layers and "again" in layers
-    assert isinstance(Costs, type)
