@@ -43,6 +43,11 @@ def actions(schedule: Schedule, stage: int, stages: int, passes: int) -> list[Ac
     return found + [(False, number) for number in range(passes - ahead, passes)]
 
 
+def in_flight(schedule: Schedule, stage: int, stages: int, passes: int) -> int:
+    """Passes whose activations a stage keeps at once, at most."""
+    return passes if schedule == "gpipe" else min(stages - stage, passes)
+
+
 @dataclass(frozen=True)
 class Staging:
     """A network in stages, and the passes that go through them.
@@ -107,8 +112,7 @@ class Staging:
 
     def in_flight(self, stage: int) -> int:
         """Passes whose activations a stage keeps at once, at most."""
-        passes = len(self.samples)
-        return passes if self.schedule == "gpipe" else min(self.number - stage, passes)
+        return in_flight(self.schedule, stage, self.number, len(self.samples))
 
     def part(self, placement: Placement, stage: int) -> Placement:
         """What the ranks of a stage run of a placement."""
