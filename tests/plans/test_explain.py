@@ -71,8 +71,8 @@ def test_rows_of_stages_add_up(plan):
     rows = {key(row) for row in found.rows}
     assert {key(row) for row in whole.rows} == rows
     assert [row.stage for row in found.rows] == sorted(row.stage for row in found.rows)
-    assert sum(row.memory.parameters for row in found.stages) == whole.memory.parameters
-    assert all(row.memory.gradients == row.memory.parameters for row in found.stages)
+    assert sum(held.parameters for held in found.held) == whole.memory.parameters
+    assert all(held.gradients == held.parameters for held in found.held)
     assert sorted(rank for row in found.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
     assert found.stages[0].received == Traffic()
     assert all(row.takes and row.received.forward for row in found.stages[1:])

@@ -44,21 +44,20 @@ class Row:
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage in the explanation; every number is in bytes, of the rank that has most of it.
+    """A stage, and what crosses the cuts before it.
 
     Attributes:
         layer: at which it begins.
         ranks: that run it.
         takes: the values that earlier stages send it, by the layers that give them.
-        received: what a rank is sent of them in the forward pass, and sends back in the backward pass.
-        memory: of its ranks.
+        received: bytes of them that a rank is sent in the forward pass, and of their gradients that it sends back; of
+            the rank that has most.
     """
 
     layer: str
     ranks: tuple[int, ...]
     takes: tuple[str, ...]
     received: Traffic
-    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class Explanation:
         whole: bytes of all parameters.
         unmatched: layers with work to divide that no pattern matches.
         stages: none where the network is in one piece.
+        held: bytes on the rank of each stage that needs most.
     """
 
     rows: tuple[Row, ...]
@@ -86,6 +86,7 @@ class Explanation:
     whole: int
     unmatched: tuple[str, ...]
     stages: tuple[StageRow, ...] = ()
+    held: tuple[Memory, ...] = ()
 
 
 def explanation(
@@ -130,27 +131,31 @@ def explanation(
         max(memory, key=lambda each: each.total),
         sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
         _unmatched(placement, plan),
-        _stages(placement, memory, staged, crossed) if staged is not None else (),
+        rows_of_stages(placement, staged) if staged is not None else (),
+        tuple(_most_held(memory, mesh, stage) for stage in range(staged.number)) if staged is not None else (),
     )
 
 
-def _stages(
-    placement: Placement, memory: Sequence[Memory], staged: StagedGraph, crossed: Sequence[Crossed]
-) -> tuple[StageRow, ...]:
+def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow, ...]:
+    """A network's stages, each with what it is sent in a pass over the batch that was placed."""
     graph, mesh, found = placement.graph, placement.mesh, []
     makers = {name: call.layer or "the network itself" for call in graph.calls for name in call.outputs}
+    crossed = cut_traffic(placement, staged)
     for stage in range(staged.number):
         ranks = tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)
         taken = [each for each in crossed if each.crossing.target == stage]
         forward = max(
             sum(each.ranks[_peer(rank, each.crossing.source, mesh)].forward for each in taken) for rank in ranks
         )
-        received = Traffic(forward, _most(taken, ranks).backward)
-        first = next((graph.calls[number].layer for number in staged.calls(stage) if graph.calls[number].layer), "")
+        layer = next((graph.calls[number].layer for number in staged.calls(stage) if graph.calls[number].layer), "")
         takes = tuple(dict.fromkeys(makers[each.crossing.value] for each in taken))
-        most = max((memory[rank] for rank in ranks), key=lambda each: each.total)
-        found.append(StageRow(first, ranks, takes, received, most))
+        found.append(StageRow(layer, ranks, takes, Traffic(forward, _most(taken, ranks).backward)))
     return tuple(found)
+
+
+def _most_held(memory: Sequence[Memory], mesh: Mesh, stage: int) -> Memory:
+    own = (held for rank, held in enumerate(memory) if mesh.stage_of(rank) == stage)
+    return max(own, key=lambda each: each.total)
 
 
 def _peer(rank: int, stage: int, mesh: Mesh) -> int:
@@ -308,7 +313,8 @@ def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = 
     headers, cells = (("stage", *_HEADERS), of_stages) if found.stages else (_HEADERS, [_cells(row) for row in rows])
     lines = [name, setting, "", *table(headers, cells, _NUMBERS), ""]
     if found.stages:
-        cells = [_stage_cells(number, row) for number, row in enumerate(found.stages)]
+        rows_of = zip(found.stages, found.held, strict=True)
+        cells = [_stage_cells(number, row, held) for number, (row, held) in enumerate(rows_of)]
         lines += [*table(_STAGE_HEADERS, cells, _STAGE_NUMBERS), ""]
     if found.others:
         follow = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
@@ -369,10 +375,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _stage_cells(number: int, row: StageRow) -> list[str]:
-    numbers = (row.received.forward, row.received.backward, row.memory.parameters, row.memory.activations)
-    ranks = ", ".join(map(str, row.ranks[:8])) + (", …" if len(row.ranks) > 8 else "")
-    return [_numbered(number), row.layer or "-", ranks, listed(row.takes) or "-", *map(size, numbers)]
+def _stage_cells(number: int, row: StageRow, held: Memory) -> list[str]:
+    numbers = (row.received.forward, row.received.backward, held.parameters, held.activations)
+    return [_numbered(number), row.layer or "-", some_ranks(row.ranks), listed(row.takes) or "-", *map(size, numbers)]
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, the first eight of them."""
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 def _numbered(stage: int | None) -> str:
