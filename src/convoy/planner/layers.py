@@ -12,7 +12,7 @@ from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.layout import WHOLE
 from convoy.plans.place import Placement
-from convoy.plans.traffic import gradient_traffic, transfer_traffic
+from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
 _PREDICTIONS = 30
 """Strategies that are tried one by one, where no search says what they would cost."""
@@ -42,6 +42,7 @@ class Layer:
         sent: bytes that a rank sends for it in an update, of the rank that sends most.
         parameters: bytes that the rank holds.
         other: the next best strategy; None where there is none, or it was not looked for.
+        stage: in which it is called first; None where the network is in one piece.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Layer:
     sent: int
     parameters: int
     other: Other | None
+    stage: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,21 +69,26 @@ class Layer:
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     """The layers of a plan in the order of the network."""
     placement, timeline = scored.placement, scored.timeline
-    rank, passes = timeline.busiest, planned.workload.passes
+    passes = planned.workload.passes
+    stages, ranks = stages_of_calls(scored), busiest_ranks(scored)
+    first: dict[str, int] = {}
+    for placed, stage in zip(placement.calls, stages, strict=True):
+        first.setdefault(placed.call.layer, stage)
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans:
-        if span.task.rank == rank:
+        if span.task.rank == ranks[first.get(span.task.layer, 0)]:
             kind = span.task.kind if span.task.stream == "compute" else "messages"
             spent[span.task.layer, kind] += span.end - span.start
-    exposed = timeline.exposed()
-    sent, held = _sent(placement, passes), _held(placement, rank)
+    exposed = [timeline.exposed(rank) for rank in ranks]
+    sent, held = _sent(scored, passes), [_held(placement, rank) for rank in ranks]
     calls: dict[str, list[int]] = {}
     for place, placed in enumerate(placement.calls):
         calls.setdefault(placed.call.layer, []).append(place)
     others = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
     found = []
     for name, places in calls.items():
-        own = [placement.calls[place] for place in places]
+        own, stage = [placement.calls[place] for place in places], first[name]
+        rank = ranks[stage]
         strategy = next((placed.strategy for placed in own if is_choosing(placed.call)), ())
         found.append(
             Layer(
@@ -93,14 +100,28 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 forward=spent[name, "forward"],
                 backward=spent[name, "backward"],
                 copies=spent[name, "copy"],
-                exposed=exposed.get(name, 0.0),
+                exposed=exposed[stage].get(name, 0.0),
                 messages=spent[name, "messages"],
                 sent=sent.get(name, 0),
-                parameters=held.get(name, 0),
+                parameters=held[stage].get(name, 0),
                 other=others.get(name),
+                stage=stage if len(ranks) > 1 else None,
             )
         )
     return tuple(found)
+
+
+def stages_of_calls(scored: Scored) -> tuple[int, ...]:
+    """The stage of every call; 0 where the network is in one piece."""
+    return scored.staging.staged.stages if scored.staging is not None else (0,) * len(scored.placement.calls)
+
+
+def busiest_ranks(scored: Scored) -> tuple[int, ...]:
+    """For each stage the rank that computes longest; for a network in one piece the one of all."""
+    mesh, timeline = scored.placement.mesh, scored.timeline
+    number = scored.staging.number if scored.staging is not None else 1
+    of_stages = ([rank for rank in timeline.ranks if mesh.stage_of(rank) == stage] for stage in range(number))
+    return (timeline.busiest,) if number == 1 else tuple(map(timeline.busiest_of, of_stages))
 
 
 def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
@@ -156,8 +177,9 @@ def _others(planned: Planned, scored: Scored, computing: Mapping[str, float]) ->
     }
 
 
-def _sent(placement: Placement, passes: int) -> dict[str, int]:
-    """Bytes by layer."""
+def _sent(scored: Scored, passes: int) -> dict[str, int]:
+    """Bytes by layer; what crosses a cut is sent for the layer that gives it."""
+    placement = scored.placement
     layers = {placed.call.name: placed.call.layer for placed in placement.calls}
     by_rank: dict[str, list[int]] = {}
 
@@ -167,6 +189,10 @@ def _sent(placement: Placement, passes: int) -> dict[str, int]:
 
     for each in transfer_traffic(placement):
         add(layers.get(each.call, ""), [passes * (one.forward + one.backward) for one in each.ranks])
+    if scored.staging is not None:
+        makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
+        for crossed in cut_traffic(placement, scored.staging.staged):
+            add(makers[crossed.crossing.value], [passes * (one.forward + one.backward) for one in crossed.ranks])
     first: dict[str, str] = {}
     for placed in placement.calls:
         for name in placed.call.inputs:

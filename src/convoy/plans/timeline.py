@@ -5,7 +5,7 @@ A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convo
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -151,9 +151,14 @@ class Timeline:
     @cached_property
     def busiest(self) -> int:
         """The rank that computes longest."""
+        return self.busiest_of(self.ranks)
+
+    def busiest_of(self, ranks: Collection[int]) -> int:
+        """The one of these ranks that computes longest; 0 where none of them was simulated."""
         busy: dict[int, float] = defaultdict(float)
         for span in self.spans:
-            busy[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
+            if span.task.rank in ranks:
+                busy[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
         return max(busy, key=lambda rank: (busy[rank], -rank), default=0)
 
     def exposed(self, rank: int | None = None) -> dict[str, float]:

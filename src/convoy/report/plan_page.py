@@ -9,6 +9,8 @@ from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
+from convoy.plans.explain import listed, rows_of_stages, some_ranks
+from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.plans.timeline import ENGINE
 from convoy.report import pages
@@ -45,7 +47,9 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
     workload, total = planned.workload, scored.seconds or 1.0
     raw = to_json(document(found), indent=1).encode()
     bars = _bars(planned, scored)
-    drawing, used = NetworkDrawing(found), {each for layer in found.layers for each in layer.strategy}
+    mesh, drawing = scored.placement.mesh, NetworkDrawing(found)
+    used = {each for layer in found.layers for each in mesh.beside_stages(layer.strategy)}
+    stages = _stages(scored)
     return {
         "name": "plan",
         "title": workload.name,
@@ -57,7 +61,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "status_kind": "good" if found.verdict.kind == "compute" else "warn",
         "calm": found.verdict.kind == "compute",
         "plan": str(scored.plan),
-        "axes": ", ".join(scored.placement.mesh.names),
+        "axes": ", ".join(mesh.beside_stages(mesh.names)),
         "tiles": _tiles(found),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
@@ -69,13 +73,15 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "network": drawing.svg(),
         "canvas": shown_height(drawing.tops),
         "network_legend": [
-            (name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used
+            *([("stage", "1", "the stage")] if stages else []),
+            *((name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used),
         ],
+        "stages": stages,
         "omitted": drawing.grid.omitted,
-        "timeline": draw_timeline(scored.timeline),
+        "timeline": draw_timeline(scored.timeline, mesh),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer) for layer in found.layers],
+        "layers": [_layer(layer, mesh) for layer in found.layers],
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(found.notes),
@@ -149,17 +155,40 @@ _BAR_WORDS = {
 }
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _stages(scored: Scored) -> list[dict[str, Any]]:
+    """The stages, each with what it waits, what it is sent in a pass, and what its ranks hold."""
+    if scored.staging is None:
+        return []
+    rows = rows_of_stages(scored.placement, scored.staging.staged)
+    return [
+        {
+            "number": number,
+            "layer": row.layer or "the network itself",
+            "ranks": some_ranks(row.ranks),
+            "takes": listed(row.takes),
+            "forward": size(row.received.forward),
+            "backward": size(row.received.backward),
+            "waits": rough_percent(waits),
+            "parameters": size(held.parameters),
+            "memory": size(held.total),
+        }
+        for number, (row, waits, held) in enumerate(zip(rows, scored.bubbles, scored.by_stage, strict=True), 1)
+    ]
+
+
+def _layer(layer: Layer, mesh: Mesh) -> dict[str, Any]:
     other = layer.other
     return {
         "name": layer.name or "the network itself",
+        "stage": "" if layer.stage is None else str(layer.stage + 1),
         "work": ", ".join(dict.fromkeys(layer.ops)),
-        "strategy": layer.strategy,
+        "strategy": mesh.beside_stages(layer.strategy),
+        "follows": not layer.strategy,
         "gives": shape(layer.gives),
         "computes": seconds(layer.forward + layer.backward + layer.copies),
         "waits": seconds(layer.exposed),
         "sends": size(layer.sent),
         "holds": size(layer.parameters),
-        "other": ",".join(other.strategy) if other is not None else "",
+        "other": ",".join(mesh.beside_stages(other.strategy)) if other is not None else "",
         "extra": extra(other.seconds) if other is not None else "",
     }
