@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
-from difflib import get_close_matches
+from convoy.terminal import did_you_mean
 
 
 def cut_points(graph: Graph) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[i
             continue
         own = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
         if not own:
-            raise ConvoyError(f"stages: the network calls no layer {name}: did you mean {next(iter(get_close_matches(name, layers, 1, 0.0)))}?")
+            raise ConvoyError(f"stages: the network calls no layer {name}{did_you_mean(name, layers)}")
         point = min(numbers[layer] for layer in own)
         if place == 0:
             if point > 0:
