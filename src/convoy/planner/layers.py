@@ -2,15 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.step import Scored, predict
+from convoy.planner.cost.step import Scored
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.layout import WHOLE
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.traffic import gradient_traffic, transfer_traffic
 
@@ -64,10 +65,46 @@ class Layer:
         return self.forward + self.backward + self.copies + self.exposed
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest.
+
+    Attributes:
+        begins: the first layer.
+        computes: forward and backward passes, and packing.
+        waits: with nothing to compute, for what other stages send.
+        sent: bytes that a rank sends to other stages in an update.
+        memory: bytes on the rank that needs most.
+    """
+
+    begins: str
+    computes: float
+    waits: float
+    sent: int
+    memory: int
+
+
+def stages_of(scored: Scored) -> tuple[Stage, ...]:
+    """The stages of a plan, in order; none where it has none."""
+    staging, timeline = scored.staging, scored.timeline
+    found = []
+    for number in range(staging.number) if staging is not None else ():
+        assert staging is not None
+        kinds = {rank: timeline.by_kind(rank) for rank in timeline.ranks if staging.stage_of(rank) == number}
+        computes = {rank: sum(own.get(k, 0.0) for k in ("forward", "backward", "copy")) for rank, own in kinds.items()}
+        busiest = max(computes, key=lambda rank: computes[rank])
+        sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == busiest and s.task.stream == "stages")
+        graph = scored.placement.graph
+        begins = graph.calls[staging.staged.calls(number)[0]].layer
+        memory = scored.by_stage[number].total
+        found.append(Stage(begins, computes[busiest], kinds[busiest]["idle"], sent, memory))
+    return tuple(found)
+
+
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     """The layers of a plan in the order of the network."""
     placement, timeline = scored.placement, scored.timeline
-    rank, passes = timeline.busiest, planned.workload.passes
+    rank, passes = timeline.busiest, scored.passes
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans:
         if span.task.rank == rank:
@@ -111,7 +148,7 @@ def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, Other]:
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
-    placement, workload = scored.placement, planned.workload
+    placement, workload = scored.placement, planned.workload.through(scored.plan.num_stages, scored.passes)
     mesh = placement.mesh
     given: dict[str, Strategy] = {}
     for placed in placement.calls:
@@ -119,21 +156,22 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
             given.setdefault(placed.call.layer, placed.strategy)
     found: dict[str, Other] = {}
     for layer in layers:
-        for strategy in _one_other(given[layer]) if layer in given else ():
+        for strategy in _one_other(given[layer], mesh) if layer in given else ():
             try:
-                other = workload.place(compact(mesh, {**given, layer: strategy}))
+                plan = compact(mesh, {**given, layer: strategy})
+                other = replace(scored, placement=workload.place(plan))
             except ConvoyError:
                 continue
-            seconds = predict(other, planned.costs, workload.passes).total - scored.seconds
+            seconds = other.again(planned.costs) - scored.seconds
             if layer not in found or seconds < found[layer].seconds:
                 found[layer] = Other(strategy, seconds)
     return found
 
 
-def _one_other(given: Strategy) -> Iterator[Strategy]:
+def _one_other(given: Strategy, mesh: Mesh) -> Iterator[Strategy]:
     """Strategies that differ on one axis."""
     for axis, own in enumerate(given):
-        for other in AXIS_STRATEGIES:
+        for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
             if other != own:
                 yield (*given[:axis], other, *given[axis + 1 :])
 

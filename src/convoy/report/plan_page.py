@@ -26,6 +26,8 @@ _VERDICTS = {
     "repeated": "work is repeated",
     "optimizer": "bound by the optimizer",
     "input": "input-bound",
+    "host": "bound by the host",
+    "stages": "bound by the stages",
 }
 
 
@@ -85,10 +87,12 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
 
 
 def _facts(found: Explained) -> list[str]:
-    workload = found.planned.workload
+    workload, scored = found.planned.workload, found.scored
+    schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
-        f"{units.count(workload.samples * workload.passes)} samples an update": True,
-        f"{workload.passes} passes of {workload.samples}": workload.passes > 1,
+        f"{units.count(workload.batch)} samples an update": True,
+        f"{scored.passes} passes of {scored.placement.batch.num_samples}": scored.passes > 1,
+        f"schedule {schedule}": bool(schedule),
         f"images of {shape(workload.sample)}": True,
         f"microbatches of {workload.microbatch}": bool(workload.microbatch),
         str(workload.precision).removeprefix("torch."): workload.precision is not None,
@@ -107,6 +111,8 @@ def _tiles(found: Explained) -> list[Tile]:
     if planned.devices > 1:
         note = f"{rough_percent(found.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
         tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", note))
+    if found.stages:
+        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(found.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
@@ -145,7 +151,7 @@ _BAR_WORDS = {
     "transfer": "waiting for messages",
     "update": "optimizer",
     "engine": ENGINE,
-    "idle": "idle",
+    "idle": "idle, or waiting for other stages",
 }
 
 

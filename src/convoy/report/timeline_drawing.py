@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from markupsafe import Markup
 
-from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
+from convoy.planner.verdict import HOST, OTHERS
+from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
 KINDS = {
@@ -31,6 +33,8 @@ PARTS = {
     "optimizer": "update",
     ENGINE: "engine",
     "idle": "idle",
+    HOST: "idle",
+    OTHERS: "idle",
 }
 """The colors of the parts of an update's time."""
 
@@ -59,7 +63,7 @@ def draw_timeline(timeline: Timeline) -> Markup:
     for rank in sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else ():
         own = [span for span in timeline.spans if span.task.rank == rank]
         parts.append(Markup("<h3>rank {}</h3>").format(rank))
-        for stream in ("compute", "transfers", "gradients"):
+        for stream in get_args(Stream):
             spans = [span for span in own if span.task.stream == stream]
             if not spans:
                 continue
