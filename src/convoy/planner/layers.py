@@ -2,15 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.step import Scored, predict
+from convoy.planner.cost.memory import RankMemory
+from convoy.planner.cost.step import Scored
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
+from convoy.plans.explain import StageRow, rows_of_stages
 from convoy.plans.layout import WHOLE
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
@@ -66,10 +69,41 @@ class Layer:
         return self.forward + self.backward + self.copies + self.exposed
 
 
+@dataclass(frozen=True)
+class Stage(StageRow):
+    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest.
+
+    Attributes:
+        computes: forward and backward passes, and packing.
+        waits: with nothing to compute, for what other stages send.
+        sent: bytes that a rank sends to other stages in an update.
+        memory: of the rank that needs most.
+    """
+
+    computes: float
+    waits: float
+    sent: int
+    memory: RankMemory
+
+
+def stages_of(scored: Scored) -> tuple[Stage, ...]:
+    """The stages of a plan, in order; none where it has none."""
+    if scored.staging is None:
+        return ()
+    found, timeline = [], scored.timeline
+    rows = rows_of_stages(scored.placement, scored.staging.staged)
+    for row, rank, memory in zip(rows, busiest_ranks(scored), scored.by_stage, strict=True):
+        kinds = timeline.by_kind(rank)
+        computes = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
+        sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == rank and s.task.stream == "stages")
+        found.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
+    return tuple(found)
+
+
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     """The layers of a plan in the order of the network."""
     placement, timeline = scored.placement, scored.timeline
-    passes = planned.workload.passes
+    passes = scored.passes
     stages, ranks = stages_of_calls(scored), busiest_ranks(scored)
     first: dict[str, int] = {}
     for placed, stage in zip(placement.calls, stages, strict=True):
@@ -132,7 +166,7 @@ def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, Other]:
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
-    placement, workload = scored.placement, planned.workload
+    placement, workload = scored.placement, planned.workload.through(scored.plan.num_stages, scored.passes)
     mesh = placement.mesh
     given: dict[str, Strategy] = {}
     for placed in placement.calls:
@@ -140,21 +174,22 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
             given.setdefault(placed.call.layer, placed.strategy)
     found: dict[str, Other] = {}
     for layer in layers:
-        for strategy in _one_other(given[layer]) if layer in given else ():
+        for strategy in _one_other(given[layer], mesh) if layer in given else ():
             try:
-                other = workload.place(compact(mesh, {**given, layer: strategy}))
+                plan = compact(mesh, {**given, layer: strategy})
+                other = replace(scored, placement=workload.place(plan))
             except ConvoyError:
                 continue
-            seconds = predict(other, planned.costs, workload.passes).total - scored.seconds
+            seconds = other.again(planned.costs) - scored.seconds
             if layer not in found or seconds < found[layer].seconds:
                 found[layer] = Other(strategy, seconds)
     return found
 
 
-def _one_other(given: Strategy) -> Iterator[Strategy]:
+def _one_other(given: Strategy, mesh: Mesh) -> Iterator[Strategy]:
     """Strategies that differ on one axis."""
     for axis, own in enumerate(given):
-        for other in AXIS_STRATEGIES:
+        for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
             if other != own:
                 yield (*given[:axis], other, *given[axis + 1 :])
 

@@ -5,11 +5,11 @@ from typing import Any
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.step import Scored
-from convoy.planner.layers import Layer
+from convoy.planner.layers import Layer, Stage
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
-from convoy.plans.explain import listed, rows_of_stages, some_ranks
+from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.plans.timeline import ENGINE
@@ -28,6 +28,8 @@ _VERDICTS = {
     "repeated": "work is repeated",
     "optimizer": "bound by the optimizer",
     "input": "input-bound",
+    "host": "bound by the host",
+    "stages": "bound by the stages",
 }
 
 
@@ -49,7 +51,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
     bars = _bars(planned, scored)
     mesh, drawing = scored.placement.mesh, NetworkDrawing(found)
     used = {each for layer in found.layers for each in mesh.beside_stages(layer.strategy)}
-    stages = _stages(scored)
+    stages = [_stage(number, stage, total) for number, stage in enumerate(found.stages, 1)]
     return {
         "name": "plan",
         "title": workload.name,
@@ -91,10 +93,12 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
 
 
 def _facts(found: Explained) -> list[str]:
-    workload = found.planned.workload
+    workload, scored = found.planned.workload, found.scored
+    schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
-        f"{units.count(workload.samples * workload.passes)} samples an update": True,
-        f"{workload.passes} passes of {workload.samples}": workload.passes > 1,
+        f"{units.count(workload.batch)} samples an update": True,
+        f"{scored.passes} passes of {scored.placement.batch.num_samples}": scored.passes > 1,
+        f"schedule {schedule}": bool(schedule),
         f"images of {shape(workload.sample)}": True,
         f"microbatches of {workload.microbatch}": bool(workload.microbatch),
         str(workload.precision).removeprefix("torch."): workload.precision is not None,
@@ -113,6 +117,8 @@ def _tiles(found: Explained) -> list[Tile]:
     if planned.devices > 1:
         note = f"{rough_percent(found.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
         tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", note))
+    if found.stages:
+        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(found.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
@@ -151,29 +157,23 @@ _BAR_WORDS = {
     "transfer": "waiting for messages",
     "update": "optimizer",
     "engine": ENGINE,
-    "idle": "idle",
+    "idle": "idle, or waiting for other stages",
 }
 
 
-def _stages(scored: Scored) -> list[dict[str, Any]]:
-    """The stages, each with what it waits, what it is sent in a pass, and what its ranks hold."""
-    if scored.staging is None:
-        return []
-    rows = rows_of_stages(scored.placement, scored.staging.staged)
-    return [
-        {
-            "number": number,
-            "layer": row.layer or "the network itself",
-            "ranks": some_ranks(row.ranks),
-            "takes": listed(row.takes),
-            "forward": size(row.received.forward),
-            "backward": size(row.received.backward),
-            "waits": rough_percent(waits),
-            "parameters": size(held.parameters),
-            "memory": size(held.total),
-        }
-        for number, (row, waits, held) in enumerate(zip(rows, scored.bubbles, scored.by_stage, strict=True), 1)
-    ]
+def _stage(number: int, stage: Stage, total: float) -> dict[str, Any]:
+    return {
+        "number": number,
+        "layer": stage.layer or "the network itself",
+        "ranks": some_ranks(stage.ranks),
+        "takes": listed(stage.takes),
+        "forward": size(stage.received.forward),
+        "backward": size(stage.received.backward),
+        "computes": seconds(stage.computes),
+        "waits": f"{seconds(stage.waits)} ({rough_percent(stage.waits / total)})",
+        "parameters": size(stage.memory.parameters),
+        "memory": size(stage.memory.total),
+    }
 
 
 def _layer(layer: Layer, mesh: Mesh) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from markupsafe import Markup
 
+from convoy.planner.verdict import HOST, OTHERS
 from convoy.plans.mesh import Mesh
-from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
+from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
 KINDS = {
@@ -32,6 +34,8 @@ PARTS = {
     "optimizer": "update",
     ENGINE: "engine",
     "idle": "idle",
+    HOST: "idle",
+    OTHERS: "idle",
 }
 """The colors of the parts of an update's time."""
 
@@ -66,7 +70,7 @@ def draw_timeline(timeline: Timeline, mesh: Mesh | None = None) -> Markup:
         own = [span for span in timeline.spans if span.task.rank == rank]
         stage = f", stage {mesh.stage_of(rank) + 1}" if mesh is not None and mesh.stage_axis is not None else ""
         parts.append(Markup("<h3>rank {}{}</h3>").format(rank, stage))
-        for stream in ("compute", "transfers", "stages", "gradients"):
+        for stream in get_args(Stream):
             spans = [span for span in own if span.task.stream == stream]
             if not spans:
                 continue

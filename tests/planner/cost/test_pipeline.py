@@ -5,7 +5,7 @@ import pytest
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, Staging, actions, pipeline_seconds
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.step import scored
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
@@ -42,20 +42,6 @@ def predicted(plan, passes, schedule, links=links(), layers=4, samples=None, **c
     staging = Staging.of(plan, placement.graph, output, samples or (SAMPLES,) * passes)
     staging = staging and staging.scheduled(schedule)
     return scored(plan, placement, Costs(layers_only, links, **costs), passes, staging)
-
-
-def test_orders_of_the_schedules():
-    """Figures 3 and 4 of Narayanan et al. (2021), of four stages and six passes."""
-    text = {True: "F", False: "B"}
-    order = [" ".join(f"{text[way]}{number}" for way, number in actions("1f1b", stage, 4, 6)) for stage in range(4)]
-    assert order[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5"
-    assert order[2] == "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"
-    assert order[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
-    assert [way for way, _ in actions("gpipe", 2, 4, 6)] == [True] * 6 + [False] * 6
-    for schedule in SCHEDULES:
-        for stage in range(4):
-            found = actions(schedule, stage, 4, 2)
-            assert [n for way, n in found if way] == [n for way, n in found if not way] == [0, 1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

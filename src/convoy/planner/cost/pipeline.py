@@ -5,42 +5,19 @@ Narayanan et al., 2021) takes them back as soon as it can, so that a stage keeps
 there are stages from it to the last. Both add the gradients of passes in the same order.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
+from convoy.engine.stages import Action, Schedule, actions
 from convoy.graph.graph import Graph
-from convoy.ops import OPERATIONS
+from convoy.ops import work
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.stages import StagedGraph, Stages
 
-Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-
-Action = tuple[bool, int]
-"""Whether a pass goes forward, and its number."""
-
-
-def actions(schedule: Schedule, stage: int, stages: int, passes: int) -> list[Action]:
-    """What a stage does, in order.
-
-    >>> actions("1f1b", 0, 2, 3)
-    [(True, 0), (True, 1), (False, 0), (True, 2), (False, 1), (False, 2)]
-
-    Args:
-        schedule: the schedule.
-        stage: number of the stage.
-        stages: how many there are.
-        passes: in an update.
-    """
-    ahead = passes if schedule == "gpipe" else min(stages - 1 - stage, passes)
-    found = [(True, number) for number in range(ahead)]
-    for number in range(ahead, passes):
-        found += [(True, number), (False, number - ahead)]
-    return found + [(False, number) for number in range(passes - ahead, passes)]
 
 
 def in_flight(schedule: Schedule, stage: int, stages: int, passes: int) -> int:
@@ -81,7 +58,7 @@ class Staging:
         if axis is None:
             return None
         number = plan.mesh.sizes[axis]
-        stages = Stages.of(graph, number, plan.stages, work_of_calls(graph))
+        stages = Stages.of(graph, number, plan.stages, work(graph))
         stages.owners(graph)
         return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
 
@@ -119,22 +96,6 @@ class Staging:
         return self.staged.part(placement, stage)
 
 
-def work_of_calls(graph: Graph) -> list[float]:
-    """Multiplications of every call, and a thousandth of the numbers that it gives, so that no call is for nothing."""
-    found = []
-    for call in graph.calls:
-        count = OPERATIONS[call.op].multiplications
-        given = sum(math.prod(graph.shape(name)) for name in call.outputs)
-        work = 1e-3 * given
-        if count is not None:
-            operands = OPERATIONS[call.op].operands
-            order = dict.fromkeys(call.attributes[key] for key in operands if call.attributes.get(key))
-            shapes = [graph.shape(name) for name in dict.fromkeys((*order, *call.inputs))]
-            work += count(shapes, graph.shape(call.outputs[0]), bool(call.attributes.get("transposed")))
-        found.append(work)
-    return found
-
-
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of a stage.
@@ -162,8 +123,8 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
     33.0
     """
     count = len(stages)
-    orders = [iter(actions(schedule, stage, count, passes)) for stage in range(count)]
-    waiting = [next(order, None) for order in orders]
+    orders = [iter(actions(schedule, passes, stage, count)) for stage in range(count)]
+    waiting: list[Action | None] = [next(order, None) for order in orders]
     free, way_out = [0.0] * count, [0.0] * count
     arrived: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
     going = True
@@ -171,7 +132,7 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
         going = False
         for stage, own in enumerate(stages):
             while (action := waiting[stage]) is not None:
-                forward, number = action
+                forward, number = action[0] == "forward", action[1]
                 needs = (forward, stage, number)
                 is_turn = not forward and stage == count - 1
                 if not is_turn and needs not in arrived:

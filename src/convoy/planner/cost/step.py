@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import prod
 
+from convoy.engine.stages import Action, actions
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import RankMemory, most, rank_memory
-from convoy.planner.cost.pipeline import Action, Staging, actions
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.times import Times
@@ -211,7 +212,7 @@ class _Builder:
         mesh, staging = self.mesh, self.staging
         everyone = range(mesh.num_devices)
         if staging is None:
-            orders = [actions("1f1b", 0, 1, passes)]
+            orders = [actions("1f1b", passes, 0, 1)]
             stages = [_Stage(self.placement, self.costs, everyone, orders[0])]
         else:
             stages = [
@@ -219,7 +220,7 @@ class _Builder:
                     staging.part(self.placement, stage),
                     self.costs,
                     [rank for rank in everyone if staging.stage_of(rank) == stage],
-                    actions(staging.schedule, stage, staging.number, passes),
+                    actions(staging.schedule, passes, stage, staging.number),
                 )
                 for stage in range(staging.number)
             ]
@@ -233,8 +234,11 @@ class _Builder:
         while any(following):  # each stage as far as what it waits for has been listed
             for place, stage in enumerate(stages):
                 self.stage, self.place = stage, place
-                while (action := following[place]) is not None and self._receive(*action):
-                    self._act(*action)
+                while (action := following[place]) is not None:
+                    forward, number = action[0] == "forward", action[1]
+                    if not self._receive(forward, number):
+                        break
+                    self._act(forward, number)
                     following[place] = next(waiting[place], None)
                     if following[place] is None:
                         self._end()
