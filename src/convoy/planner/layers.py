@@ -166,7 +166,8 @@ def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, Other]:
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
-    placement, workload = scored.placement, planned.workload.through(scored.plan.num_stages, scored.passes)
+    placement, plan = scored.placement, scored.plan
+    workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
     mesh = placement.mesh
     given: dict[str, Strategy] = {}
     for placed in placement.calls:

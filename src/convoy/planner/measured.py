@@ -214,7 +214,7 @@ def plan_job(workload: Workload, plan: Plan, passes: int | None = None) -> Job:
         plan: the plan.
         passes: through its stages; None for as many as go well through them.
     """
-    workload = workload.through(plan.num_stages, passes)
+    workload = workload.through(plan.num_stages, passes, plan.parts)
     return Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False)
 
 

@@ -102,7 +102,7 @@ def score(
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
     """
-    workload = workload.through(plan.num_stages, passes)
+    workload = workload.through(plan.num_stages, passes, plan.parts)
     placement = workload.place(plan)
     staging = Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
     if staging is None:

@@ -146,10 +146,11 @@ def _stages(found: Explained) -> Iterator[str]:
 
 def _layers(found: Explained) -> Iterator[str]:
     mesh = found.scored.placement.mesh
+    axes = ",".join(mesh.beside_stages(mesh.names))
     headers: tuple[str, ...] = (
         "layer",
         "work",
-        f"strategy ({','.join(mesh.beside_stages(mesh.names))})",
+        f"strategy ({axes})" if axes else "strategy",
         "gives",
         "computes",
         "waits",

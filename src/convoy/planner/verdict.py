@@ -53,7 +53,8 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     waiting = sorted((layer for layer in layers if layer.exposed > 0), key=lambda layer: -layer.exposed)
     for name, other in alternatives(planned, scored, [layer.name for layer in waiting[:_LAYERS]]).items():
         seconds = total + other.seconds
-        yield Change("strategy", f"{name or 'the network'} by {','.join(other.strategy)}", total / seconds, seconds)
+        strategy = ",".join(scored.placement.mesh.beside_stages(other.strategy))
+        yield Change("strategy", f"{name or 'the network'} by {strategy}", total / seconds, seconds)
     yield again(
         "compute",
         "devices that compute the layers twice as fast",
@@ -311,10 +312,12 @@ def _kind(
         return "optimizer", None
     if most == "input":
         return "input", None
-    if most == "stages":
+    computes = [stage.computes for stage in stages_of(scored)] or [0.0]
+    uneven = max(computes) - sum(computes) / len(computes)
+    if most == "stages" or uneven > lost["compute"] / 2:
         return "stages", None
     slower = _slower(planned, layers)
-    if slower is not None and set(slower.strategy) == {"replicate"}:
+    if slower is not None and set(scored.placement.mesh.beside_stages(slower.strategy)) == {"replicate"}:
         return "repeated", slower
     if _too_slow(planned, tuple(parts.values())):
         return "division", slower

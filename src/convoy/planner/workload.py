@@ -98,12 +98,19 @@ class Workload:
         """Of every pass of an update."""
         return [len(part) for part in balanced(self.batch, self.passes)]
 
-    def through(self, stages: int, passes: int | None = None) -> "Workload":
-        """The same in as many passes as go well through so many stages, or in a number of them."""
+    def through(self, stages: int, passes: int | None = None, parts: int = 1) -> "Workload":
+        """The same in as many passes as go well through so many stages, or in a number of them.
+
+        Args:
+            stages: of the plan.
+            passes: through them.
+            parts: ranks that share the samples of every pass.
+        """
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
         wanted = passes or PARTS_PER_STAGE * stages
-        count = next((number for number in self.counts if number >= wanted), self.counts[-1])
+        counts = [number for number in self.counts if self.counts[-1] // number >= parts] or self.counts[:1]
+        count = next((number for number in counts if number >= wanted), counts[-1])
         return self if count == self.passes else self.in_passes(count)
 
     @property
