@@ -20,9 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
 from convoy.engine.agreement import Form, Signature, arguments
+from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.engine.program import Program
@@ -361,7 +363,9 @@ class StagedNetwork(Network):
     def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
         numbers = kind.to_receive(shape, device)
         sends = bool(math.prod(shape))
-        return Arriving(kind, shape, numbers, start_receive(numbers, source, self._group()) if sends else None)
+        return Arriving(
+            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
+        )
 
     def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
         """What this stage is sent, and how."""
@@ -389,7 +393,7 @@ class StagedNetwork(Network):
             for stage in dict.fromkeys(stage for stage, _ in values):
                 names = [name for source, name in values if source == stage]
                 rows = torch.empty(len(names), _MOST_DIMS + 3, dtype=torch.int64)
-                start_receive(rows, stage, self._group()).wait()
+                start_receive(rows, stage, self._way(stage > self.stage)).wait()
                 known |= zip(names, map(_Kind.read, rows.tolist()), strict=True)
             self._kinds[key, way] = known
         return [self._kinds[key, way][name] for _, name in values]
@@ -402,9 +406,15 @@ class StagedNetwork(Network):
     def _send(self, x: Tensor, target: int) -> None:
         while self._sending and self._sending[0].done:
             self._sending.popleft()
-        self._sending.append(start_send(x, target, self._group()))
+        self._sending.append(start_send(x, target, self._way(target < self.stage)))
 
-    def _group(self) -> Any:
+    def _way(self, back: bool) -> ProcessGroup:
+        """The ranks by which values go to later stages, or gradients back."""
+        group = self.groups.back if back else self._group()
+        assert group is not None
+        return group
+
+    def _group(self) -> Group:
         return self.groups.of((self._axis,))
 
     def _key(self, signature: Signature) -> Any:
@@ -523,7 +533,9 @@ class StagedNetwork(Network):
         for part in range(parts):
             if announces:
                 places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]
-                self.context.enter(step, places, (len(places),), inputs[0].device)
+                own_sizes = tuple(len(cut[part]) for cut in cuts if len(cut[part]))
+                sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
+                self.context.enter(step, places, sizes, inputs[0].device)
             own = cuts[self.sample_rank][part]
             yield tuple(_part(x, own) for x in inputs)
 
@@ -658,13 +670,9 @@ def _part(x: Tensor, own: range) -> Tensor:
 
 def _coupling(graph: Graph, batch_norm: str) -> str:
     """What computes with all samples of a pass at once, in words; empty for nothing."""
-    total = graph.shape(graph.inputs[0])[0]
-    for call in graph.calls:
-        where = f"layer {call.layer}" if call.layer else "the network itself"
-        if call.op == "batch_norm" and call.updates and batch_norm == "sync":
-            return f"batch norm over the global batch ({where})"
-        if call.op == "opaque":
-            return f"{where}, which nothing is known of,"
-        if any(graph.shape(name)[:1] != (total,) for name in call.outputs):
-            return f"{where}, whose output has no dimension of samples,"
-    return ""
+    if batch_norm == "sync":
+        for call in graph.calls:
+            if call.op == "batch_norm" and call.updates:
+                return f"batch norm over the global batch (layer {call.layer})"
+    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
+    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"

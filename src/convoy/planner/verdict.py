@@ -102,7 +102,9 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
-Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"]
+Bottleneck = Literal[
+    "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
+]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
 for work to be issued, `stages` that these wait for each other."""
@@ -268,18 +270,17 @@ def _verdict(
     if total > planned.serial.seconds:
         alone = f"One device alone is predicted to be faster, {seconds(planned.serial.seconds)} an update."
         advice = f"{alone} {advice}".rstrip()
-    sentence = _waiting(scored, by_name) if kind == "stages" else _sentence(kind, layer, planned, total, by_name)
+    sentence = _waiting(scored) if kind == "stages" else _sentence(kind, layer, planned, total, by_name)
     return Verdict(kind, layer.name if layer else None, sentence, change, advice)
 
 
-def _waiting(scored: Scored, parts: dict[str, Part]) -> str:
-    assert scored.staging is not None
-    stages = stages_of(scored)
+def _waiting(scored: Scored) -> str:
+    stages, total = stages_of(scored), scored.seconds or 1.0
     longest = max(range(len(stages)), key=lambda number: stages[number].computes)
     return (
         f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those that "
-        f"compute longest for {rough_percent(parts[OTHERS].seconds / scored.seconds)}; most is computed in stage "
-        f"{longest + 1}, from {stages[longest].layer or 'the beginning'} on."
+        f"compute longest for {rough_percent(stages[longest].waits / total)}; most is computed in stage {longest + 1}, "
+        f"from {stages[longest].layer or 'the beginning'} on."
     )
 
 

@@ -230,13 +230,13 @@ class NetworkDrawing:
         source, target = self.grid.boxes[edge.source], self.grid.boxes[edge.target]
         x, y = self._middles[source.lane], float(self.tops[source.depth] + self._height(source))
         to, via, end = self._middles[target.lane], self._middles[edge.lane], float(self.tops[target.depth])
-        path = [f"M{x:g} {y:g}"]
+        path, label = [f"M{x:g} {y:g}"], (to, end - 9)
         if target.depth > source.depth + 1:
             below, above = self.tops[source.depth + 1], self.tops[target.depth] - _ROW
             if via != x:
                 path.append(f"V{below - _ROW:g}C{x:g} {below - 8:g} {via:g} {below - _ROW + 8:g} {via:g} {below + 6:g}")
             path.append(f"V{above:g}")
-            x, y = via, above
+            x, y, label = via, above, (via, (below + above) / 2)
         if to != x:
             start = max(y, end - _ROW)
             path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
@@ -245,10 +245,10 @@ class NetworkDrawing:
         if source.stage == target.stage:
             return Markup('<path class="edge" d="{}"/>').format("".join(path))
         sent, stages = size(self._crossing(source, target)), f"stage {source.stage + 1} to stage {target.stage + 1}"
-        label = Markup('<text class="crossing" x="{:g}" y="{:g}">{}</text>').format(to + 6, end - 9, sent)
-        return Markup('<g><title>{}: {} in a pass</title><path class="edge cut" d="{}"/>{}</g>').format(
-            stages, sent, "".join(path), label
-        )
+        return Markup(
+            '<g><title>{}: {} in a pass</title><path class="edge cut" d="{}"/>'
+            '<text class="crossing" x="{:g}" y="{:g}">{}</text></g>'
+        ).format(stages, sent, "".join(path), label[0] + 6, label[1], sent)
 
     def _crossing(self, source: LayerBox, target: LayerBox) -> int:
         """Bytes that a rank sends in a pass from one box to another in a later stage."""
