@@ -277,10 +277,11 @@ def _verdict(
 def _waiting(scored: Scored) -> str:
     stages, total = stages_of(scored), scored.seconds or 1.0
     longest = max(range(len(stages)), key=lambda number: stages[number].computes)
+    waits = rough_percent(stages[longest].waits / total)
     return (
-        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those that "
-        f"compute longest for {rough_percent(stages[longest].waits / total)}; most is computed in stage {longest + 1}, "
-        f"from {stages[longest].layer or 'the beginning'} on."
+        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those "
+        f"that compute longest for {waits}; most is computed in stage {longest + 1}, from "
+        f"{stages[longest].layer or 'the beginning'} on."
     )
 
 
