@@ -429,7 +429,8 @@ class _StageSearch:
             except ConvoyError:
                 continue
             found += [best] if best not in found else []
-        found += [] if mesh.sizes else [Plan(mesh)]
+        if not mesh.sizes and not self.fixes:  # which name strategies on an axis
+            found.append(Plan(mesh))
         return found
 
     def _cut(self, chain: Chain, plan: Plan, stages: int) -> Iterator[Staged]:
