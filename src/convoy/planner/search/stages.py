@@ -22,12 +22,13 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from convoy.engine.stages import PARTS_PER_STAGE, Schedule
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
 from convoy.ops.memory import kept_for_backward
 from convoy.planner.cost.link import Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, Schedule, StageTimes, in_flight, pipeline_seconds
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, in_flight, pipeline_seconds
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.planner.search.search import search
@@ -318,8 +319,6 @@ def search_stages(
     return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known).run(top)
 
 
-_PASSES = 4
-"""Passes for each stage to begin with: a fifth of the time is then bubble."""
 _SIMULATED = 6
 _WORSE = 2
 _WORTH = 1.1
@@ -352,23 +351,29 @@ class _StageSearch:
         return sorted(found, key=lambda one: one.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
-        """The best plan with so many stages; in more and more passes for each of them, as long as that is faster."""
+        """The best plan with so many stages; in more and more passes, or fewer and fewer, as long as that is faster."""
         inner = self.num_devices // stages
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
         plans: list[Plan] = []
-        best: Staged | None = None
-        tried: set[int] = set()
-        for wanted in (_PASSES * stages, 2 * _PASSES * stages, 4 * _PASSES * stages, stages):
+        tried: dict[int, Staged | None] = {}
+
+        def best(wanted: int) -> Staged | None:
             passes = next((n for n in self.counts if n >= wanted), self.counts[-1])
-            if passes in tried or (wanted == stages and len(tried) > 1 and best is not None and best.passes > min(tried)):
-                continue
-            tried.add(passes)
-            found = min(self._in_passes(passes, mesh, stages, plans), key=lambda one: one.seconds, default=None)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
-            elif best is not None and wanted > stages:
-                break
-        return best
+            if passes not in tried:
+                found = self._in_passes(passes, mesh, stages, plans)
+                tried[passes] = min(found, key=lambda one: one.seconds, default=None)
+            return tried[passes]
+
+        found = best(PARTS_PER_STAGE * stages)
+        for more in (True, False):
+            wanted = PARTS_PER_STAGE * stages
+            while 1 <= wanted <= self.counts[-1]:
+                wanted = 2 * wanted if more else wanted // 2
+                other = best(wanted) if wanted else None
+                if other is None or (found is not None and other.seconds >= found.seconds):
+                    break
+                found = other
+        return found
 
     def _in_passes(self, passes: int, mesh: Mesh, stages: int, plans: list[Plan]) -> Iterator[Staged]:
         """Plans in a number of passes, on as many devices for each stage.
@@ -424,7 +429,8 @@ class _StageSearch:
             except ConvoyError:
                 continue
             found += [best] if best not in found else []
-        found += [] if mesh.sizes else [Plan(mesh)]
+        if not mesh.sizes and not self.fixes:  # which name strategies on an axis
+            found.append(Plan(mesh))
         return found
 
     def _cut(self, chain: Chain, plan: Plan, stages: int) -> Iterator[Staged]:
