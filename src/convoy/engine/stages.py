@@ -425,9 +425,12 @@ class StagedNetwork(Network):
     def _device_of(self, inputs: Sequence[Tensor]) -> torch.device:
         return inputs[0].device
 
-    def _made(self, placement: Placement, compile: bool) -> Program:
+    def staged(self, placement: Placement) -> StagedGraph:
         graph = placement.graph
-        staged = StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+        return StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+
+    def _made(self, placement: Placement, compile: bool) -> Program:
+        staged = self.staged(placement)
         self._staged = {id(known): self._staged[id(known)] for known, _ in self._programs.values()}
         self._staged[id(placement)] = staged
         return Program(

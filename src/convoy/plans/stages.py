@@ -5,12 +5,13 @@ A stage is a run of consecutive calls of the graph, so that no value ever goes b
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
+from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
 
 
@@ -181,6 +182,15 @@ class StagedGraph:
     def calls(self, stage: int) -> tuple[int, ...]:
         """The numbers of a stage's calls."""
         return tuple(number for number, own in enumerate(self.stages) if own == stage)
+
+    def part(self, placement: Placement, stage: int) -> Placement:
+        """What the ranks of a stage run of the network under a plan."""
+        calls = tuple(placement.calls[number] for number in self.calls(stage))
+        outputs = placement.outputs if stage == self.number - 1 else {}
+        used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
+        used.update(outputs, (one.value for one in (*self.received(stage), *self.sent(stage))))
+        layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
+        return replace(placement, calls=calls, layouts=layouts, outputs=outputs)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent."""
