@@ -115,14 +115,16 @@ class Deferred(Tensor):
 
     _meta: Tensor
     _memory: _Memory
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {}, None)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -143,7 +145,7 @@ class Deferred(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConvoyError("a deferred network has no numbers to save: convoy.materialize(model) makes them")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"deferred(size={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def tolist(self) -> Any:
@@ -156,7 +158,8 @@ class Deferred(Tensor):
         return array
 
 
-class deferred(TorchDispatchMode):  # noqa: N801 - it is called as a function
+@contextmanager
+def deferred() -> Iterator[None]:
     """A context in which a network is built without its numbers, which `convoy.parallelize` makes: on every rank those
     of its own part, one tensor at a time.
 
@@ -171,6 +174,12 @@ class deferred(TorchDispatchMode):  # noqa: N801 - it is called as a function
     Raises:
         ConvoyError: an operation cannot be deferred; it is named.
     """
+    with _Building():
+        yield
+
+
+class _Building(TorchDispatchMode):
+    """Makes new tensors deferred ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +206,7 @@ class deferred(TorchDispatchMode):  # noqa: N801 - it is called as a function
         return _dispatch(func, args, kwargs or {}, self)
 
 
-def materialize(model: nn.Module) -> nn.Module:
+def materialize(model: nn.Module, all_but: Iterable[Tensor] = ()) -> nn.Module:
     """Make the numbers of a network that was built within `convoy.deferred()`, in place. Others are left as they are.
 
     `convoy.parallelize` takes such networks as they are, and makes no more of them than this rank's part.
@@ -205,9 +214,15 @@ def materialize(model: nn.Module) -> nn.Module:
     >>> with convoy.deferred():
     ...     model = build_model()
     >>> convoy.materialize(model)  # as `build_model()` alone would have made it
+
+    Args:
+        model: any network.
+        all_but: tensors that are left as they are.
     """
+    left = {id(tensor) for tensor in all_but}
     for tensor in deferred_tensors(model):
-        fill(tensor, evaluate(tensor))
+        if id(tensor) not in left:
+            fill(tensor, evaluate(tensor))
     return model
 
 
@@ -316,7 +331,7 @@ def _constant(tensor: Tensor) -> Deferred:
     return lazy(kept, kept.tensor)
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: deferred | None) -> Any:
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _Building | None) -> Any:
     """Call an operation on deferred tensors, or one that makes a new tensor."""
     given = tree.leaves((args, kwargs), Tensor)
     own = [tensor for tensor in given if isinstance(tensor, Deferred)]
@@ -372,7 +387,7 @@ def _note(
     made: list[_Place | None],
     written: list[Deferred],
     device: torch.device,
-    mode: deferred | None,
+    mode: _Building | None,
 ) -> None:
     own = tree.leaves((args, kwargs), Deferred)
     drawn = None
@@ -383,13 +398,11 @@ def _note(
         fills = func._schema.name.removeprefix("aten::") in _FILLS or "_like" in func._schema.name
         blank = _Place.blank if mode is None else mode.blank
         func(*tree.replace(args, Deferred, lambda x: blank(_place(x)) if fills else evaluate(x)), **kwargs)
-    step = _Step(
-        func,
-        *tree.replace((args, kwargs), Tensor, lambda x: _place(x) if isinstance(x, Deferred) else x.detach().clone()),
-        made=made,
-        read=[(tensor._memory, len(tensor._memory.steps)) for tensor in own],
-        drawn=drawn,
+    args, kwargs = tree.replace(
+        (args, kwargs), Tensor, lambda x: _place(x) if isinstance(x, Deferred) else x.detach().clone()
     )
+    read = [(tensor._memory, len(tensor._memory.steps)) for tensor in own]
+    step = _Step(func, args, kwargs, made, read, drawn)
     for memory in {tensor._memory for tensor in written} | {place.memory for place in made if place is not None}:
         memory.steps.append(step)
 
@@ -439,7 +452,7 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 def _wrap(meta: Tensor, memory: _Memory) -> Deferred:
     if meta.is_conj() or meta.is_neg() or meta.layout != torch.strided:
         raise ConvoyError("complex conjugates, and tensors that are not strided, cannot be deferred: build without it")
-    made: Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: Deferred = Tensor._make_wrapper_subclass(
         Deferred,
         meta.shape,
         strides=meta.stride(),
@@ -453,7 +466,7 @@ def _wrap(meta: Tensor, memory: _Memory) -> Deferred:
 
 def _place(tensor: Deferred) -> _Place:
     meta = tensor._meta
-    return _Place(tensor._memory, meta.dtype, tuple(meta.shape), meta.stride(), meta.storage_offset())
+    return _Place(tensor._memory, meta.dtype, tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
 
 
 def _steps(wanted: list[tuple[_Memory, int]]) -> list[_Step]:
