@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from convoy.errors import ConvoyError
 from convoy.graph import tree
 
+T = TypeVar("T")
 _META = torch.device("meta")
 _FILLS = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 """They write random numbers over whatever was there."""
@@ -129,7 +130,7 @@ class Deferred(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        found = other if isinstance(other, Deferred) else _constant(other)
+        found = other if isinstance(other, Deferred) else held(other.detach().clone())
         Tensor.data.__set__(self, found)  # type: ignore[attr-defined]
         self._meta, self._memory = found._meta, found._memory
 
@@ -272,16 +273,25 @@ def lazy(read: Callable[[], Tensor], like: Tensor) -> Deferred:
     return made
 
 
-def evaluate(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor, in memory of its own; a tensor that has them is given back as it is."""
-    if not isinstance(tensor, Deferred):
-        return tensor
-    place = _place(tensor)
+def held(tensor: Tensor) -> Deferred:
+    """A tensor with these numbers, of which a deferred network is to take no copy yet: those of a mapped file.
+
+    Args:
+        tensor: is never changed.
+    """
+    return lazy(_Constant(tensor), tensor)
+
+
+def evaluate(value: T) -> T:
+    """The numbers of a deferred tensor, in memory of its own; all else is given back as it is."""
+    if not isinstance(value, Deferred):
+        return value
+    place = _place(value)
     with _disable_current_modes(), torch.no_grad():
-        if not tensor.numel():
-            return place.blank()
+        if not value.numel():
+            return cast(T, place.blank())
         found = place.of(_replay(place.memory))
-        return found if found.nbytes == found.untyped_storage().nbytes() else found.clone()
+        return cast(T, found if found.nbytes == found.untyped_storage().nbytes() else found.clone())
 
 
 def fingerprint(tensors: Iterable[Deferred]) -> bytes:
@@ -314,21 +324,16 @@ def fingerprint(tensors: Iterable[Deferred]) -> bytes:
 
 
 class _Constant:
-    """Numbers that were there."""
+    """Numbers that are there."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach().clone()
+        self._tensor = tensor
 
     def __call__(self) -> Tensor:
-        return self.tensor.clone()
+        return self._tensor.clone()
 
     def __str__(self) -> str:
-        return _digest(self.tensor)
-
-
-def _constant(tensor: Tensor) -> Deferred:
-    kept = _Constant(tensor)
-    return lazy(kept, kept.tensor)
+        return _digest(self._tensor)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _Building | None) -> Any:

@@ -1,7 +1,7 @@
 """A run's state as a checkpoint, and back: everything by name, so that it fits any number of devices."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
+from convoy.graph.deferred import evaluate
 from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.training.parallel import TrainedNetwork
 
@@ -52,10 +53,10 @@ class AveragedWeights:
         finally:
             self._swap(model)
 
-    def load(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
-        """Go on from averages of before."""
-        for name, average in self.averages.items():
-            average.copy_(averages[name])
+    def load(self, averages: Iterable[tuple[str, Tensor]], num_updates: int) -> None:
+        """Go on from averages of before, by name."""
+        for name, average in averages:
+            self.averages[name].copy_(average)
         self.num_updates = num_updates
 
     def _swap(self, model: nn.Module) -> None:
@@ -148,6 +149,8 @@ class RunState:
             DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
+        if any(name.startswith(_optimizer(1)) for name in tensors):  # of which ranks take different ones
+            tensors = {name: evaluate(x) if name.startswith("optimizer") else x for name, x in tensors.items()}
         parts = Parts(self.model)
         weights = self._fitting("model.", parts.tensors(), checkpoint)
         averages = None if self.averaged is None else self._fitting("ema.", self.averaged.averages, checkpoint)
@@ -162,7 +165,7 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = {name: parts.part(name, average) for name, average in averages.items()}
+            own = ((name, parts.part(name, evaluate(average))) for name, average in averages.items())
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
