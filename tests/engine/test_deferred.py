@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -130,23 +131,24 @@ def peak_mb():
 example = torch.zeros(2, 3, 32, 32)
 convoy.parallelize(build(64), "filter=2", example)
 before = peak_mb()
-with convoy.deferred() if sys.argv[1] == "deferred" else contextlib.nullcontext():
+with convoy.deferred() if sys.argv[1] != "plain" else contextlib.nullcontext():
     model = build(2000)
-convoy.parallelize(model, "filter=2", example)
-if convoy.rank() == 0:
-    print(peak_mb() - before)
+net = convoy.parallelize(model, "filter=2", example)
+if sys.argv[1] == "load":
+    convoy.load(sys.argv[2], net)
+print(peak_mb() - before)
 """
 
 
-def peak_mb(how: str) -> float:
-    """What 344 MB of weights under `filter=2` add to the peak of rank 0."""
+def peak_mb(how: str, *given: str) -> float:
+    """What 344 MB of weights under `filter=2` add to the peak of rank 1."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PEAK, how],
+            [sys.executable, "-c", PEAK, how, *given],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -155,11 +157,18 @@ def peak_mb(how: str) -> float:
     ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return float(said[0].splitlines()[-1])
+    return float(said[1].splitlines()[-1])
 
 
 def test_no_rank_holds_the_whole() -> None:
     assert 172 < peak_mb("deferred") < 172 + 60
+
+
+def test_no_rank_holds_a_whole_checkpoint(tmp_path: Path) -> None:
+    layers = [nn.Linear(2000, 2000, bias=False) for _ in range(20)]
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2000, bias=False), *layers)
+    convoy.save(tmp_path / "saved", convoy.parallelize(plain, "serial", EXAMPLE))
+    assert 172 < peak_mb("load", str(tmp_path / "saved")) < 172 + 60
 
 
 def test_a_plain_network_is_whole_on_every_rank() -> None:

@@ -341,8 +341,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _B
     given = tree.leaves((args, kwargs), Tensor)
     own = [tensor for tensor in given if isinstance(tensor, Deferred)]
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-    if (given and not own) or device == _META:
+    if given and not own:
         return func(*args, **kwargs)
+    if device == _META:
+        return _on_meta(func, args, kwargs)
     written = _written(func, args, kwargs)
     written_own = [tensor for tensor in written if isinstance(tensor, Deferred)]
     if len(written) > len(written_own) or _asks_for_numbers(func, written):

@@ -1,7 +1,7 @@
 """A run's state as a checkpoint, and back: everything by name, so that it fits any number of devices."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +53,10 @@ class AveragedWeights:
         finally:
             self._swap(model)
 
-    def load(self, averages: Iterable[tuple[str, Tensor]], num_updates: int) -> None:
-        """Go on from averages of before, by name."""
-        for name, average in averages:
-            self.averages[name].copy_(average)
+    def load(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
+        """Go on from averages of before."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
         self.num_updates = num_updates
 
     def _swap(self, model: nn.Module) -> None:
@@ -96,10 +96,12 @@ class RunState:
         with self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext():
             yield self.model
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers of the delivered network. All ranks call it."""
+    def whole_weights(self, keep: bool = True) -> dict[str, Tensor]:
+        """Whole parameters and buffers of the delivered network. All ranks call it; those that do not `keep` them get
+        none."""
         with self.delivered() as model:
-            return {name: self.network.whole(name, tensor).cpu() for name, tensor in Parts(model).tensors().items()}
+            wholes = ((name, self.network.whole(name, tensor)) for name, tensor in Parts(model).tensors().items())
+            return {name: whole.cpu() for name, whole in wholes if keep}
 
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.
@@ -165,7 +167,7 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = ((name, parts.part(name, evaluate(average))) for name, average in averages.items())
+            own = {name: parts.part(name, evaluate(average)) for name, average in averages.items()}
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
