@@ -74,7 +74,7 @@ def made(plan: str, own_seed: bool) -> int:
     torch.manual_seed(own_seed * int(os.environ["RANK"]))
     with convoy.deferred():
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 30 * 30, 4))
-    with mock.patch.object(recorder, "_replay", side_effect=recorder._replay) as replay:
+    with mock.patch.object(recorder, "replay", side_effect=recorder.replay) as replay:
         convoy.parallelize(model, plan, EXAMPLE)
     return replay.call_count
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from convoy import models
 from convoy.errors import ConvoyError
-from convoy.graph import deferred as recorder
+from convoy.graph import steps
 from convoy.graph.deferred import Deferred, deferred, deferred_tensors, evaluate, fingerprint, materialize
 from convoy.models.registry import REGISTRY
 
@@ -290,7 +290,7 @@ def test_fingerprints_tell_programs_and_seeds_apart() -> None:
 
 def test_the_random_state_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the states of then, the numbers are others."""
-    monkeypatch.setattr(recorder, "_drawing", lambda drawn: recorder._default_dtype(torch.float32))
+    monkeypatch.setattr(steps, "_drawing", lambda drawn: steps._default_dtype(torch.float32))
     with pytest.raises(AssertionError):
         check(lambda: Own(loops))
 

@@ -1,23 +1,21 @@
 """Networks that are built without their numbers, which are made later, tensor by tensor.
 
 Within `deferred()` every new tensor has a shape, a type and a device, and no memory. What is done to it is noted as a
-step: the operation, its arguments, and the state of the random numbers before. `evaluate` runs the steps that a tensor
-depends on, and no others, so that a network larger than a device's memory can be initialized one tensor at a time, and
-of each no more than a part kept. The numbers are bit by bit those of the network built at once.
+step (`steps`): the operation, its arguments, and the state of the random numbers before. `evaluate` runs the steps that
+a tensor depends on, and no others, so that a network larger than a device's memory can be initialized one tensor at a
+time, and of each no more than a part kept. The numbers are bit by bit those of the network built at once.
 
-Tensors of one storage share a `_Memory`, which has the steps that write to it; views need no step of their own. Code
+Tensors of one storage share a `Memory`, which has the steps that write to it; views need no step of their own. Code
 that asks for a number (`.item()`) gets it: what it depends on runs at once. Random numbers are drawn twice: where they
 are asked for, into memory that is dropped, as those drawn after them depend on that; and again in `evaluate`.
 
-The one file that uses torch's modes of dispatch for this. The name is torchdistx's, whose `deferred_init` noted
-operations in the same way; it forgot the random numbers.
+The idea and the name are those of torchdistx's `deferred_init`, which notes what happens within its call alone. This is
+the one file that uses torch's private modules for it.
 """
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,96 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from convoy.errors import ConvoyError
 from convoy.graph import tree
+from convoy.graph.steps import Constant, Memory, Place, Step, cannot, default_generator, digest, replay, steps_behind
 
 T = TypeVar("T")
 _META = torch.device("meta")
 _FILLS = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 """They write random numbers over whatever was there."""
 _EVALUATED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_numbers = itertools.count()
-
-
-@dataclass(eq=False)
-class _Memory:
-    """What tensors of one storage have in common: the steps that wrote to it so far."""
-
-    device: torch.device
-    steps: "list[_Step]" = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor as a region of a memory."""
-
-    memory: _Memory
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def begin(self) -> int:
-        """Its first byte."""
-        return self.offset * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """The byte after its last."""
-        steps = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return (self.offset + steps + 1) * self.dtype.itemsize
-
-    def blank(self) -> Tensor:
-        """A tensor that lies so, with any numbers."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.memory.device)
-
-    def of(self, storages: "Mapping[_Memory, torch.UntypedStorage]") -> Tensor:
-        """This region of memory that is there."""
-        found = torch.empty(0, dtype=self.dtype, device=self.memory.device)
-        return found.set_(storages[self.memory], self.offset, self.size, self.stride)
-
-
-@dataclass(eq=False)
-class _Step:
-    """An operation that writes numbers.
-
-    Attributes:
-        function: what it calls, with places in the arguments in place of deferred tensors.
-        made: the new tensors among its results; None for others.
-        read: the memories that it takes numbers from, with how many steps each had then.
-        drawn: the generator that it draws from, and its state before.
-        dtype: the default type of numbers.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    made: list[_Place | None] = field(default_factory=list)
-    read: list[tuple[_Memory, int]] = field(default_factory=list)
-    drawn: tuple[torch.Generator, Tensor] | None = None
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    number: int = field(default_factory=lambda: next(_numbers))
-
-    def run(self, storages: dict[_Memory, torch.UntypedStorage]) -> None:
-        """Do it to memory that is there; what it makes is put beside that."""
-        args, kwargs = tree.replace((self.args, self.kwargs), _Place, lambda place: place.of(storages))
-        there = {storage._cdata for storage in storages.values()}
-        with _default_dtype(self.dtype), _drawing(self.drawn):
-            result = self.function(*args, **kwargs)
-        for place, tensor in zip(self.made, tree.leaves(result, Tensor), strict=True):
-            if place is None:
-                continue
-            lies = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-            storage = tensor.untyped_storage()
-            if lies != (place.size, place.stride, place.offset, place.dtype) or storage._cdata in there:
-                raise _cannot(self.function)
-            storages[place.memory] = storage
 
 
 class Deferred(Tensor):
     """A tensor without numbers as yet. Operations on it are noted, wherever they are called."""
 
     _meta: Tensor
-    _memory: _Memory
+    _memory: Memory
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -190,8 +112,8 @@ class _Building(TorchDispatchMode):
         super().__exit__(*raised)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def blank(self, place: _Place) -> Tensor:
-        """As `_Place.blank`, in memory that is used again: between freed blocks small ones stay, and the process
+    def blank(self, place: Place) -> Tensor:
+        """As `Place.blank`, in memory that is used again: between freed blocks small ones stay, and the process
         grows."""
         size = place.end - place.begin
         if self._scratch.device != place.memory.device or self._scratch.nbytes < size:
@@ -235,9 +157,8 @@ def deferred_tensors(model: nn.Module) -> list[Deferred]:
     """
     found: dict[int, Deferred] = {}
     for module in model.modules():
-        kept = {key: value for key, value in vars(module).items() if key != "_modules"}
-        found |= {id(tensor): tensor for tensor in tree.leaves(kept, Deferred)}
-    last: dict[_Memory, _Place] = {}
+        found |= {id(tensor): tensor for tensor in _held_by(vars(module), _DEPTH)}
+    last: dict[Memory, Place] = {}
     for place in sorted((_place(x) for x in found.values() if x.numel()), key=lambda place: place.begin):
         before = last.get(place.memory)
         if before is not None and place.begin < before.end:
@@ -247,6 +168,18 @@ def deferred_tensors(model: nn.Module) -> list[Deferred]:
             )
         last[place.memory] = place
     return list(found.values())
+
+
+_DEPTH = 4
+
+
+def _held_by(value: Any, depth: int) -> Iterator[Deferred]:
+    """The deferred tensors in lists, dicts and the like, which may be in circles."""
+    if isinstance(value, Deferred):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple | set):
+        for item in list(value.values()) if isinstance(value, dict) else list(value):
+            yield from _held_by(item, depth - 1)
 
 
 def fill(tensor: Deferred, numbers: Tensor) -> None:
@@ -268,8 +201,8 @@ def lazy(read: Callable[[], Tensor], like: Tensor) -> Deferred:
         like: has its shape, strides and type; its device is the CPU if this is on the meta device.
     """
     meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
-    made = _wrap(meta, _Memory(torch.device("cpu") if like.is_meta else like.device))
-    made._memory.steps.append(_Step(read, made=[_place(made)]))
+    made = _wrap(meta, Memory(torch.device("cpu") if like.is_meta else like.device))
+    made._memory.steps.append(Step(read, made=[_place(made)]))
     return made
 
 
@@ -279,7 +212,7 @@ def held(tensor: Tensor) -> Deferred:
     Args:
         tensor: is never changed.
     """
-    return lazy(_Constant(tensor), tensor)
+    return lazy(Constant(tensor), tensor)
 
 
 def evaluate(value: T) -> T:
@@ -290,7 +223,7 @@ def evaluate(value: T) -> T:
     with _disable_current_modes(), torch.no_grad():
         if not value.numel():
             return cast(T, place.blank())
-        found = place.of(_replay(place.memory))
+        found = place.of(replay(place.memory))
         return cast(T, found if found.nbytes == found.untyped_storage().nbytes() else found.clone())
 
 
@@ -301,11 +234,11 @@ def fingerprint(tensors: Iterable[Deferred]) -> bytes:
     processors and of GPUs.
     """
     places = [_place(tensor) for tensor in tensors]
-    known: dict[_Memory, int] = {}
+    known: dict[Memory, int] = {}
 
     def text(item: Any) -> str:
         if isinstance(item, Tensor):
-            return _digest(item)
+            return digest(item)
         if isinstance(item, torch.Generator):
             return item.device.type
         number = known.setdefault(item.memory, len(known))
@@ -315,25 +248,12 @@ def fingerprint(tensors: Iterable[Deferred]) -> bytes:
     models = sorted({torch.cuda.get_device_name(device) for device in gpus})
     said = hashlib.blake2b(digest_size=16)
     said.update(repr((torch.__version__, torch.backends.cpu.get_cpu_capability(), models)).encode())
-    for step in _steps([(place.memory, len(place.memory.steps)) for place in places]):
-        given = tree.replace((step.args, step.kwargs, step.made), (_Place, Tensor, torch.Generator), text)
-        drawn = None if step.drawn is None else _digest(step.drawn[1])
+    for step in steps_behind([(place.memory, len(place.memory.steps)) for place in places]):
+        given = tree.replace((step.args, step.kwargs, step.made), (Place, Tensor, torch.Generator), text)
+        drawn = None if step.drawn is None else digest(step.drawn[1])
         said.update(repr((str(step.function), given, drawn, step.dtype)).encode())
     said.update(repr([text(place) for place in places]).encode())
     return said.digest()
-
-
-class _Constant:
-    """Numbers that are there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __call__(self) -> Tensor:
-        return self._tensor.clone()
-
-    def __str__(self) -> str:
-        return _digest(self._tensor)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _Building | None) -> Any:
@@ -349,7 +269,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _B
     written_own = [tensor for tensor in written if isinstance(tensor, Deferred)]
     if len(written) > len(written_own) or _asks_for_numbers(func, written):
         if written_own or func._schema.name == "aten::set_":
-            raise _cannot(func)
+            raise cannot(func)
         return _at_once(func, args, kwargs)
     if mode is None and not written and any(x.is_floating_point() for x in given if not isinstance(x, Deferred)):
         raise ConvoyError(
@@ -361,7 +281,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _B
         result = _on_meta(func, args, kwargs)
     except NotImplementedError:
         if written:
-            raise _cannot(func) from None
+            raise cannot(func) from None
         return _at_once(func, args, kwargs)
     if not given and not any(meta.numel() for meta in tree.leaves(result, Tensor)):
         return func(*args, **kwargs)  # what a storage that is there is given to next, as in `torch.load`
@@ -370,14 +290,14 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: _B
             with torch._C._DisableTorchDispatch():  # the sizes that are seen follow
                 func(*args, **kwargs)
             return own[0]
-        raise _cannot(func)
+        raise cannot(func)
     memories = {tensor._meta.untyped_storage()._cdata: tensor._memory for tensor in own}
     same = {id(tensor._meta): tensor for tensor in own}
     default = device or (own[0].device if own else torch.device("cpu"))
     outputs, made = [], []
     for meta in tree.leaves(result, Tensor):
         memory = memories.get(meta.untyped_storage()._cdata)
-        output = same[id(meta)] if id(meta) in same else _wrap(meta, memory or _Memory(default))
+        output = same[id(meta)] if id(meta) in same else _wrap(meta, memory or Memory(default))
         memories[meta.untyped_storage()._cdata] = output._memory
         outputs.append(output)
         made.append(_place(output) if memory is None else None)
@@ -391,7 +311,7 @@ def _note(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    made: list[_Place | None],
+    made: list[Place | None],
     written: list[Deferred],
     device: torch.device,
     mode: _Building | None,
@@ -400,16 +320,16 @@ def _note(
     drawn = None
     if torch.Tag.nondeterministic_seeded in func.tags:
         given = tree.leaves((args, kwargs), torch.Generator)
-        generator = given[0] if given else _default_generator(device)
+        generator = given[0] if given else default_generator(device)
         drawn = generator, generator.get_state()
         fills = func._schema.name.removeprefix("aten::") in _FILLS or "_like" in func._schema.name
-        blank = _Place.blank if mode is None else mode.blank
+        blank = Place.blank if mode is None else mode.blank
         func(*tree.replace(args, Deferred, lambda x: blank(_place(x)) if fills else evaluate(x)), **kwargs)
     args, kwargs = tree.replace(
         (args, kwargs), Tensor, lambda x: _place(x) if isinstance(x, Deferred) else x.detach().clone()
     )
     read = [(tensor._memory, len(tensor._memory.steps)) for tensor in own]
-    step = _Step(func, args, kwargs, made, read, drawn)
+    step = Step(func, args, kwargs, made, read, drawn)
     for memory in {tensor._memory for tensor in written} | {place.memory for place in made if place is not None}:
         memory.steps.append(step)
 
@@ -456,7 +376,7 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def _wrap(meta: Tensor, memory: _Memory) -> Deferred:
+def _wrap(meta: Tensor, memory: Memory) -> Deferred:
     if meta.is_conj() or meta.is_neg() or meta.layout != torch.strided:
         raise ConvoyError("complex conjugates, and tensors that are not strided, cannot be deferred: build without it")
     made: Deferred = Tensor._make_wrapper_subclass(
@@ -471,78 +391,6 @@ def _wrap(meta: Tensor, memory: _Memory) -> Deferred:
     return made
 
 
-def _place(tensor: Deferred) -> _Place:
+def _place(tensor: Deferred) -> Place:
     meta = tensor._meta
-    return _Place(tensor._memory, meta.dtype, tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
-
-
-def _steps(wanted: list[tuple[_Memory, int]]) -> list[_Step]:
-    """The steps after which memories are as they were after so many of their steps, in order."""
-    found: dict[int, _Step] = {}
-    seen: dict[_Memory, int] = {}
-    while wanted:
-        memory, end = wanted.pop()
-        for step in memory.steps[seen.get(memory, 0) : end]:
-            if step.number not in found:
-                found[step.number] = step
-                wanted += step.read
-        seen[memory] = max(end, seen.get(memory, 0))
-    return [found[number] for number in sorted(found)]
-
-
-def _replay(memory: _Memory) -> dict[_Memory, torch.UntypedStorage]:
-    """A memory with its numbers; what else that takes is freed as soon as nothing needs it."""
-    steps = _steps([(memory, len(memory.steps))])
-    last = {used: step.number for step in steps for used in _uses(step)} | {memory: -1}
-    storages: dict[_Memory, torch.UntypedStorage] = {}
-    for step in steps:
-        step.run(storages)
-        for used in _uses(step):
-            if last[used] == step.number:
-                storages.pop(used, None)
-    return storages
-
-
-def _uses(step: _Step) -> set[_Memory]:
-    return {memory for memory, _ in step.read} | {place.memory for place in step.made if place is not None}
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
-
-
-@contextmanager
-def _drawing(drawn: tuple[torch.Generator, Tensor] | None) -> Iterator[None]:
-    """Within it a generator is as it was; after it as before it."""
-    if drawn is None:
-        yield
-        return
-    generator, state = drawn
-    kept = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(kept)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    kept = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kept)
-
-
-def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    lies = tensor.dtype, tuple(tensor.shape), tensor.stride()
-    return f"{lies} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
-
-
-def _cannot(func: Any) -> ConvoyError:
-    return ConvoyError(f"{func} cannot be deferred: build this network without convoy.deferred")
+    return Place(tensor._memory, meta.dtype, tuple(meta.shape), meta.stride(), int(meta.storage_offset()))

@@ -120,7 +120,8 @@ def build_for(
     in_stages = plan is not None and "stage" in plan.mesh.names
     if ranks.num == 1 or not (in_stages or _bytes_of_weights(recipe, len(given.classes)) >= LARGE):
         return build_model(recipe, given)
-    model, notes, refused = None, [], ""
+    model: nn.Module | None = None
+    refused, notes = "", list[str]()
     try:
         with deferred():
             model, notes = build_model(recipe, given)
