@@ -17,11 +17,12 @@ from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.stages import PARTS_PER_STAGE, bubble
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import deferred_tensors, materialize
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
-from convoy.training.build import build_model, check_coupling, divisible_sizes, merged, on_meta, probed
+from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
@@ -70,7 +71,7 @@ def set_up(
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
     quantities = resolve(recipe, len(data.train))
-    model, found_notes = build_model(recipe, data)
+    model, found_notes = build_for(recipe, data, plan, ranks)
     notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
@@ -81,7 +82,7 @@ def set_up(
     def trial(one: Recipe) -> Tried:
         return try_passes(one, model, shape, ranks.num, device, ranks, store, change, progress)
 
-    settled = settle(recipe, device, ranks, trial)
+    settled = settle(recipe, device, ranks, None if deferred_tensors(model) else trial)
     recipe = settled.recipe
     check_precision(recipe.precision, device)
     notes += settled.notes
@@ -182,7 +183,7 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
             compile=recipe.compile,
         )
     else:
-        context = prepare(model, recipe.seed, recipe.batch_norm)
+        context = prepare(materialize(model), recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
         network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
