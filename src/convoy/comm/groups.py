@@ -387,8 +387,8 @@ def _number(name: str, default: int) -> int:
 class Groups:
     """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
 
-    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once within
-    `temporary`, after which there are none.
+    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where the
+    mesh has stages, and within `temporary`, after which there are none.
 
     Args:
         mesh: its number of devices must be the number of ranks, if a process group is joined.
@@ -408,11 +408,18 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        self._kept: list[dist.ProcessGroup] = []
         if _temporary and is_joined:
             _temporary[-1].meet()
-            # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
-            for axes in [axes for axes in _all_subsets(mesh) if self._make(axes)]:
-                _connect(self._made[axes])
+            self._make_all()
+        elif mesh.stage_axis is not None and is_joined:  # ranks of different stages would ask for different ones
+            self._make_all()
+            self._kept = list(self._made.values())
+
+    def _make_all(self) -> None:
+        # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
+        for axes in [axes for axes in _all_subsets(self.mesh) if self._make(axes)]:
+            _connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""

@@ -25,6 +25,7 @@ from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
+from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
@@ -113,6 +114,7 @@ def parallelize(
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
+    microbatches: int | None = None,
     compile: bool = False,
     checks: bool = True,
 ) -> Model:
@@ -142,6 +144,9 @@ def parallelize(
             ranks with different samples add up to it; there is no weighting.
         seed: seed of the dropout masks, which are functions of (seed, step, layer, sample); that of rank 0 counts, by
             default torch's initial seed there.
+        microbatches: for plans with stages: into how many parts a pass of each rank is cut, which go through the stages
+            one after the other; by default four for each stage, or one where the samples of a pass are computed with
+            together, as by batch norm over the global batch.
         compile: run the code between the communications of training passes through `torch.compile`; the first pass of
             every batch size takes long.
         checks: compare checksums between ranks after the first updates and ever more rarely, at most 0.2 % of the time,
@@ -151,7 +156,9 @@ def parallelize(
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
             not for as many devices as there are.
     """
-    network = take_part(model, plan, example, batch_norm=batch_norm, loss=loss, seed=seed, compile=compile)
+    network = take_part(
+        model, plan, example, batch_norm=batch_norm, loss=loss, seed=seed, microbatches=microbatches, compile=compile
+    )
     if network.plan.mesh.num_devices > 1:
         network.guard = Guard(network, compares=checks)
         mark_state(model)
@@ -166,6 +173,7 @@ def take_part(
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
+    microbatches: int | None = None,
     compile: bool = False,
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
@@ -181,12 +189,12 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        network = _network(model, parsed, groups, context, examples, form, loss)
+        network = _network(model, parsed, groups, context, examples, form, loss, microbatches)
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(
-            [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
+            [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups
         )
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
@@ -294,13 +302,25 @@ def _network(
     examples: tuple[Tensor, ...],
     form: Form | None,
     loss: Loss,
+    microbatches: int | None,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
+    staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
     try:
-        network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
+        if staged:
+            network: Network = StagedNetwork(
+                model, plan, groups, context, loss=loss, channels_last=channels_last, microbatches=microbatches
+            )
+        else:
+            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
         network.look(examples, model.training, form)
     except CaptureError as error:
+        if staged:
+            raise ConvoyError(
+                f"the network cannot be cut into stages, as it was not captured as one program ({error}): choose a "
+                "plan without an axis stage"
+            ) from error
         network = Layerwise(
             model,
             plan,

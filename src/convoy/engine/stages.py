@@ -1,0 +1,522 @@
+"""A network of which every rank runs one stage: parts of the batch go through the stages one after the other.
+
+All parts go forward, then all go backward (GPipe: Huang et al., 2019), or a stage begins with the backward pass of the
+first part as soon as it can (1F1B: Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021), which gives the same
+numbers and keeps fewer activations: gradients are added in the order of the parts either way. Weights are those of the
+update in all stages, so that the result is that of one device.
+
+Ranks at the same place on the other axes send each other what they have of the values at a cut.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.engine.agreement import Form, Signature, arguments
+from convoy.engine.network import Network
+from convoy.engine.output import writable
+from convoy.engine.program import Program
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.graph.tree import replace as replace_leaves
+from convoy.ops import work
+from convoy.plans.layout import Layout, Split, balanced
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Placement
+from convoy.plans.stages import Crossing, StagedGraph, Stages
+
+Schedule = Literal["gpipe", "1f1b"]
+Action = tuple[Literal["forward", "backward"], int]
+PARTS_PER_STAGE = 4
+"""With M parts and S stages a share of (S − 1) / (M + S − 1) of the time is spent waiting."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_DTYPES += (torch.uint8, torch.int8, torch.int16)
+
+
+def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
+    """What a stage does in one update: forward and backward passes of the parts of the batch, each in order.
+
+    >>> actions("1f1b", parts=3, stage=0, stages=2)
+    [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
+
+    Args:
+        schedule: `gpipe` or `1f1b`.
+        parts: of the batch.
+        stage: from 0.
+        stages: how many there are.
+    """
+    ahead = parts if schedule == "gpipe" else min(parts, stages - stage)
+    found: list[Action] = [("forward", part) for part in range(ahead)]
+    for part in range(parts):
+        found.append(("backward", part))
+        if part + ahead < parts:
+            found.append(("forward", part + ahead))
+    return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a value at a cut is sent: what a graph does not say, as autocast and kernels decide it."""
+
+    dtype: torch.dtype
+    channels_last: bool
+    needs_gradient: bool
+
+    @staticmethod
+    def of(x: Tensor) -> "_Kind":
+        innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        return _Kind(x.dtype, innermost, x.requires_grad)
+
+    def numbers(self) -> list[int]:
+        return [_DTYPES.index(self.dtype), int(self.channels_last), int(self.needs_gradient)]
+
+    @staticmethod
+    def read(numbers: Sequence[int]) -> "_Kind":
+        return _Kind(_DTYPES[numbers[0]], bool(numbers[1]), bool(numbers[2]))
+
+    def lying(self, x: Tensor) -> Tensor:
+        """The numbers of a tensor in the order in which they are sent."""
+        return (x.permute(0, 2, 3, 1) if self.channels_last else x).to(self.dtype).contiguous()
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """A tensor to be filled, and what is to be received into."""
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        x = torch.empty(tuple(shape), dtype=self.dtype, device=device, memory_format=memory_format)
+        return x, x.permute(0, 2, 3, 1) if self.channels_last else x
+
+
+@dataclass
+class Flight:
+    """A part of the batch on its way through this rank's stage: what its backward pass needs.
+
+    Attributes:
+        received: what earlier stages sent, and how.
+        sent: what was sent on.
+        outputs: of the network, by name; in the last stage alone.
+        placement: of the network at this part's size.
+        inputs: the network's.
+    """
+
+    received: list[tuple[Crossing, Tensor, _Kind]]
+    sent: list[tuple[Crossing, Tensor, _Kind]]
+    outputs: dict[str, Tensor]
+    placement: Placement
+    inputs: tuple[Tensor, ...]
+
+
+Arriving = list[tuple[Tensor, Pending | None]]
+
+
+@dataclass
+class StagedNetwork(Network):
+    """Runs this rank's stage of a network.
+
+    Attributes:
+        microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
+        stages: where the network is cut.
+        stage: this rank's.
+    """
+
+    microbatches: int | None = None
+    stages: Stages = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axis = self.plan.mesh.stage_axis
+        assert axis is not None
+        self._axis = axis
+        self.stage = self.groups.coordinates[axis]
+        self._whole_layouts: dict[str, Layout] = {}  # within a stage
+        self._owners_of: dict[str, int] = {}
+        self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
+        self._kinds: dict[Any, dict[str, _Kind]] = {}
+        self._sending: deque[Pending] = deque()
+        self._expected: deque[tuple[Any, Arriving]] = deque()
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def place_parameters(self, axes: Axes | None = None) -> None:
+        """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
+        graphs = self._graphs
+        super().place_parameters(axes)
+        number = self.plan.mesh.sizes[self._axis]
+        first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
+        self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
+        for graph in graphs:
+            for name, stage in self.stages.owners(graph).items():
+                if self._owners_of.setdefault(name, stage) != stage:
+                    raise ConvoyError(f"{name} is used in two stages, by one in training and by another in evaluation")
+        self._whole_layouts = self.layouts
+        self.layouts = {
+            name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
+            for name, layout in self.layouts.items()
+        }
+
+    def owns(self, name: str) -> bool:
+        return self._owners_of.get(name, self.stage) == self.stage
+
+    def _kept(self, name: str) -> Layout | None:
+        return (self._whole_layouts or self.layouts).get(name)
+
+    def _of_one_stage(self, layout: Layout, shape: Sequence[int], owner: int | None) -> Layout:
+        """The layout of a tensor of which the ranks of one stage have what they have, and all others nothing."""
+        if owner is None:
+            return layout
+        mesh = self.plan.mesh
+        dim, split = layout.splits[0] if layout.splits else (0, None)
+        axes = tuple(sorted({self._axis, *(split.axes if split is not None else ())}))
+        whole = range(shape[dim] if shape else 1)
+        parts = tuple(
+            range(0)
+            if place[self._axis] != owner
+            else whole
+            if split is None
+            else split.parts[mesh.index(place, split.axes)]
+            for place in mesh.group((0,) * len(mesh.sizes), axes)
+        )
+        return Layout.of({**dict(layout.splits), dim: Split(axes, parts)}, layout.partial, layout.copied)
+
+    # One part of a batch.
+
+    def forward_pass(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None = None) -> Flight:
+        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
+
+        Args:
+            inputs: of the network, this rank's samples.
+            samples: of every sample rank.
+            form: the other arguments.
+        """
+        signature = self._signature(samples, inputs, form)
+        placement, program = self._program(signature)
+        staged, device = self._staged[id(placement)], self._device_of(inputs)
+        arriving = self._expected.popleft()[1] if self._expected else self._begin_receiving(signature, device)
+        received = []
+        for (crossing, kind), (x, pending) in zip(self._receives(signature), arriving, strict=True):
+            if pending is not None:
+                pending.wait()
+            received.append((crossing, x.requires_grad_(kind.needs_gradient and torch.is_grad_enabled()), kind))
+        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x, _ in received})
+        flight = Flight(received, [], found if self.is_last else {}, placement, tuple(inputs))
+        sent = staged.sent(self.stage)
+        key = self._key(signature)
+        if key not in self._kinds:
+            self._kinds[key] = {}
+        kinds = self._kinds[key]
+        fresh = [crossing for crossing in sent if f">{crossing.value}" not in kinds]
+        if fresh:
+            kinds |= {f">{crossing.value}": _Kind.of(found[crossing.value]) for crossing in fresh}
+            for target in dict.fromkeys(crossing.target for crossing in fresh):
+                numbers = [kinds[f">{each.value}"].numbers() for each in fresh if each.target == target]
+                self._send(torch.tensor(numbers), target)
+        for crossing in sent:
+            x, kind = found[crossing.value], kinds[f">{crossing.value}"]
+            if x.numel():
+                self._send(kind.lying(x.detach()), crossing.target)
+            flight.sent.append((crossing, x, kind))
+        return flight
+
+    def expect(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None = None) -> None:
+        """Begin to receive what the next call of `forward_pass`, with the same arguments, will need."""
+        signature = self._signature(samples, inputs, form)
+        if self._key(signature) in self._kinds:
+            self._expected.append((signature, self._begin_receiving(signature, self._device_of(inputs))))
+
+    def backward_pass(self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None) -> None:
+        """Run the backward pass of a part of the batch in this stage, and send gradients on.
+
+        Args:
+            flight: its forward pass.
+            gradients: of the network's outputs, in the last stage.
+        """
+        roots: list[Tensor] = []
+        given: list[Tensor] = []
+        for name, output in flight.outputs.items():
+            gradient = (gradients or {}).get(name)
+            if output.requires_grad and gradient is not None:
+                roots.append(output)
+                given.append(gradient)
+        for (_, x, kind), gradient in zip(flight.sent, self._gradients_of(flight), strict=True):
+            if kind.needs_gradient:
+                assert gradient is not None
+                roots.append(x)
+                given.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, given)
+        self.send_gradients(flight)
+
+    def send_gradients(self, flight: Flight) -> None:
+        """Send the stages before this one the gradients of what they sent; the backward pass has run."""
+        for crossing, x, kind in flight.received:
+            if kind.needs_gradient and x.numel():
+                gradient = torch.zeros_like(x) if x.grad is None else x.grad
+                self._send(kind.lying(gradient), crossing.source)
+            x.grad = None
+        flight.received, flight.sent, flight.outputs = [], [], {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage gives the network's outputs."""
+        return self.stage == self.stages.number - 1
+
+    def finish_sending(self) -> None:
+        """Wait until all is sent."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    def complete_gradients(self) -> None:
+        """Give the parameters of other stages a gradient, which is empty as they are: an optimizer then keeps as much
+        of each, under the same names, on all ranks."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _gradients_of(self, flight: Flight) -> list[Tensor | None]:
+        arriving: list[tuple[Tensor, Pending | None] | None] = []
+        for crossing, x, kind in flight.sent:
+            if not kind.needs_gradient:
+                arriving.append(None)
+                continue
+            gradient, buffer = kind.empty(x.shape, x.device)
+            group = self._group()
+            arriving.append((gradient, start_receive(buffer, crossing.target, group) if x.numel() else None))
+        found: list[Tensor | None] = []
+        for each in arriving:
+            if each is not None and each[1] is not None:
+                each[1].wait()
+            found.append(None if each is None else each[0])
+        return found
+
+    def _begin_receiving(self, signature: Signature, device: torch.device) -> Arriving:
+        group = self._group()
+        found: Arriving = []
+        for crossing, kind in self._receives(signature):
+            x, buffer = kind.empty(self._local_shape(signature, crossing.value), device)
+            found.append((x, start_receive(buffer, crossing.source, group) if x.numel() else None))
+        return found
+
+    def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
+        """What this stage is sent, and how; asked of the senders once."""
+        placement, _ = self._program(signature)
+        received = self._staged[id(placement)].received(self.stage)
+        kinds = self._kinds.setdefault(self._key(signature), {})
+        missing = [crossing for crossing in received if f"<{crossing.value}" not in kinds]
+        for source in dict.fromkeys(crossing.source for crossing in missing):
+            own = [crossing for crossing in missing if crossing.source == source]
+            numbers = torch.empty(len(own), 3, dtype=torch.int64)
+            start_receive(numbers, source, self._group()).wait()
+            for crossing, row in zip(own, numbers.tolist(), strict=True):
+                kinds[f"<{crossing.value}"] = _Kind.read(row)
+        return [(crossing, kinds[f"<{crossing.value}"]) for crossing in received]
+
+    def _local_shape(self, signature: Signature, name: str) -> tuple[int, ...]:
+        placement, _ = self._program(signature)
+        mesh, coordinates = self.groups.mesh, self.groups.coordinates
+        return placement.layouts[name].local_shape(placement.graph.shape(name), mesh, coordinates)
+
+    def _send(self, x: Tensor, target: int) -> None:
+        while self._sending and self._sending[0].done:
+            self._sending.popleft()
+        self._sending.append(start_send(x, target, self._group()))
+
+    def _group(self) -> Any:
+        return self.groups.of((self._axis,))
+
+    def _key(self, signature: Signature) -> Any:
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return signature, autocast, torch.is_grad_enabled()
+
+    def _device_of(self, inputs: Sequence[Tensor]) -> torch.device:
+        return inputs[0].device
+
+    def _made(self, placement: Placement, compile: bool) -> Program:
+        graph = placement.graph
+        staged = StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+        self._staged = {id(known): self._staged[id(known)] for known, _ in self._programs.values()}
+        self._staged[id(placement)] = staged
+        return Program(
+            placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
+        )
+
+    # A whole pass, as a loop of one's own makes it.
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, form = arguments(self.model, args, kwargs)
+        inputs, samples = self.open_pass(inputs)
+        called = None if form.is_plain else form
+        parts = self._parts(inputs, samples, called)
+        flights = [
+            self.forward_pass(own, of_ranks, called) for own, of_ranks in self._announced(inputs, samples, parts)
+        ]
+        self.end_pass()
+        placement = flights[0].placement
+        values = self._deliver(inputs, flights)
+        return replace_leaves(placement.graph.output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
+
+    def _announced(
+        self, inputs: Sequence[Tensor], samples: tuple[int, ...], parts: int
+    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
+        """The inputs of each part, and how many samples of it every sample rank has; announces one after the other."""
+        cuts = [balanced(number, parts) for number in samples]
+        starts = list(accumulate(samples, initial=0))
+        announces = self.samples is None and self.model.training
+        for part in range(parts):
+            sizes = tuple(len(cut[part]) for cut in cuts)
+            if announces:
+                places = [
+                    start + i for start, cut in zip(starts[:-1], cuts, strict=True) for i in cut[part]
+                ]
+                self.context.enter(self._passes, places, (sum(sizes),), inputs[0].device)
+            own = cuts[self.sample_rank][part]
+            yield tuple(_part(x, own) for x in inputs), sizes
+        self._passes += announces
+
+    def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
+        """Parts are announced one by one."""
+
+    def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
+        """Into how many parts a pass is cut."""
+        if self.samples is not None and self.model.training:  # the caller has announced it as it is
+            return 1
+        placement, _ = self._program(self._signature(samples, inputs, form))
+        coupling = _coupling(placement.graph, self.context.batch_norm)
+        wanted = self.microbatches or (1 if coupling else PARTS_PER_STAGE * self.stages.number)
+        if coupling and self.microbatches not in (None, 1) and self.model.training:
+            raise ConvoyError(
+                f"{coupling} computes with all samples of a pass at once, so a pass cannot be cut into "
+                f"{self.microbatches} parts: pass microbatches=1 to convoy.parallelize, or batch_norm='microbatch' for "
+                "statistics of each part by itself"
+            )
+        return 1 if coupling else max(1, min(wanted, *(number for number in samples if number)))
+
+    def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
+        """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
+        names = list(dict.fromkeys(ref.name for ref in leaves(flights[0].placement.graph.output, Ref)))
+        values, kinds = self._outputs(names, flights)
+        if not torch.is_grad_enabled() or not any(kind.needs_gradient for kind in kinds):
+            return dict(zip(names, values, strict=True))
+        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
+
+        def run(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+            found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
+            flights.clear()
+            return found
+
+        delivered = _Delivered.apply(run, values, kinds, self._anchor, *(inputs[place] for place in wanted))
+        return dict(zip(names, delivered, strict=True))
+
+    def _backward(
+        self, flights: list[Flight], gradients: Mapping[str, Tensor | None], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """Run the backward pass of all parts; the gradients of the inputs that are `wanted`."""
+        start = dict.fromkeys(gradients, 0)
+        if not flights:
+            raise ConvoyError(
+                "backward was called a second time for one pass of a network in stages, which keeps nothing for that: "
+                "add the losses up and call it once"
+            )
+        for number, flight in enumerate(flights):
+            own: dict[str, Tensor | None] = {}
+            for name, gradient in gradients.items():
+                if gradient is not None and self._is_cut(name, flights):
+                    size = len(flight.outputs[name]) if self.is_last else 0
+                    own[name] = gradient[start[name] : start[name] + size]
+                    start[name] += size
+                else:
+                    own[name] = gradient
+            last = number == len(flights) - 1
+            with nullcontext() if last or self.reducer is None else self.reducer.paused():
+                self.backward_pass(flight, own)
+        self.finish_update()
+        group, found = self._group(), []
+        for place in wanted:  # a stage that does not use it has no gradient of it
+            parts = [x.new_zeros(x.shape) if x.grad is None else x.grad for x in (f.inputs[place] for f in flights)]
+            found.append(all_reduce(torch.cat(parts).contiguous(), group))
+        return found
+
+    def finish_update(self) -> None:
+        """After the last backward pass: all is sent, and every parameter has a gradient."""
+        self.finish_sending()
+        self.complete_gradients()
+        if self.guard is not None:
+            self.guard.mark_gradients()
+
+    def _is_cut(self, name: str, flights: Sequence[Flight]) -> bool:
+        """Whether each part of the batch has its own part of an output."""
+        return len(flights) > 1
+
+    def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[_Kind]]:
+        """What the last stage gives, on all ranks."""
+        group, values, kinds = self._group(), [], []
+        for name in names:
+            parts = [flight.outputs[name].detach() for flight in flights] if self.is_last else []
+            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]) if self.is_last else None
+            numbers = _Kind.of(flights[0].outputs[name]).numbers() if self.is_last else [0, 0, 0]
+            kind = _Kind.read(gather_ints(numbers, group)[self.stages.number - 1])
+            if whole is None:
+                shapes = [self._output_shape(flight, name) for flight in flights]
+                shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
+                whole, buffer = kind.empty(shape, flights[0].inputs[0].device)
+                broadcast(buffer, group, self.stages.number - 1)
+            else:
+                broadcast(kind.lying(whole), group, self.stages.number - 1)
+            values.append(whole)
+            kinds.append(kind)
+        return values, kinds
+
+    def _output_shape(self, flight: Flight, name: str) -> tuple[int, ...]:
+        placement = flight.placement
+        layout = placement.output_layouts[name]
+        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
+
+    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
+        raise ConvoyError(
+            "the outputs of a network in stages are not divided by classes: compute the loss of net(images) with "
+            "torch's own cross_entropy"
+        )
+
+
+class _Delivered(torch.autograd.Function):
+    """Outputs of the last stage on every rank; backward runs the stages backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Any, values: Sequence[Tensor], kinds: Sequence[_Kind], anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        fixed = (x for x, kind in zip(values, kinds, strict=True) if not kind.needs_gradient)
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, None, None, None, *ctx.run(gradients)
+
+
+def _part(x: Tensor, own: range) -> Tensor:
+    """A part of an input, with a gradient of its own."""
+    return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
+
+
+def _coupling(graph: Graph, batch_norm: str) -> str:
+    """What computes with all samples of a pass at once, in words; empty for nothing."""
+    total = graph.shape(graph.inputs[0])[0]
+    for call in graph.calls:
+        where = f"layer {call.layer}" if call.layer else "the network itself"
+        if call.op == "batch_norm" and call.updates and batch_norm == "sync":
+            return f"batch norm over the global batch ({where})"
+        if call.op == "opaque":
+            return f"{where}, which nothing is known of,"
+        if any(graph.shape(name)[:1] != (total,) for name in call.outputs):
+            return f"{where}, whose output has no dimension of samples,"
+    return ""
