@@ -4,7 +4,6 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,16 +153,22 @@ class Predicted:
 
     Attributes:
         name: `auto`, `auto without stages`, or the text of the plan.
-        seconds: of an update.
+        seconds: of an update; None where it was not asked.
     """
 
     name: str
     plan: Plan
-    seconds: float
+    seconds: float | None = None
 
 
-def predict(case: StageCase, plans: Iterable[str], arrangement: Arrangement) -> tuple[float, list[Predicted]]:
-    """Seconds of one device, and the predictions for the planner's own plans and for others. All ranks call it."""
+def predict(
+    case: StageCase, plans: Iterable[str], arrangement: Arrangement, folder: Path
+) -> tuple[float, list[Predicted]]:
+    """Seconds of one device, and the predictions for the planner's own plans and for others. All ranks call it.
+
+    Args:
+        folder: keeps what was measured for later predictions on the same devices.
+    """
     keep_freed_memory(CPU)
     join()
     ranks = Ranks.here()
@@ -172,8 +177,7 @@ def predict(case: StageCase, plans: Iterable[str], arrangement: Arrangement) -> 
     workload = workload_of(
         build(case, arrangement), images, case.batch, name=case.name, batch_norm=norm, microbatch=case.microbatch
     )
-    with tempfile.TemporaryDirectory() as folder:
-        planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(Path(folder)))
+    planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(folder))
     found = [Predicted(name, plan, seconds) for name, plan, seconds in _own(planned)]
     for text in plans:
         try:

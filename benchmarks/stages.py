@@ -1,0 +1,108 @@
+"""Stages beside other plans and beside peers, on emulated devices: time, memory, exactness. As root, but for `exact`.
+
+    python benchmarks/stages.py time --cases resnet50 --devices 2 --link 200mbit
+    python benchmarks/stages.py time --cases unet --speeds 1,0.5 --link 1gbit       unequal devices
+    python benchmarks/stages.py memory                                              four times a device's memory
+    python benchmarks/stages.py exact --networks lenet,unet
+
+`time`: every device is in a host of its own and has one thread; two have a core each, four half a core. One device is
+the first of them by itself, in plain PyTorch. The planner predicts before anything is measured; trials, which do not
+count, choose for each side how it goes through the batch; then all sides take turns for some rounds, each measurement
+of fresh processes, and the median over the rounds counts.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, ranks
+from measuring.link import bits_per_second
+from measuring.results import markdown, predictions
+from measuring.stage_cases import CASES
+from measuring.stage_runs import StageRun
+
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate
+from convoy.errors import ConvoyError
+
+PEERS = ("torch", "rows")
+SPEEDS = {2: 1.0, 4: 0.5}
+"""The share of a core of each device, by their number: two cores suffice."""
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and processes are cleaned up
+    ranks.prepare()
+    try:
+        arguments.run(arguments)
+    except ConvoyError as error:
+        raise SystemExit(f"{error}") from None
+
+
+def _time(arguments: argparse.Namespace) -> None:
+    if unknown := set(arguments.cases) - set(CASES):
+        raise ConvoyError(f"there is no case {min(unknown)}: there are {', '.join(CASES)}")
+    speeds = arguments.speeds or [SPEEDS.get(arguments.devices, 2 / arguments.devices)] * arguments.devices
+    devices = tuple(ClusterDevice(speed, f"host{number}") for number, speed in enumerate(speeds))
+    cluster, about = Cluster(devices, arguments.link), machine.describe()
+    document: dict[str, Any] = {"machine": about, "cluster": str(cluster), "cases": []}
+    tables = [f"{about['date']}: `{about['command']}`", machine.sentence(about), f"Emulated: {cluster}."]
+    with emulate(cluster) as places:
+        document["link_bits_per_second"] = rate = ranks.run_ranks(bits_per_second, 2, 2**23, places=places[:2])[0]
+        tables.append(f"An all-reduce of two moved {rate / 1e9:.3f} Gbit/s each way.")
+        print("\n".join(tables), flush=True)
+        for name in arguments.cases:
+            run = StageRun(
+                CASES[name],
+                arguments.rounds,
+                places,
+                arguments.peers,
+                arguments.timeout,
+                None if arguments.no_planner else arguments.out / f"profile-{'-'.join(map(str, speeds))}",
+                lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+            )
+            run.results.share = speeds[0]
+            results = run()
+            document["cases"].append(results.to_dict())
+            tables.append(f"{markdown(results)}\n\n{predictions(results)}")
+            print(f"\n{tables[-1]}", flush=True)
+            _store(arguments.out, f"{name}-{len(speeds)}-{arguments.link}", document, tables)
+
+
+def _store(folder: Path, name: str, document: dict[str, Any], tables: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True, metavar="time, memory or exact")
+    time = verbs.add_parser("time", help="seconds of an update, all sides in turn")
+    time.set_defaults(run=_time)
+    time.add_argument("--cases", type=_names, default=list(CASES), help=f"of {', '.join(CASES)}")
+    time.add_argument("--devices", type=int, choices=list(SPEEDS), default=2)
+    time.add_argument("--speeds", type=_shares, help="of the devices in place of equal ones, e.g. 1,0.5")
+    time.add_argument("--link", metavar="RATE", default="1gbit", help="of every host, e.g. 200mbit")
+    time.add_argument("--peers", type=_names, default=list(PEERS), help=f"of {', '.join(PEERS)}; '' for none")
+    time.add_argument("--no-planner", action="store_true", help="neither predictions nor the planner's own plans")
+    time.add_argument("--rounds", type=int, default=3)
+    time.add_argument("--timeout", type=float, default=120.0, help="seconds after which a side is given up")
+    time.add_argument("--out", type=Path, default=Path("stages-results"), help="folder for JSON and Markdown")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
