@@ -7,7 +7,7 @@ been loaded in silence.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -25,7 +25,7 @@ from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
-from convoy.engine.stages import StagedNetwork
+from convoy.engine.stages import Schedule, StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
@@ -217,6 +217,44 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     network = network_of(net)
     agree("convoy.gradients", network.groups)
     return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def forward_backward(
+    net: nn.Module,
+    inputs: "Tensor | tuple[Tensor, ...]",
+    targets: Any,
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    schedule: Schedule = "1f1b",
+) -> Tensor:
+    """The loss of this rank's samples, with its backward pass: under a plan with stages by the 1F1B schedule.
+
+    As `loss(net(inputs), targets).backward()`, with the same gradients; but each stage begins with the backward pass of
+    the first part of the batch as soon as it can, and so keeps the activations of no more parts than there are stages
+    (Narayanan et al., PipeDream, 2019).
+
+    >>> loss = convoy.forward_backward(net, images[mine], labels[mine], F.cross_entropy)
+    >>> optimizer.step()
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        inputs: this rank's samples, or a tuple of the network's arguments.
+        targets: of these samples: a tensor, or tuples, lists and dicts of tensors, with the samples along dim 0.
+        loss: takes what the network gives for some samples, and their targets; gives the mean over them, or with
+            `parallelize(..., loss="part")` a sum. With stages it is called in the last one, for each part of the batch.
+        schedule: `1f1b`, or `gpipe`: all parts forward, then all backward.
+
+    Returns:
+        The loss of this rank's samples, a scalar without a gradient, the same on all ranks that compute them.
+    """
+    _check_option("schedule", schedule, get_args(Schedule))
+    network = network_of(net)
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if isinstance(network, StagedNetwork):
+        return network.run_schedule(args, targets, loss, schedule)
+    value = loss(net(*args), targets)
+    value.backward()
+    return value.detach()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ Ranks at the same place on the other axes send each other what they have of the 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,7 +37,7 @@ from convoy.plans.stages import Crossing, StagedGraph, Stages
 Schedule = Literal["gpipe", "1f1b"]
 Action = tuple[Literal["forward", "backward"], int]
 PARTS_PER_STAGE = 4
-"""With M parts and S stages a share of (S − 1) / (M + S − 1) of the time is spent waiting."""
+"""Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _DTYPES += (torch.uint8, torch.int8, torch.int16)
 
@@ -61,6 +61,11 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
         if part + ahead < parts:
             found.append(("forward", part + ahead))
     return found
+
+
+def bubble(parts: int, stages: int) -> float:
+    """The share of the time that stages of equal work wait: (S − 1) / (M + S − 1) with M parts and S stages."""
+    return (stages - 1) / (parts + stages - 1)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class Flight:
         outputs: of the network, by name; in the last stage alone.
         placement: of the network at this part's size.
         inputs: the network's.
+        arriving: the gradients of what was sent, if they are expected already; in the order of `sent`.
     """
 
     received: list[tuple[Crossing, Tensor, _Kind]]
@@ -111,6 +117,7 @@ class Flight:
     outputs: dict[str, Tensor]
     placement: Placement
     inputs: tuple[Tensor, ...]
+    arriving: "Arriving | None" = None
 
 
 Arriving = list[tuple[Tensor, Pending | None]]
@@ -140,7 +147,7 @@ class StagedNetwork(Network):
         self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
         self._kinds: dict[Any, dict[str, _Kind]] = {}
         self._sending: deque[Pending] = deque()
-        self._expected: deque[tuple[Any, Arriving]] = deque()
+        self._expected: Arriving | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -186,18 +193,28 @@ class StagedNetwork(Network):
 
     # One part of a batch.
 
-    def forward_pass(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None = None) -> Flight:
+    def forward_pass(
+        self,
+        inputs: Sequence[Tensor],
+        samples: tuple[int, ...],
+        form: Form | None = None,
+        then: tuple[int, ...] | None = None,
+    ) -> Flight:
         """Run this stage on a part of the batch, and send its results on. The caller has announced it.
 
         Args:
             inputs: of the network, this rank's samples.
             samples: of every sample rank.
             form: the other arguments.
+            then: samples of the part that comes next, which may arrive meanwhile.
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
         staged, device = self._staged[id(placement)], self._device_of(inputs)
-        arriving = self._expected.popleft()[1] if self._expected else self._begin_receiving(signature, device)
+        arriving, self._expected = self._expected or self._begin_receiving(signature, device), None
+        soon = None if then is None else self._signature(then, inputs, form)
+        if soon is not None and self._key(soon) in self._kinds:  # else it is asked first how the next one is sent
+            self._expected = self._begin_receiving(soon, device)
         received = []
         for (crossing, kind), (x, pending) in zip(self._receives(signature), arriving, strict=True):
             if pending is not None:
@@ -221,20 +238,26 @@ class StagedNetwork(Network):
             if x.numel():
                 self._send(kind.lying(x.detach()), crossing.target)
             flight.sent.append((crossing, x, kind))
+        if not torch.is_grad_enabled():
+            flight.received, flight.sent = [], []
         return flight
 
-    def expect(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None = None) -> None:
-        """Begin to receive what the next call of `forward_pass`, with the same arguments, will need."""
-        signature = self._signature(samples, inputs, form)
-        if self._key(signature) in self._kinds:
-            self._expected.append((signature, self._begin_receiving(signature, self._device_of(inputs))))
+    def output_of(self, flight: Flight) -> Any:
+        """What the network returns for a part of the batch; in the last stage alone."""
+        return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
 
-    def backward_pass(self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None) -> None:
+    def backward_pass(
+        self,
+        flight: Flight,
+        gradients: Mapping[str, Tensor | None] | None = None,
+        then: Flight | None = None,
+    ) -> None:
         """Run the backward pass of a part of the batch in this stage, and send gradients on.
 
         Args:
             flight: its forward pass.
             gradients: of the network's outputs, in the last stage.
+            then: that of the part which comes next, whose gradients may arrive meanwhile.
         """
         roots: list[Tensor] = []
         given: list[Tensor] = []
@@ -243,9 +266,13 @@ class StagedNetwork(Network):
             if output.requires_grad and gradient is not None:
                 roots.append(output)
                 given.append(gradient)
-        for (_, x, kind), gradient in zip(flight.sent, self._gradients_of(flight), strict=True):
+        for each in (flight, then):
+            if each is not None:
+                self._expect_gradients(each)
+        for (_, x, kind), (gradient, pending) in zip(flight.sent, flight.arriving or [], strict=True):
+            if pending is not None:
+                pending.wait()
             if kind.needs_gradient:
-                assert gradient is not None
                 roots.append(x)
                 given.append(gradient)
         if roots:
@@ -259,7 +286,7 @@ class StagedNetwork(Network):
                 gradient = torch.zeros_like(x) if x.grad is None else x.grad
                 self._send(kind.lying(gradient), crossing.source)
             x.grad = None
-        flight.received, flight.sent, flight.outputs = [], [], {}
+        flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
     @property
     def is_last(self) -> bool:
@@ -278,21 +305,14 @@ class StagedNetwork(Network):
             if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _gradients_of(self, flight: Flight) -> list[Tensor | None]:
-        arriving: list[tuple[Tensor, Pending | None] | None] = []
-        for crossing, x, kind in flight.sent:
-            if not kind.needs_gradient:
-                arriving.append(None)
-                continue
-            gradient, buffer = kind.empty(x.shape, x.device)
-            group = self._group()
-            arriving.append((gradient, start_receive(buffer, crossing.target, group) if x.numel() else None))
-        found: list[Tensor | None] = []
-        for each in arriving:
-            if each is not None and each[1] is not None:
-                each[1].wait()
-            found.append(None if each is None else each[0])
-        return found
+    def _expect_gradients(self, flight: Flight) -> None:
+        """Begin to receive what the backward pass of a part will need."""
+        if flight.arriving is None:
+            flight.arriving = []
+            for crossing, x, kind in flight.sent:
+                gradient, buffer = kind.empty(x.shape if kind.needs_gradient else (0,), x.device)
+                pending = start_receive(buffer, crossing.target, self._group()) if gradient.numel() else None
+                flight.arriving.append((gradient, pending))
 
     def _begin_receiving(self, signature: Signature, device: torch.device) -> Arriving:
         group = self._group()
@@ -350,42 +370,111 @@ class StagedNetwork(Network):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
+        values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
+        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
+
+    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
+        values, _, samples = self._whole_pass(inputs)
+        return values, self._placement(self._signature(samples, inputs))
+
+    def _whole_pass(
+        self, inputs: Sequence[Tensor], form: Form | None = None
+    ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
+        """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
-        called = None if form.is_plain else form
-        parts = self._parts(inputs, samples, called)
+        parts = self._parts(inputs, samples, form)
+        sizes = self._sizes(samples, parts)
         flights = [
-            self.forward_pass(own, of_ranks, called) for own, of_ranks in self._announced(inputs, samples, parts)
+            self.forward_pass(own, now, form, then)
+            for own, now, then in zip(
+                self._announced(inputs, samples, parts), sizes, [*sizes[1:], None], strict=True
+            )
         ]
         self.end_pass()
-        placement = flights[0].placement
-        values = self._deliver(inputs, flights)
-        return replace_leaves(placement.graph.output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
+        output = flights[0].placement.graph.output
+        return self._deliver(inputs, flights), output, samples
+
+    def run_schedule(
+        self,
+        args: Sequence[Tensor],
+        targets: Any,
+        loss: Callable[[Any, Any], Tensor],
+        schedule: Schedule,
+    ) -> Tensor:
+        """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
+        inputs, form = arguments(self.model, args, {})
+        inputs, samples = self.open_pass(inputs)
+        parts = self._parts(inputs, samples, None if form.is_plain else form)
+        announced = self._announced(inputs, samples, parts)
+        sizes = self._sizes(samples, parts)
+        running: dict[int, tuple[Flight, Tensor | None]] = {}
+        total = torch.zeros((), dtype=torch.float64)
+        given: list[tuple[Tensor, ...]] = []
+        start = 0
+        for kind, number in actions(schedule, parts, self.stage, self.stages.number):
+            last = number == parts - 1
+            if kind == "forward":
+                given.append(next(announced))
+                flight = self.forward_pass(given[-1], sizes[number], then=None if last else sizes[number + 1])
+                value = None
+                if self.is_last:
+                    end = start + sizes[number][self.sample_rank]
+                    own = replace_leaves(targets, Tensor, lambda x, part=slice(start, end): x[part])
+                    value = self._loss_of(flight, own, loss, end - start, samples)
+                    total, start = total + value.detach().double().cpu(), end
+                running[number] = flight, value
+                continue
+            flight, value = running.pop(number)
+            with nullcontext() if last or self.reducer is None else self.reducer.paused():
+                if value is None:
+                    self.backward_pass(flight, then=running[number + 1][0] if number + 1 in running else None)
+                else:
+                    value.backward()
+                    self.send_gradients(flight)
+        self.end_pass()
+        self.finish_update()
+        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
+        if wanted:
+            torch.autograd.backward([inputs[place] for place in wanted], self._input_gradients(given, wanted))
+        return broadcast(total, self._group(), self.stages.number - 1).to(inputs[0].device)
+
+    def _loss_of(
+        self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
+    ) -> Tensor:
+        """A part's term of the loss of this rank's samples."""
+        outputs = replace_leaves(self.output_of(flight), Tensor, lambda x: writable(self.weigh(x, samples)))
+        if size == 0:
+            return torch.stack([x.sum() for x in leaves(outputs, Tensor)]).sum() * 0
+        value = loss(outputs, targets)
+        return value * (size / samples[self.sample_rank]) if self.loss == "mean" else value
+
+    def _sizes(self, samples: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+        """How many samples of each part of a pass every sample rank has."""
+        return list(zip(*(map(len, balanced(number, parts)) for number in samples), strict=True))
 
     def _announced(
         self, inputs: Sequence[Tensor], samples: tuple[int, ...], parts: int
-    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
-        """The inputs of each part, and how many samples of it every sample rank has; announces one after the other."""
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """The inputs of each part, which is announced as it is its turn."""
         cuts = [balanced(number, parts) for number in samples]
-        starts = list(accumulate(samples, initial=0))
+        starts = list(accumulate(samples, initial=0))[:-1]
+        step = self._passes
         announces = self.samples is None and self.model.training
-        for part in range(parts):
-            sizes = tuple(len(cut[part]) for cut in cuts)
-            if announces:
-                places = [
-                    start + i for start, cut in zip(starts[:-1], cuts, strict=True) for i in cut[part]
-                ]
-                self.context.enter(self._passes, places, (sum(sizes),), inputs[0].device)
-            own = cuts[self.sample_rank][part]
-            yield tuple(_part(x, own) for x in inputs), sizes
         self._passes += announces
+        for part in range(parts):
+            if announces:
+                places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]
+                self.context.enter(step, places, (len(places),), inputs[0].device)
+            own = cuts[self.sample_rank][part]
+            yield tuple(_part(x, own) for x in inputs)
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
 
     def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
         """Into how many parts a pass is cut."""
-        if self.samples is not None and self.model.training:  # the caller has announced it as it is
-            return 1
+        if self.samples is not None and (self.model.training or self.context.statistics.in_order):
+            return 1  # as it was announced
         placement, _ = self._program(self._signature(samples, inputs, form))
         coupling = _coupling(placement.graph, self.context.batch_norm)
         wanted = self.microbatches or (1 if coupling else PARTS_PER_STAGE * self.stages.number)
@@ -395,7 +484,7 @@ class StagedNetwork(Network):
                 f"{self.microbatches} parts: pass microbatches=1 to convoy.parallelize, or batch_norm='microbatch' for "
                 "statistics of each part by itself"
             )
-        return 1 if coupling else max(1, min(wanted, *(number for number in samples if number)))
+        return 1 if coupling else max(1, min([wanted, *(number for number in samples if number)]))
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
         """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
@@ -432,14 +521,18 @@ class StagedNetwork(Network):
                     start[name] += size
                 else:
                     own[name] = gradient
-            last = number == len(flights) - 1
-            with nullcontext() if last or self.reducer is None else self.reducer.paused():
-                self.backward_pass(flight, own)
+            then = flights[number + 1] if number + 1 < len(flights) else None
+            with nullcontext() if then is None or self.reducer is None else self.reducer.paused():
+                self.backward_pass(flight, own, then)
         self.finish_update()
-        group, found = self._group(), []
-        for place in wanted:  # a stage that does not use it has no gradient of it
-            parts = [x.new_zeros(x.shape) if x.grad is None else x.grad for x in (f.inputs[place] for f in flights)]
-            found.append(all_reduce(torch.cat(parts).contiguous(), group))
+        return self._input_gradients([flight.inputs for flight in flights], wanted)
+
+    def _input_gradients(self, given: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[Tensor]:
+        """The gradients of some inputs, from those of their parts; a stage that does not use one has none of it."""
+        found = []
+        for place in wanted:
+            parts = [torch.zeros_like(x) if x.grad is None else x.grad for x in (each[place] for each in given)]
+            found.append(all_reduce(torch.cat(parts).contiguous(), self._group()))
         return found
 
     def finish_update(self) -> None:
@@ -476,12 +569,6 @@ class StagedNetwork(Network):
         placement = flight.placement
         layout = placement.output_layouts[name]
         return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
-
-    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
-        raise ConvoyError(
-            "the outputs of a network in stages are not divided by classes: compute the loss of net(images) with "
-            "torch's own cross_entropy"
-        )
 
 
 class _Delivered(torch.autograd.Function):

@@ -265,6 +265,12 @@ class Plan:
         named = {name for _, given in self.layers for name, strategy in given.items() if strategy in ("sample", "owt")}
         return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in named))
 
+    @property
+    def num_stages(self) -> int:
+        """Submodels into which it divides the network; 1 without an axis `stage`."""
+        axis = self.mesh.stage_axis
+        return 1 if axis is None else self.mesh.sizes[axis]
+
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
