@@ -386,9 +386,7 @@ class StagedNetwork(Network):
         sizes = self._sizes(samples, parts)
         flights = [
             self.forward_pass(own, now, form, then)
-            for own, now, then in zip(
-                self._announced(inputs, samples, parts), sizes, [*sizes[1:], None], strict=True
-            )
+            for own, now, then in zip(self._announced(inputs, samples, parts), sizes, [*sizes[1:], None], strict=True)
         ]
         self.end_pass()
         output = flights[0].placement.graph.output
@@ -464,7 +462,9 @@ class StagedNetwork(Network):
         for part in range(parts):
             if announces:
                 places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]
-                self.context.enter(step, places, (len(places),), inputs[0].device)
+                own_sizes = tuple(len(cut[part]) for cut in cuts if len(cut[part]))
+                sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
+                self.context.enter(step, places, sizes, inputs[0].device)
             own = cuts[self.sample_rank][part]
             yield tuple(_part(x, own) for x in inputs)
 
