@@ -15,6 +15,7 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from measuring import machine, ranks
 from measuring.link import bits_per_second
 from measuring.results import markdown, predictions
 from measuring.stage_cases import CASES
+from measuring.stage_exactness import KINDS, PLANS, SCHEDULES, table
+from measuring.stage_exactness import SUBJECTS as EXACT
 from measuring.stage_runs import StageRun
 
 from convoy.bench.emulated import Cluster, ClusterDevice, emulate
@@ -73,6 +76,30 @@ def _time(arguments: argparse.Namespace) -> None:
             _store(arguments.out, f"{name}-{len(speeds)}-{arguments.link}", document, tables)
 
 
+def _exact(arguments: argparse.Namespace) -> None:
+    if unknown := set(arguments.networks) - set(EXACT):
+        raise ConvoyError(f"there is no network {min(unknown)}: there are {', '.join(EXACT)}")
+    about = machine.describe()
+    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
+    print(f"| network | plan | schedule | {' | '.join(KINDS)} | weights, perturbed | |")
+    print("| --- " * (len(KINDS) + 5) + "|", flush=True)
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for *what, found in table(
+            arguments.networks, arguments.plans, arguments.schedules, Path(arguments.folder or folder)
+        ):
+            if isinstance(found, str):
+                cells, said = ["–"] * (len(KINDS) + 1), found.strip().splitlines()[0]
+                print(f"{' '.join(what)}: {found}", file=sys.stderr, flush=True)
+            else:
+                cells = [f"{error:.0e}" for error in [*(e for e, _ in found.worst.values()), found.perturbed]]
+                said = "ok" if found.ok else f"DIFFERS: {found}"
+            failed += said != "ok"
+            print(f"| {' | '.join([*what, *cells, said])} |", flush=True)
+    if failed:
+        raise SystemExit(1)
+
+
 def _store(folder: Path, name: str, document: dict[str, Any], tables: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -93,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     time.add_argument("--rounds", type=int, default=3)
     time.add_argument("--timeout", type=float, default=120.0, help="seconds after which a side is given up")
     time.add_argument("--out", type=Path, default=Path("stages-results"), help="folder for JSON and Markdown")
+    exact = verbs.add_parser("exact", help="distance from one device in float64")
+    exact.set_defaults(run=_exact)
+    exact.add_argument("--networks", type=_names, default=list(EXACT), help=f"of {', '.join(EXACT)}")
+    exact.add_argument("--plans", type=lambda text: text.split(), default=list(PLANS), help="with spaces between them")
+    exact.add_argument("--schedules", type=_names, default=list(SCHEDULES), help=f"of {', '.join(SCHEDULES)}")
+    exact.add_argument("--folder", type=Path, help="keeps what one device has, for later calls")
     return parser
 
 

@@ -15,6 +15,7 @@ from convoy import models
 from measuring.cases import Case
 from measuring.sides import Arrangement, Side, Trained, set_up
 
+
 @dataclass(frozen=True)
 class Timing:
     """What one rank measured.

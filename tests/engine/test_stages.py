@@ -95,9 +95,7 @@ def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: bool = Fals
     plain = copy.deepcopy(model)
     context = convoy.engine.prepare(plain, 5, "sync")
     x = torch.randn(9, 3, 8, 8, dtype=torch.float64)
-    net = convoy.parallelize(
-        model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches
-    )
+    net = convoy.parallelize(model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches)
     network = network_of(net)
     assert isinstance(network, StagedNetwork)
     if sabotage:  # the second part of the batch is given twice

@@ -173,9 +173,7 @@ class StagedGraph:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
-            Crossing(name, source, target)
-            for name, stages in used.items()
-            for source, target in _pairs(sorted(stages))
+            Crossing(name, source, target) for name, stages in used.items() for source, target in _pairs(sorted(stages))
         )
 
     def calls(self, stage: int) -> tuple[int, ...]:

@@ -293,7 +293,11 @@ class ParallelNetwork(TrainedNetwork):
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         apart = frozenset(self.sample_axes if self.local_mean else ())
-        return [(p, tuple(sorted(self._places[id(p)].copied - apart))) for name, p in self.model.named_parameters() if self.engine.owns(name)]
+        return [
+            (p, tuple(sorted(self._places[id(p)].copied - apart)))
+            for name, p in self.model.named_parameters()
+            if self.engine.owns(name)
+        ]
 
     def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
         return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
