@@ -147,11 +147,7 @@ def _serial(subject: Subject, sample_ranks: int, perturbed: bool) -> Trained:
         images.requires_grad_()
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
-        ranks = [
-            [own[part.start : part.stop] for part in balanced(len(own), subject.parts)]
-            for own in balanced(len(images), sample_ranks)
-        ]
-        for part in (part for parts in zip(*ranks, strict=True) for part in parts):
+        for part in _parts(len(images), sample_ranks, subject.parts):
             context.enter(step, part.start, (len(part),), images.device)
             own = slice(part.start, part.stop)
             term = loss_of(net(images[own]), labels[own]) * (len(part) / len(images))
@@ -164,6 +160,13 @@ def _serial(subject: Subject, sample_ranks: int, perturbed: bool) -> Trained:
     with torch.no_grad():
         found.outputs = _first(net.eval()(subject.batch(99)[0]))
     return found
+
+
+def _parts(samples: int, sample_ranks: int, parts: int) -> Iterator[range]:
+    """Those of every rank's samples, which have batch norm by themselves, in the order of the samples."""
+    for own in balanced(samples, sample_ranks):
+        for part in balanced(len(own), parts):
+            yield own[part.start : part.stop]
 
 
 def distance(subject: Subject, plan: str, schedule: str, file: Path) -> Distance:

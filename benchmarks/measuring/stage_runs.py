@@ -98,15 +98,22 @@ class StageRun:
                     StageSide(label, "convoy", way, each.plan, parts, schedule)
                     for parts, schedule in itertools.product(self.case.parts, SCHEDULES)
                 ]
-            sides += self._best(tried)
+            best = self._best(tried)
+            sides += best
+            if best and not self.case.dense:  # the trainer is for images with a class each
+                schedule = best[0].schedule
+                sides.append(StageSide(f"{label}, trainer", "trainer", way, each.plan, schedule=schedule))
         return sides
 
     def _torch(self, one: Arrangement) -> list[StageSide]:
-        """Its best cut and number of parts under GPipe, and the same under 1F1B."""
+        """Its best cut and number of parts under GPipe, and the same under 1F1B.
+
+        It refuses to receive what lies channels_last: "input tensor has to be contiguous" (torch 2.13).
+        """
         found: list[StageSide] = []
         if "torch" in self.peers:
             tried = [
-                StageSide("torch, gpipe", "torch", Arrangement(one.channels_last), None, parts, "gpipe", cuts)
+                StageSide("torch, gpipe", "torch", Arrangement(False), None, parts, "gpipe", cuts)
                 for cuts, parts in itertools.product(self.case.cuts.get(len(self.places), ()), self.case.parts)
             ]
             found = self._best(tried)

@@ -6,6 +6,7 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.optim import SGD
 
 import convoy
+from convoy.bench.measure import measure_rank
+from convoy.bench.measurement import MeasurementTask
+from convoy.bench.records import CONVOY, Made
 from convoy.comm.groups import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
@@ -23,6 +27,7 @@ from convoy.errors import ConvoyError
 from convoy.planner import Planned, make_plan, score, workload_of
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.training import load_recipe
 from measuring.shard_tensor import scattered
 from measuring.sides import Arrangement, Trained
 from measuring.stage_cases import StageCase
@@ -39,7 +44,7 @@ class StageSide:
 
     Attributes:
         label: in the table.
-        kind: a key of `SIDES`.
+        kind: a key of `SIDES`, or `trainer`.
         plan: of Convoy.
         parts: into how many parts the batch is cut that go through the stages one after the other.
         schedule: a key of `SCHEDULES`, where there are stages.
@@ -65,6 +70,8 @@ class StageSide:
 
 def train(side: StageSide, case: StageCase, warm_up: int) -> Timing:
     """A rank's part of some updates: `warm_up` that are not timed, and those of the case."""
+    if side.kind == "trainer":
+        return _by_trainer(side, case, warm_up)
     keep_freed_memory(CPU)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join()
@@ -83,24 +90,58 @@ def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     """The loop of docs/your-own-loop.md, with the optimizer's work shared as the trainer does it."""
     assert side.plan is not None
     model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
-    norm = "microbatch" if case.microbatch else "sync"
-    net = convoy.parallelize(model, side.plan, example=images[: case.batch // side.plan.parts], batch_norm=norm)
+    net = convoy.parallelize(
+        model,
+        side.plan,
+        example=images[: case.batch // side.plan.parts],
+        batch_norm="microbatch" if case.microbatch else "sync",
+        microbatches=side.parts,
+    )
     own = convoy.local_samples(net, case.batch)
+    images, labels = images[own].clone(), labels[own].clone()
     optimizer = divide_update(net, _optimizer(net.parameters()))
+    if side.schedule == "1f1b":
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            loss = convoy.forward_backward(net, images, labels, F.cross_entropy)
+            optimizer.step()
+            return loss
+
+        return update
+    called = net if side.schedule else partial(_announced, net, case.microbatch)
+    trained = Trained(called, optimizer, own, unfinished=lambda: convoy.accumulate(net))
+    return updater(trained, images, labels, side.arrangement)
+
+
+def _announced(net: torch.nn.Module, microbatch: int, images: Tensor) -> Tensor:
+    """A pass in microbatches of every rank, as the trainer has them."""
     network = network_of(net)
+    if microbatch:
+        samples = len(images) * network.num_sample_ranks
+        network.samples = (len(images),) * network.num_sample_ranks
+        network.context.enter(0, list(range(samples)), (microbatch,) * (samples // microbatch), CPU)
+    outputs: Tensor = net(images)
+    return outputs
 
-    def announced(images: Tensor) -> Tensor:
-        """A pass in microbatches of every rank, as the trainer has them."""
-        if case.microbatch:
-            network.samples = (len(images),) * network.num_sample_ranks
-            samples = len(images) * network.num_sample_ranks
-            sizes = (case.microbatch,) * (samples // case.microbatch)
-            network.context.enter(0, list(range(samples)), sizes, CPU)
-        outputs: Tensor = net(images)
-        return outputs
 
-    trained = Trained(announced, optimizer, own, unfinished=lambda: convoy.accumulate(net))
-    return updater(trained, images[own].clone(), labels[own].clone(), side.arrangement)
+def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
+    """`convoy train` with the recipe's microbatches; it merges them as it finds fastest."""
+    num = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {
+        "model.name": case.model,
+        "batch": case.batch,
+        "microbatch": case.microbatch or min(case.passes),
+        "channels_last": side.arrangement.channels_last,
+        "precision": "fp32",
+        "parallel.devices": num,
+        "parallel.plan": str(side.plan),
+        "parallel.schedule": side.schedule or "1f1b",
+    }
+    recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in settings.items()])
+    made = Made(shape=(3, case.image_size, case.image_size), classes=case.num_classes)
+    times = measure_rank(MeasurementTask(CONVOY, recipe, made, "cpu", case.updates, warm_up), lambda *_: None)
+    return Timing(list(times.seconds), [times.loss * num], 1.0)  # ranks give their parts of the loss
 
 
 def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
