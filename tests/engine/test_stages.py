@@ -164,7 +164,9 @@ def parts_with_sync() -> None:
 
 
 def test_batch_norm_over_the_batch_refuses_parts() -> None:
-    with pytest.raises(RankFailed, match="batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"):
+    with pytest.raises(
+        RankFailed, match=r"batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"
+    ):
         run_ranks(parts_with_sync, 2)
 
 
@@ -197,5 +199,5 @@ def tied() -> None:
 
 
 def test_weights_of_two_stages_are_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match="layers first and last share first.weight, and are in stages 1 and 2"):
+    with pytest.raises(RankFailed, match=r"layers first and last share first.weight, and are in stages 1 and 2"):
         run_ranks(tied, 2)

@@ -155,7 +155,7 @@ class Guard:
         local = network.context.batch_norm == "local"
         parameters = dict(network.model.named_parameters())
         for name, tensor in named_tensors(network.model).items():
-            if not (local and name not in parameters) and math.prod(network.shapes[name][0]):
+            if not (local and name not in parameters) and 0 not in network.shapes[name][0]:
                 yield name, tensor.detach()
 
     def _same(self, name: str) -> Callable[[int], tuple[int, ...]]:

@@ -18,8 +18,8 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
     if not layout.splits:
         return tensor
     if not tensor.dim():  # one number, which one stage has
-        part = cut(tensor.view(1), layout, mesh, coordinates)
-        return part.view(()) if len(part) else part
+        own = cut(tensor.view(1), layout, mesh, coordinates)
+        return own.view(()) if len(own) else own
     kept = _memory_format(tensor)
     for dim, _ in layout.splits:
         part = layout.parts(dim, mesh, coordinates, tensor.shape[dim])

@@ -8,19 +8,23 @@ update in all stages, so that the result is that of one device.
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
 from convoy.engine.agreement import Form, Signature, arguments
+from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.engine.program import Program
@@ -38,8 +42,9 @@ Schedule = Literal["gpipe", "1f1b"]
 Action = tuple[Literal["forward", "backward"], int]
 PARTS_PER_STAGE = 4
 """Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-_DTYPES += (torch.uint8, torch.int8, torch.int16)
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
+_DTYPES += [torch.uint8, torch.int8, torch.int16]
+_MOST_DIMS = 8
 
 
 def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
@@ -70,33 +75,54 @@ def bubble(parts: int, stages: int) -> float:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a value at a cut is sent: what a graph does not say, as autocast and kernels decide it."""
+    """How a value at a cut lies in memory, which a graph does not say, as autocast and kernels decide it. It arrives as
+    it was: on other strides a kernel may add in another order."""
 
     dtype: torch.dtype
-    channels_last: bool
     needs_gradient: bool
+    strides: tuple[int, ...]
 
     @staticmethod
     def of(x: Tensor) -> "_Kind":
-        innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        return _Kind(x.dtype, innermost, x.requires_grad)
+        return _Kind(x.dtype, x.requires_grad, x.stride())
 
     def numbers(self) -> list[int]:
-        return [_DTYPES.index(self.dtype), int(self.channels_last), int(self.needs_gradient)]
+        """As many for every kind."""
+        rest = [0] * (_MOST_DIMS - len(self.strides))
+        return [_DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
 
     @staticmethod
     def read(numbers: Sequence[int]) -> "_Kind":
-        return _Kind(_DTYPES[numbers[0]], bool(numbers[1]), bool(numbers[2]))
+        dtype, needs_gradient, dims, *strides = numbers
+        return _Kind(_DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
 
-    def lying(self, x: Tensor) -> Tensor:
-        """The numbers of a tensor in the order in which they are sent."""
-        return (x.permute(0, 2, 3, 1) if self.channels_last else x).to(self.dtype).contiguous()
+    def to_send(self, x: Tensor) -> Tensor:
+        """The numbers of a tensor as they are sent: flat, in the order in which they lie."""
+        held = self._held(x.shape)
+        if held is None:
+            return x.to(self.dtype).contiguous().flatten()
+        if x.stride() != self.strides or x.dtype != self.dtype:
+            x = x.new_empty(held, dtype=self.dtype).as_strided(x.shape, self.strides).copy_(x)
+        return x.as_strided((held,), (1,))
 
-    def empty(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """A tensor to be filled, and what is to be received into."""
-        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
-        x = torch.empty(tuple(shape), dtype=self.dtype, device=device, memory_format=memory_format)
-        return x, x.permute(0, 2, 3, 1) if self.channels_last else x
+    def to_receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Where they are received."""
+        return torch.empty(self._held(shape) or math.prod(shape), dtype=self.dtype, device=device)
+
+    def received(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor with these numbers."""
+        if self._held(shape) is not None:
+            return numbers.as_strided(shape, self.strides)
+        return torch.empty_strided(shape, self.strides, dtype=self.dtype, device=numbers.device).copy_(
+            numbers.view(shape)
+        )
+
+    def _held(self, shape: Sequence[int]) -> int | None:
+        """How many numbers a tensor of this shape has in memory, fewer than elements where it was expanded; None if
+        others lie between them."""
+        own = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
+        extent = 1 + sum((size - 1) * stride for size, stride in own)
+        return extent if extent == math.prod(size for size, _ in own) else None
 
 
 @dataclass
@@ -109,6 +135,7 @@ class Flight:
         outputs: of the network, by name; in the last stage alone.
         placement: of the network at this part's size.
         inputs: the network's.
+        signature: of the pass, with what else decides how values are sent.
         arriving: the gradients of what was sent, if they are expected already; in the order of `sent`.
     """
 
@@ -117,10 +144,24 @@ class Flight:
     outputs: dict[str, Tensor]
     placement: Placement
     inputs: tuple[Tensor, ...]
-    arriving: "Arriving | None" = None
+    signature: Any
+    arriving: "list[Arriving] | None" = None
 
 
-Arriving = list[tuple[Tensor, Pending | None]]
+@dataclass
+class Arriving:
+    """A value that may still be on its way; None for one that nobody sends."""
+
+    kind: _Kind
+    shape: Sequence[int]
+    numbers: Tensor
+    pending: Pending | None
+
+    def wait(self) -> Tensor:
+        """The value."""
+        if self.pending is not None:
+            self.pending.wait()
+        return self.kind.received(self.numbers, self.shape)
 
 
 @dataclass
@@ -145,9 +186,9 @@ class StagedNetwork(Network):
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
         self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
-        self._kinds: dict[Any, dict[str, _Kind]] = {}
+        self._kinds: dict[tuple[Any, str], dict[str, _Kind]] = {}
         self._sending: deque[Pending] = deque()
-        self._expected: Arriving | None = None
+        self._expected: list[Arriving] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -213,30 +254,22 @@ class StagedNetwork(Network):
         staged, device = self._staged[id(placement)], self._device_of(inputs)
         arriving, self._expected = self._expected or self._begin_receiving(signature, device), None
         soon = None if then is None else self._signature(then, inputs, form)
-        if soon is not None and self._key(soon) in self._kinds:  # else it is asked first how the next one is sent
+        if (
+            soon is not None and (self._key(soon), "<") in self._kinds
+        ):  # else it is asked first how the next one is sent
             self._expected = self._begin_receiving(soon, device)
-        received = []
-        for (crossing, kind), (x, pending) in zip(self._receives(signature), arriving, strict=True):
-            if pending is not None:
-                pending.wait()
-            received.append((crossing, x.requires_grad_(kind.needs_gradient and torch.is_grad_enabled()), kind))
+        received = [
+            (crossing, each.wait().requires_grad_(kind.needs_gradient), kind)
+            for (crossing, kind), each in zip(self._receives(signature), arriving, strict=True)
+        ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x, _ in received})
-        flight = Flight(received, [], found if self.is_last else {}, placement, tuple(inputs))
-        sent = staged.sent(self.stage)
         key = self._key(signature)
-        if key not in self._kinds:
-            self._kinds[key] = {}
-        kinds = self._kinds[key]
-        fresh = [crossing for crossing in sent if f">{crossing.value}" not in kinds]
-        if fresh:
-            kinds |= {f">{crossing.value}": _Kind.of(found[crossing.value]) for crossing in fresh}
-            for target in dict.fromkeys(crossing.target for crossing in fresh):
-                numbers = [kinds[f">{each.value}"].numbers() for each in fresh if each.target == target]
-                self._send(torch.tensor(numbers), target)
-        for crossing in sent:
-            x, kind = found[crossing.value], kinds[f">{crossing.value}"]
+        flight = Flight(received, [], found if self.is_last else {}, placement, tuple(inputs), key)
+        values = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
+        kinds = self._say_kinds(key, ">", [(each.target, each.value, x) for each, x in values])
+        for (crossing, x), kind in zip(values, kinds, strict=True):
             if x.numel():
-                self._send(kind.lying(x.detach()), crossing.target)
+                self._send(kind.to_send(x.detach()), crossing.target)
             flight.sent.append((crossing, x, kind))
         if not torch.is_grad_enabled():
             flight.received, flight.sent = [], []
@@ -266,26 +299,28 @@ class StagedNetwork(Network):
             if output.requires_grad and gradient is not None:
                 roots.append(output)
                 given.append(gradient)
-        for each in (flight, then):
-            if each is not None:
-                self._expect_gradients(each)
-        for (_, x, kind), (gradient, pending) in zip(flight.sent, flight.arriving or [], strict=True):
-            if pending is not None:
-                pending.wait()
+        self._expect_gradients(flight, ask=True)
+        if then is not None:
+            self._expect_gradients(then, ask=False)
+        for (_, x, kind), arriving in zip(flight.sent, flight.arriving or [], strict=True):
             if kind.needs_gradient:
                 roots.append(x)
-                given.append(gradient)
+                given.append(arriving.wait())
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
-        for crossing, x, kind in flight.received:
-            if kind.needs_gradient and x.numel():
-                gradient = torch.zeros_like(x) if x.grad is None else x.grad
-                self._send(kind.lying(gradient), crossing.source)
-            x.grad = None
+        values = [
+            (crossing, torch.zeros_like(x) if x.grad is None else x.grad)
+            for crossing, x, kind in flight.received
+            if kind.needs_gradient
+        ]
+        kinds = self._say_kinds(flight.signature, "}", [(each.source, each.value, x) for each, x in values])
+        for (crossing, gradient), kind in zip(values, kinds, strict=True):
+            if gradient.numel():
+                self._send(kind.to_send(gradient), crossing.source)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
     @property
@@ -305,36 +340,63 @@ class StagedNetwork(Network):
             if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _expect_gradients(self, flight: Flight) -> None:
-        """Begin to receive what the backward pass of a part will need."""
-        if flight.arriving is None:
-            flight.arriving = []
-            for crossing, x, kind in flight.sent:
-                gradient, buffer = kind.empty(x.shape if kind.needs_gradient else (0,), x.device)
-                pending = start_receive(buffer, crossing.target, self._group()) if gradient.numel() else None
-                flight.arriving.append((gradient, pending))
+    def _expect_gradients(self, flight: Flight, ask: bool) -> None:
+        """Begin to receive what the backward pass of a part will need; `ask` how it lies, if that is not known."""
+        if flight.arriving is not None:
+            return
+        wanted = [(crossing.target, crossing.value) for crossing, _, kind in flight.sent if kind.needs_gradient]
+        kinds = self._ask_kinds(flight.signature, "{", wanted, ask)
+        if kinds is None:
+            return
+        known = dict(zip((name for _, name in wanted), kinds, strict=True))
+        flight.arriving = []
+        for crossing, x, kind in flight.sent:
+            shape = x.shape if kind.needs_gradient else (0,) * x.dim()
+            flight.arriving.append(self._receive(known.get(crossing.value, kind), shape, crossing.target, x.device))
 
-    def _begin_receiving(self, signature: Signature, device: torch.device) -> Arriving:
-        group = self._group()
-        found: Arriving = []
-        for crossing, kind in self._receives(signature):
-            x, buffer = kind.empty(self._local_shape(signature, crossing.value), device)
-            found.append((x, start_receive(buffer, crossing.source, group) if x.numel() else None))
-        return found
+    def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
+        return [
+            self._receive(kind, self._local_shape(signature, crossing.value), crossing.source, device)
+            for crossing, kind in self._receives(signature)
+        ]
+
+    def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
+        numbers = kind.to_receive(shape, device)
+        sends = bool(math.prod(shape))
+        return Arriving(
+            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
+        )
 
     def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
-        """What this stage is sent, and how; asked of the senders once."""
+        """What this stage is sent, and how."""
         placement, _ = self._program(signature)
         received = self._staged[id(placement)].received(self.stage)
-        kinds = self._kinds.setdefault(self._key(signature), {})
-        missing = [crossing for crossing in received if f"<{crossing.value}" not in kinds]
-        for source in dict.fromkeys(crossing.source for crossing in missing):
-            own = [crossing for crossing in missing if crossing.source == source]
-            numbers = torch.empty(len(own), 3, dtype=torch.int64)
-            start_receive(numbers, source, self._group()).wait()
-            for crossing, row in zip(own, numbers.tolist(), strict=True):
-                kinds[f"<{crossing.value}"] = _Kind.read(row)
-        return [(crossing, kinds[f"<{crossing.value}"]) for crossing in received]
+        kinds = self._ask_kinds(self._key(signature), "<", [(each.source, each.value) for each in received], True)
+        assert kinds is not None
+        return list(zip(received, kinds, strict=True))
+
+    def _say_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str, Tensor]]) -> list[_Kind]:
+        """How values for other stages lie; each stage is told once, before the first of them."""
+        if (key, way) not in self._kinds:
+            self._kinds[key, way] = {name: _Kind.of(x) for _, name, x in values}
+            for stage in dict.fromkeys(stage for stage, _, _ in values):
+                rows = [self._kinds[key, way][name].numbers() for to, name, _ in values if to == stage]
+                self._send(torch.tensor(rows), stage)
+        return [self._kinds[key, way][name] for _, name, _ in values]
+
+    def _ask_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str]], ask: bool) -> list[_Kind] | None:
+        """How values from other stages lie; None where they have not said it yet and are not to be waited for."""
+        if (key, way) not in self._kinds:
+            if not ask:
+                return None
+            known: dict[str, _Kind] = {}
+            for stage in dict.fromkeys(stage for stage, _ in values):
+                names = [name for source, name in values if source == stage]
+                rows = torch.empty(len(names), _MOST_DIMS + 3, dtype=torch.int64)
+                start_receive(rows, stage, self._way(stage > self.stage)).wait()
+                known |= zip(names, map(_Kind.read, rows.tolist()), strict=True)
+            self._kinds[key, way] = known
+        return [self._kinds[key, way][name] for _, name in values]
 
     def _local_shape(self, signature: Signature, name: str) -> tuple[int, ...]:
         placement, _ = self._program(signature)
@@ -344,9 +406,15 @@ class StagedNetwork(Network):
     def _send(self, x: Tensor, target: int) -> None:
         while self._sending and self._sending[0].done:
             self._sending.popleft()
-        self._sending.append(start_send(x, target, self._group()))
+        self._sending.append(start_send(x, target, self._way(target < self.stage)))
 
-    def _group(self) -> Any:
+    def _way(self, back: bool) -> ProcessGroup:
+        """The ranks by which values go to later stages, or gradients back."""
+        group = self.groups.back if back else self._group()
+        assert group is not None
+        return group
+
+    def _group(self) -> Group:
         return self.groups.of((self._axis,))
 
     def _key(self, signature: Signature) -> Any:
@@ -417,7 +485,7 @@ class StagedNetwork(Network):
                 value = None
                 if self.is_last:
                     end = start + sizes[number][self.sample_rank]
-                    own = replace_leaves(targets, Tensor, lambda x, part=slice(start, end): x[part])
+                    own = replace_leaves(targets, Tensor, itemgetter(slice(start, end)))
                     value = self._loss_of(flight, own, loss, end - start, samples)
                     total, start = total + value.detach().double().cpu(), end
                 running[number] = flight, value
@@ -548,20 +616,22 @@ class StagedNetwork(Network):
 
     def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[_Kind]]:
         """What the last stage gives, on all ranks."""
-        group, values, kinds = self._group(), [], []
+        group, device, values, kinds = self._group(), flights[0].inputs[0].device, [], []
         for name in names:
             parts = [flight.outputs[name].detach() for flight in flights] if self.is_last else []
             whole = (torch.cat(parts) if len(parts) > 1 else parts[0]) if self.is_last else None
-            numbers = _Kind.of(flights[0].outputs[name]).numbers() if self.is_last else [0, 0, 0]
+            if whole is not None:
+                whole.requires_grad_(flights[0].outputs[name].requires_grad)
+            numbers = _Kind.of(whole).numbers() if whole is not None else [0] * (_MOST_DIMS + 3)
             kind = _Kind.read(gather_ints(numbers, group)[self.stages.number - 1])
             if whole is None:
                 shapes = [self._output_shape(flight, name) for flight in flights]
                 shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
-                whole, buffer = kind.empty(shape, flights[0].inputs[0].device)
-                broadcast(buffer, group, self.stages.number - 1)
+                received = broadcast(kind.to_receive(shape, device), group, self.stages.number - 1)
+                whole = kind.received(received, shape)
             else:
-                broadcast(kind.lying(whole), group, self.stages.number - 1)
-            values.append(whole)
+                broadcast(kind.to_send(whole), group, self.stages.number - 1)
+            values.append(whole.detach())
             kinds.append(kind)
         return values, kinds
 
@@ -597,13 +667,9 @@ def _part(x: Tensor, own: range) -> Tensor:
 
 def _coupling(graph: Graph, batch_norm: str) -> str:
     """What computes with all samples of a pass at once, in words; empty for nothing."""
-    total = graph.shape(graph.inputs[0])[0]
-    for call in graph.calls:
-        where = f"layer {call.layer}" if call.layer else "the network itself"
-        if call.op == "batch_norm" and call.updates and batch_norm == "sync":
-            return f"batch norm over the global batch ({where})"
-        if call.op == "opaque":
-            return f"{where}, which nothing is known of,"
-        if any(graph.shape(name)[:1] != (total,) for name in call.outputs):
-            return f"{where}, whose output has no dimension of samples,"
-    return ""
+    if batch_norm == "sync":
+        for call in graph.calls:
+            if call.op == "batch_norm" and call.updates:
+                return f"batch norm over the global batch (layer {call.layer})"
+    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
+    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"

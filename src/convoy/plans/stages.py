@@ -4,10 +4,10 @@ A stage is a run of consecutive calls of the graph, so that no value ever goes b
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
@@ -101,8 +101,8 @@ class Stages:
         points = cut_points(graph)
         if len(points) < number - 1:
             raise ConvoyError(
-                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}: "
-                f"make it at most {len(points) + 1}"
+                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}"
+                f": make it at most {len(points) + 1}"
             )
         cuts = _named(graph, points, names) if names else even_cuts(work, points, number)
         stages = (bisect_right(cuts, place) for place in range(len(graph.calls)))
@@ -173,7 +173,13 @@ class StagedGraph:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
+<<<<<<< HEAD
             Crossing(name, source, target) for name, stages in used.items() for source, target in _pairs(sorted(stages))
+=======
+            Crossing(name, source, target)
+            for name, stages in used.items()
+            for source, target in pairwise(sorted(stages))
+>>>>>>> main
         )
 
     def calls(self, stage: int) -> tuple[int, ...]:
@@ -187,10 +193,6 @@ class StagedGraph:
     def sent(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage sends."""
         return tuple(crossing for crossing in self.crossings if crossing.source == stage)
-
-
-def _pairs(stages: Sequence[int]) -> Iterable[tuple[int, int]]:
-    return zip(stages, stages[1:], strict=False)
 
 
 def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
