@@ -173,13 +173,9 @@ class StagedGraph:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
-<<<<<<< HEAD
-            Crossing(name, source, target) for name, stages in used.items() for source, target in _pairs(sorted(stages))
-=======
             Crossing(name, source, target)
             for name, stages in used.items()
             for source, target in pairwise(sorted(stages))
->>>>>>> main
         )
 
     def calls(self, stage: int) -> tuple[int, ...]:
