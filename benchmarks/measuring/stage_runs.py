@@ -87,22 +87,16 @@ class StageRun:
             if str(each.plan) in known:
                 continue
             known.add(str(each.plan))
-            label = f"Convoy {each.name}"
+            label, way = f"Convoy {each.name}", Arrangement(one.channels_last)
             if each.plan.mesh.stage_axis is None:
-                own = self.case.batch // each.plan.parts
-                ways = dict.fromkeys([one.for_batch(own), Arrangement(one.channels_last)])
-                tried = [StageSide(label, "convoy", way, each.plan) for way in ways]
+                ways = dict.fromkeys([one.for_batch(self.case.batch // each.plan.parts), way])
+                best = self._best([StageSide(label, "convoy", tried, each.plan) for tried in ways])
             else:
-                way = Arrangement(one.channels_last)
-                tried = [
-                    StageSide(label, "convoy", way, each.plan, parts, schedule)
-                    for parts, schedule in itertools.product(self.case.parts, SCHEDULES)
-                ]
-            best = self._best(tried)
+                best = self._best([StageSide(label, "convoy", way, each.plan, n, "1f1b") for n in self.case.parts])
+                best += [replace(side, label=f"{label}, plain loop", schedule="gpipe") for side in best]
             sides += best
             if best and not self.case.dense:  # the trainer is for images with a class each
-                schedule = best[0].schedule
-                sides.append(StageSide(f"{label}, trainer", "trainer", way, each.plan, schedule=schedule))
+                sides.append(replace(best[0], label=f"{label}, trainer", kind="trainer"))
         return sides
 
     def _torch(self, one: Arrangement) -> list[StageSide]:
