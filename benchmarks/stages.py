@@ -100,6 +100,29 @@ def _exact(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+def _memory(arguments: argparse.Namespace) -> None:
+    from measuring import stage_memory as memory
+
+    about = machine.describe()
+    case = memory.CASE
+    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
+    print(
+        f"{case.model}, {case.image_size} px, global batch {case.batch}, {memory.PARTS} parts; most of each process:\n"
+    )
+    base = max(memory.peaks(memory.TINY, "1f1b").bytes)
+    print(f"- with hardly any network: {base / 2**20:.0f} MiB", flush=True)
+    alone = memory.peaks(case, "")
+    print(f"- one device, one pass: {alone}", flush=True)
+    limit = alone.bytes[0] // memory.DEVICES
+    print(f"- one device with a limit of {limit / 2**20:.0f} MiB: {memory.peaks(case, '', limit)}", flush=True)
+    for schedule in ("1f1b", "gpipe"):
+        free = memory.peaks(case, schedule)
+        said = [each + base for each in memory.predicted(schedule)]
+        errors = ", ".join(f"{one / other - 1:+.0%}" for one, other in zip(said, free.bytes, strict=True))
+        print(f"- {memory.PLAN}, {schedule}: {free}; predicted {memory.Peaks(tuple(said))} ({errors})")
+        print(f"- {memory.PLAN}, {schedule}, each with that limit: {memory.peaks(case, schedule, limit)}", flush=True)
+
+
 def _store(folder: Path, name: str, document: dict[str, Any], tables: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -120,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     time.add_argument("--rounds", type=int, default=3)
     time.add_argument("--timeout", type=float, default=120.0, help="seconds after which a side is given up")
     time.add_argument("--out", type=Path, default=Path("stages-results"), help="folder for JSON and Markdown")
+    memory = verbs.add_parser("memory", help="a network of four times a device's memory")
+    memory.set_defaults(run=_memory)
     exact = verbs.add_parser("exact", help="distance from one device in float64")
     exact.set_defaults(run=_exact)
     exact.add_argument("--networks", type=_names, default=list(EXACT), help=f"of {', '.join(EXACT)}")

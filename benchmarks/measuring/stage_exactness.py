@@ -6,8 +6,8 @@ its weights perturbed by 1e-15, as a scale for what rounding does.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,7 @@ def loss_of(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def _first(outputs: Any) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else outputs[0]  # type: ignore[no-any-return]
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
 def _optimizer(net: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row
 from measuring.sides import Arrangement
 from measuring.stage_cases import StageCase
-from measuring.stage_sides import SCHEDULES, Predicted, StageSide, predict, train
+from measuring.stage_sides import Predicted, StageSide, predict, train
 from measuring.training import Timing, try_arrangements
 
 

@@ -151,7 +151,7 @@ def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     rank, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
     images, labels = batch(case, side.arrangement)
     part = images[: case.batch // side.parts]
-    begins = {name: pipelining.SplitPoint.BEGINNING for name in side.cuts}
+    begins = dict.fromkeys(side.cuts, pipelining.SplitPoint.BEGINNING)
     stage = pipelining.pipeline(build(case, side.arrangement), (part,), split_spec=begins).build_stage(rank, CPU)
     schedule = getattr(pipelining, SCHEDULES[side.schedule])(stage, side.parts, loss_fn=F.cross_entropy)
     optimizer = _optimizer(stage.submod.parameters())
@@ -214,9 +214,13 @@ def predict(
     join()
     ranks = Ranks.here()
     images, _ = batch(case, arrangement)
-    norm = "microbatch" if case.microbatch else "sync"
     workload = workload_of(
-        build(case, arrangement), images, case.batch, name=case.name, batch_norm=norm, microbatch=case.microbatch
+        build(case, arrangement),
+        images,
+        case.batch,
+        name=case.name,
+        batch_norm="microbatch" if case.microbatch else "sync",
+        microbatch=case.microbatch,
     )
     planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(folder))
     found = [Predicted(name, plan, seconds) for name, plan, seconds in _own(planned)]
