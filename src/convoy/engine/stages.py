@@ -22,7 +22,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.comm.collectives import (
+    Group,
+    Pending,
+    all_reduce,
+    broadcast,
+    gather_ints,
+    start_receive,
+    start_send,
+    waits,
+)
+from convoy.comm.position import current
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
@@ -150,18 +160,32 @@ class Flight:
 
 @dataclass
 class Arriving:
-    """A value that may still be on its way; None for one that nobody sends."""
+    """A value that may still be on its way.
+
+    Attributes:
+        kind: how it lies.
+        shape: of this rank's part of it.
+        numbers: what it is received into.
+        pending: its way here; None for one without elements, which nobody sends.
+        layer: that gives it, or its gradient.
+    """
 
     kind: _Kind
     shape: Sequence[int]
     numbers: Tensor
     pending: Pending | None
+    layer: str
 
     def wait(self) -> Tensor:
         """The value."""
+        current.at(self.layer)
+        self._value_of_another_stage()
+        return self.kind.received(self.numbers, self.shape)
+
+    @waits
+    def _value_of_another_stage(self) -> None:
         if self.pending is not None:
             self.pending.wait()
-        return self.kind.received(self.numbers, self.shape)
 
 
 @dataclass
@@ -189,6 +213,7 @@ class StagedNetwork(Network):
         self._kinds: dict[tuple[Any, str], dict[str, _Kind]] = {}
         self._sending: deque[Pending] = deque()
         self._expected: list[Arriving] | None = None
+        self._used: list[bool] | None = None  # which parameters had a gradient in any stage
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -334,10 +359,14 @@ class StagedNetwork(Network):
             self._sending.popleft().wait()
 
     def complete_gradients(self) -> None:
-        """Give the parameters of other stages a gradient, which is empty as they are: an optimizer then keeps as much
-        of each, under the same names, on all ranks."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
+        """Give the parameters of other stages a gradient, which is empty as they are, where they have one there: an
+        optimizer then keeps as much of each, under the same names, on all ranks."""
+        parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
+            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
+            self._used = [any(column) for column in zip(*gather_ints(own, self._group()), strict=True)]
+        for (name, parameter), used in zip(parameters, self._used, strict=True):
+            if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _expect_gradients(self, flight: Flight, ask: bool) -> None:
@@ -352,20 +381,22 @@ class StagedNetwork(Network):
         flight.arriving = []
         for crossing, x, kind in flight.sent:
             shape = x.shape if kind.needs_gradient else (0,) * x.dim()
-            flight.arriving.append(self._receive(known.get(crossing.value, kind), shape, crossing.target, x.device))
+            flight.arriving.append(
+                self._receive(crossing, known.get(crossing.value, kind), shape, crossing.target, x.device)
+            )
 
     def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
         return [
-            self._receive(kind, self._local_shape(signature, crossing.value), crossing.source, device)
+            self._receive(crossing, kind, self._local_shape(signature, crossing.value), crossing.source, device)
             for crossing, kind in self._receives(signature)
         ]
 
-    def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
+    def _receive(
+        self, crossing: Crossing, kind: _Kind, shape: Sequence[int], source: int, device: torch.device
+    ) -> Arriving:
         numbers = kind.to_receive(shape, device)
-        sends = bool(math.prod(shape))
-        return Arriving(
-            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
-        )
+        pending = start_receive(numbers, source, self._way(source > self.stage)) if math.prod(shape) else None
+        return Arriving(kind, shape, numbers, pending, crossing.layer)
 
     def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
         """What this stage is sent, and how."""
@@ -583,9 +614,9 @@ class StagedNetwork(Network):
                 "backward was called a second time for one pass of a network in stages, which keeps nothing for that: "
                 "add the losses up and call it once"
             )
-        # the loss may have terms beside the network, whose gradients are then added with these at its end
         reducer = self.reducer
-        beside = reducer is not None and reducer.running
+        if reducer is not None:
+            reducer.flush()  # what terms of the loss beside the network have given
         for number, flight in enumerate(flights):
             own: dict[str, Tensor | None] = {}
             for name, gradient in gradients.items():
@@ -596,7 +627,7 @@ class StagedNetwork(Network):
                 else:
                     own[name] = gradient
             then = flights[number + 1] if number + 1 < len(flights) else None
-            with nullcontext() if reducer is None or (then is None and not beside) else reducer.paused():
+            with nullcontext() if then is None or reducer is None else reducer.paused():
                 self.backward_pass(flight, own, then)
         self.finish_update()
         return self._input_gradients([flight.inputs for flight in flights], wanted)

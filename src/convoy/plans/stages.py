@@ -67,11 +67,18 @@ class Crossing:
 
     Where several later stages use a value, each sends it on to the next. So the gradients of all its uses are added in
     the order in which one device adds them.
+
+    Attributes:
+        value: its name in the graph.
+        source: the stage that sends it.
+        target: the one that receives it.
+        layer: that gives it.
     """
 
     value: str
     source: int
     target: int
+    layer: str
 
 
 @dataclass(frozen=True)
@@ -164,17 +171,19 @@ class StagedGraph:
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """What stages send each other, in the order in which it is made; outputs end up in the last stage."""
-        made = {name: stage for call, stage in zip(self.graph.calls, self.stages, strict=True) for name in call.outputs}
-        used: dict[str, set[int]] = {name: {stage} for name, stage in made.items()}
+        layers: dict[str, str] = {}
+        used: dict[str, set[int]] = {}
         for call, stage in zip(self.graph.calls, self.stages, strict=True):
             for name in call.inputs:
                 if name in used:
                     used[name].add(stage)
+            used |= {name: {stage} for name in call.outputs}
+            layers |= dict.fromkeys(call.outputs, call.layer)
         for name in self.outputs:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
-            Crossing(name, source, target)
+            Crossing(name, source, target, layers[name])
             for name, stages in used.items()
             for source, target in pairwise(sorted(stages))
         )

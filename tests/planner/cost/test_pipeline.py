@@ -97,7 +97,9 @@ def test_smaller_passes_take_less():
 
 
 def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own():
-    found = predicted("stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WIDTH * WIDTH * 4 + WIDTH * 4)))
+    found = predicted(
+        "stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WIDTH * WIDTH * 4 + WIDTH * 4))
+    )
     kinds = [found.timeline.by_kind(rank) for rank in (0, 1)]
     assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
     assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])

@@ -138,14 +138,14 @@ class GradientReducer:
         finally:
             self._paused = before
 
-    @property
-    def running(self) -> bool:
-        """Whether a backward pass runs that has given gradients already."""
-        return self._watch is not None and self._running
-
     def reduce(self) -> None:
         """Add what paused backward passes have left, without another one."""
         if self._watch is not None:
+            self._finish()
+
+    def flush(self) -> None:
+        """Add what the backward pass that is running has given so far: others begin within it."""
+        if self._watch is not None and self._running:
             self._finish()
 
     def scattered(self, i: int) -> bool:
@@ -219,7 +219,7 @@ class GradientReducer:
             return
         if not self._running:
             self._running = True
-            at_end_of_backward(self._finish)
+            at_end_of_backward(self.flush)
         if i in self._seen:
             raise RuntimeError(
                 f"parameter {i} of shape {tuple(self.parameters[i].shape)} got two gradients in one backward pass: an "
