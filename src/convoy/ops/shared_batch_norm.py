@@ -241,7 +241,7 @@ def _normalize(
         term = torch.stack([mean, square / (total - 1).clamp_(min=1)])
         follow(running_mean, running_var, count, momentum, term[None])
     statistics = torch.stack([mean, (square / total + eps).rsqrt_()])
-    y = normalized(x[None], *statistics[:, None], weight, bias)[0].to(x.dtype)
+    y = normalized(x[None], mean[None], statistics[1:], weight, bias)[0].to(x.dtype)
     return y.relu_() if relu else y, statistics
 
 
