@@ -18,6 +18,7 @@ from convoy.engine.coupling import coupled, coupled_in_training, microbatch_size
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.planner import workload_of
+from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
@@ -124,7 +125,7 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
     What depends on the images, or on how many classes there are, is seen later.
 
     Raises:
-        ConvoyError: a pattern matches no module, or a layer cannot be divided so.
+        ConvoyError: a pattern matches no module, a layer cannot be divided so, or the network not be cut so.
     """
     usual = models.describe(recipe.model.name).input_shape
     model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
@@ -136,7 +137,9 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
-    workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices)).place(plan)
+    workload = workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices))
+    workload.place(plan)
+    Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
 
 
 def probed(
