@@ -84,33 +84,49 @@ class Stage:
     memory: int
 
 
+def busiest_of_stages(scored: Scored) -> tuple[int, ...]:
+    """The rank of each stage that computes longest; without stages that of all."""
+    staging, timeline = scored.staging, scored.timeline
+    if staging is None:
+        return (timeline.busiest,)
+    found: dict[int, dict[int, float]] = {}
+    for span in timeline.spans:
+        if span.task.stream == "compute":
+            of_stage = found.setdefault(staging.stage_of(span.task.rank), {})
+            of_stage[span.task.rank] = of_stage.get(span.task.rank, 0.0) + span.task.seconds
+    return tuple(max(found[number], key=lambda rank: found[number][rank]) for number in sorted(found))
+
+
 def stages_of(scored: Scored) -> tuple[Stage, ...]:
     """The stages of a plan, in order; none where it has none."""
     staging, timeline = scored.staging, scored.timeline
     found = []
-    for number in range(staging.number) if staging is not None else ():
+    for busiest in busiest_of_stages(scored) if staging is not None else ():
         assert staging is not None
-        kinds = {rank: timeline.by_kind(rank) for rank in timeline.ranks if staging.stage_of(rank) == number}
-        computes = {rank: sum(own.get(k, 0.0) for k in ("forward", "backward", "copy")) for rank, own in kinds.items()}
-        busiest = max(computes, key=lambda rank: computes[rank])
+        number, kinds = staging.stage_of(busiest), timeline.by_kind(busiest)
+        computes = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
         sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == busiest and s.task.stream == "stages")
         graph = scored.placement.graph
         begins = graph.calls[staging.staged.calls(number)[0]].layer
         memory = scored.by_stage[number].total
-        found.append(Stage(begins, computes[busiest], kinds[busiest]["idle"], sent, memory))
+        found.append(Stage(begins, computes, kinds["idle"], sent, memory))
     return tuple(found)
 
 
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
-    """The layers of a plan in the order of the network."""
+    """The layers of a plan in the order of the network, each on the rank of its stage that computes longest."""
     placement, timeline = scored.placement, scored.timeline
     rank, passes = timeline.busiest, scored.passes
+    ranks = busiest_of_stages(scored)
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans:
-        if span.task.rank == rank:
+        if span.task.rank in ranks and span.task.stream != "stages":
             kind = span.task.kind if span.task.stream == "compute" else "messages"
             spent[span.task.layer, kind] += span.end - span.start
-    exposed = timeline.exposed()
+    exposed: dict[str, float] = defaultdict(float)
+    for each in ranks:
+        for name, seconds in timeline.exposed(each).items():
+            exposed[name] += seconds
     sent, held = _sent(placement, passes), _held(placement, rank)
     calls: dict[str, list[int]] = {}
     for place, placed in enumerate(placement.calls):

@@ -32,7 +32,9 @@ def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
         passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}"
     devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
     warning = planned.warning(scored.seconds)
-    lead = f"{workload.name} on {devices}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    lead = (
+        f"{workload.name} on {devices}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    )
     yield f"{lead}; {warning}" if warning else lead
     yield ""
     yield f"plan {scored.plan}"

@@ -101,7 +101,9 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
-Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"]
+Bottleneck = Literal[
+    "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
+]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
 for work to be issued, `stages` that these wait for each other."""
@@ -276,8 +278,8 @@ def _waiting(scored: Scored, parts: dict[str, Part]) -> str:
     stages = stages_of(scored)
     longest = max(range(len(stages)), key=lambda number: stages[number].computes)
     return (
-        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those that "
-        f"compute longest for {rough_percent(parts[OTHERS].seconds / scored.seconds)}; most is computed in stage "
+        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those "
+        f"that compute longest for {rough_percent(parts[OTHERS].seconds / scored.seconds)}; most is computed in stage "
         f"{longest + 1}, from {stages[longest].begins or 'the beginning'} on."
     )
 
@@ -314,12 +316,18 @@ def _kind(
     if most == "stages":
         return "stages", None
     slower = _slower(planned, layers)
-    if slower is not None and set(slower.strategy) == {"replicate"}:
+    if slower is not None and _is_whole(slower, scored):
         return "repeated", slower
     if _too_slow(planned, tuple(parts.values())):
         return "division", slower
     larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in possible)
     return ("batch" if larger or _lost(parts, ENGINE) > lost["compute"] / 2 else "division"), slower
+
+
+def _is_whole(layer: Layer, scored: Scored) -> bool:
+    """Whether a layer runs whole on all devices, or all of its stage where these are several."""
+    stages = scored.placement.mesh.stage_axis
+    return {strategy for axis, strategy in enumerate(layer.strategy) if axis != stages} == {"replicate"}
 
 
 def _lost(parts: dict[str, Part], *names: str) -> float:

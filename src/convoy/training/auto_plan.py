@@ -197,9 +197,7 @@ class Choice(Prepared):
             self.merge,
             self.ranks.num,
             self.device,
-            counts_of_passes(
-                self.recipe, self.model, self.quantities.sizes, self.merge, self.ranks.num, self.probe
-            ),
+            counts_of_passes(self.recipe, self.model, self.quantities.sizes, self.merge, self.ranks.num, self.probe),
         )
         ranks, store = self.ranks, self.profiles
         return make_plan(

@@ -167,6 +167,7 @@ def _assemble(
     ready: Prepared, plan: Plan, notes: list[str], shares: Shares = None, staging: Staging | None = None
 ) -> Session:
     """The session under a plan, with the planner's shares and stages where the recipe gives none. All ranks call it."""
+    staging = staging if plan.num_stages > 1 else None
     ready = _through_stages(ready, plan, staging) if staging is not None else ready
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
@@ -248,9 +249,7 @@ def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
     ranks, sizes = ready.ranks, ready.quantities.sizes
     merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
 
-    def make_step(
-        model: nn.Module, plan: Plan, racing: Ranks, shares: Shares, staging: Staging | None
-    ) -> TrainingStep:
+    def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares, staging: Staging | None) -> TrainingStep:
         return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
 
     say = progress if progress is not None and ranks.rank == 0 else lambda *work: None

@@ -60,9 +60,7 @@ class Staging:
         number = plan.mesh.sizes[axis]
         stages = Stages.of(graph, number, plan.stages, work(graph))
         stages.owners(graph)
-        return Staging(
-            plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples)
-        )
+        return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
 
     def scheduled(self, schedule: Schedule) -> "Staging":
         """The same in another order."""

@@ -120,7 +120,7 @@ class Scored:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage, the part of an update in which its devices have nothing to compute as they wait for others."""
+        """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
         found: dict[int, list[float]] = {}
         for rank in self.timeline.ranks if self.staging is not None else ():
             idle = self.timeline.by_kind(rank)["idle"]
@@ -140,15 +140,15 @@ class Scored:
         return predict(self.placement, costs, passes, staging=staging).total
 
 
-def scored(
-    plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None
-) -> Scored:
+def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
     """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
     timeline = split_engine_time(predict(placement, costs, passes, staging=staging), costs.update.fixed)
     memory = rank_memory(placement, costs, staging)
     by_stage: tuple[RankMemory, ...] = ()
     if staging is not None:
-        of_stages = [[own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)]
+        of_stages = [
+            [own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
+        ]
         by_stage = tuple(map(most, of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)
 

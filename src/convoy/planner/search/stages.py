@@ -131,7 +131,11 @@ class Chain:
         passes, once, held = np.zeros(units), np.zeros(units), np.zeros(units)
         differentiable = needs_gradient(graph)
         seen: set[str] = set()
-        asked = [(unit, *one) for unit, placed in zip(self._unit, placement.calls, strict=True) for one in placed.transfers.items()]
+        asked = [
+            (unit, *one)
+            for unit, placed in zip(self._unit, placement.calls, strict=True)
+            for one in placed.transfers.items()
+        ]
         asked += [(units - 1, *one) for one in placement.outputs.items()]
         first = {(name, steps[-1].target): (unit, steps) for unit, name, steps in reversed(asked) if steps}
         for (name, _), (unit, steps) in first.items():
@@ -446,7 +450,9 @@ class _StageSearch:
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        times: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # of each stage: computes, sends, returns, at its end
+        times: list[
+            tuple[Numbers, Numbers, Numbers, Numbers]
+        ] = []  # of each stage: computes, sends, returns, at its end
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
