@@ -7,8 +7,8 @@
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
 1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`). With `--stages` the
-search over cuts on as many devices comes on top, at all numbers of stages and passes; the captures at the sizes of these
-passes are counted apart.
+search over cuts on as many devices comes on top, at all numbers of stages and passes; the captures at the sizes of
+these passes are counted apart.
 """
 
 import argparse
