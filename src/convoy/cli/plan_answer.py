@@ -116,8 +116,9 @@ def _check_plans(request: PlanRequest, recipe: Recipe, model: nn.Module, workloa
         try:
             if recipe.batch_norm == "microbatch":
                 divide(sizes, plan.mesh.size(sample_axes(calls, plan)))
-            workload.place(plan)
-            Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
+            own = workload.through(plan.num_stages, parts=plan.parts)
+            own.place(plan)
+            Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
         except ConvoyError as error:
             raise ConvoyError(f"--score {plan}: {error}") from error
 

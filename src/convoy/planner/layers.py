@@ -101,7 +101,7 @@ def stages_of(scored: Scored) -> tuple[Stage, ...]:
 
 
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
-    """The layers of a plan in the order of the network."""
+    """The layers of a plan in the order of the network, each on the rank of its stage that computes longest."""
     placement, timeline = scored.placement, scored.timeline
     passes = scored.passes
     stages, ranks = stages_of_calls(scored), busiest_ranks(scored)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from convoy.engine.coupling import coupling
 from convoy.engine.stages import PARTS_PER_STAGE, Schedule
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred
@@ -266,7 +267,8 @@ def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: 
     """Into how many passes an update can be divided, each of whole microbatches if there are any; only as it is where
     samples of a pass are computed with together."""
     normed = any(call.op == "batch_norm" and call.attributes["training"] for call in graph.calls)
-    if any(call.op == "opaque" for call in graph.calls) or (normed and (batch_norm != "microbatch" or not microbatch)):
+    is_whole = normed and (batch_norm != "microbatch" or not microbatch)
+    if is_whole or (graph.shape(graph.inputs[0])[0] > 1 and coupling(graph) is not None):
         return (passes,)
     pieces = -(-batch // (microbatch or 1))
     return tuple(sorted({-(-pieces // together) for together in range(1, pieces + 1)}))

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Literal
 
 Stream = Literal["compute", "transfers", "gradients", "stages"]
-"""`transfers` carries what layers wait for, `gradients` what is added while others compute, `stages` what a rank sends to
-other stages."""
+"""`transfers` carries what layers wait for, `gradients` what is added while others compute, `stages` what a rank sends
+to other stages."""
 
 Kind = Literal["around", "forward", "backward", "copy", "transfer", "gradient", "update"]
 """What a task is for. `around`: input and loss, outside of the network. `copy`: packing and adding on the rank itself,

@@ -34,7 +34,10 @@ def layers_only(local_op):
     return Times(1.0, 2.0) if local_op.op == "linear" and not local_op.is_empty else Times()
 
 
-def predicted(plan, passes, schedule, links=links(), layers=4, samples=None, **costs):
+AT_ONCE = links()
+
+
+def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, **costs):
     """An update of as many layers; each takes a second forward and two backward."""
     plan = Plan.parse(plan)
     placement = placed(net(layers), plan)
@@ -67,9 +70,9 @@ def test_the_slowest_of_unequal_stages_decides(schedule):
 
 @pytest.mark.parametrize(("schedule", "seconds"), [("gpipe", 92.0), ("1f1b", 74.0)])
 def test_a_link_that_is_slower_than_the_stages_decides(schedule, seconds):
-    """Two stages, 2 s forward and 4 s back; a message takes 10 s. GPipe sends four one way, 2 + 4·10 + 2 s, then four the
-    other, 4 + 4·10 + 4 s. 1F1B uses both ways at once, but waits for a pass to come back before it begins the next but
-    one, so that two passes take a round trip of 32 s: by hand it ends after 74 s."""
+    """Two stages, 2 s forward and 4 s back; a message takes 10 s. GPipe sends four one way, 2 + 4·10 + 2 s, then four
+    the other, 4 + 4·10 + 4 s. 1F1B uses both ways at once, but waits for a pass to come back before it begins the next
+    but one, so that two passes take a round trip of 32 s: by hand it ends after 74 s."""
     times = [StageTimes(2.0, 4.0, sends=10.0), StageTimes(2.0, 4.0, returns=10.0)]
     assert pipeline_seconds(times, 4, schedule) == pytest.approx(seconds)
     assert predicted("stage=2", 4, schedule, links(10.0)).seconds == pytest.approx(seconds)

@@ -1,6 +1,7 @@
 """Cuts against all cuts, and plans with stages where they must win."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,26 +21,12 @@ from planner.search.nets import Branches, Nested, Residual, Twice, captured
 from planner.search.synthetic import Roofline
 
 
-class Passes:
-    """The costs of an update in some passes."""
-
-    def __init__(self, costs, passes):
-        self._costs, self._passes = costs, passes
-
-    def compute(self, placed, placement):
-        return self._passes * self._costs.compute(placed, placement)
-
-    def transfer(self, *args):
-        return self._passes * self._costs.transfer(*args)
-
-    def __getattr__(self, name):
-        return getattr(self._costs, name)
-
-
 def update(model, passes, costs, samples=16):
     graph = captured(model, samples // passes)
     outputs = tuple(ref.name for ref in leaves(graph.output, Ref))
-    return InPasses(graph, outputs, passes, lambda count: balanced(samples // passes, count), Passes(costs, passes))
+    return InPasses(
+        graph, outputs, passes, lambda count: balanced(samples // passes, count), replace(costs, passes=passes)
+    )
 
 
 def every_cut(bounds):

@@ -120,7 +120,7 @@ class Scored:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage, the part of an update in which its devices have nothing to compute as they wait for others."""
+        """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
         found: dict[int, list[float]] = {}
         for rank in self.timeline.ranks if self.staging is not None else ():
             idle = self.timeline.by_kind(rank)["idle"]

@@ -358,7 +358,7 @@ class _StageSearch:
         """The best plan with so many stages; in more and more passes, or fewer and fewer, as long as that is faster."""
         inner = self.num_devices // stages
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
-        plans: list[Plan] = []
+        plans: dict[float | None, Plan | None] = {}
         tried: dict[int, Staged | None] = {}
 
         def best(wanted: int) -> Staged | None:
@@ -379,23 +379,34 @@ class _StageSearch:
                 found = other
         return found
 
-    def _in_passes(self, passes: int, mesh: Mesh, stages: int, plans: list[Plan]) -> Iterator[Staged]:
+    def _in_passes(
+        self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
+    ) -> Iterator[Staged]:
         """Plans in a number of passes, on as many devices for each stage.
 
         Args:
-            plans: the strategies to try; found here where there are none yet.
+            plans: strategies by the memory that the whole network may take with them; None for the fastest.
         """
         if self._ideal(stages, passes) > _WORTH * self.known:
             return
         update = self.at(passes)
         if stages >= len(cuts_of(update.graph)):
             return
-        for plan in plans or self._plans(update, mesh, stages, plans):
+        # where no cut fits into memory, strategies that take less of it may let one
+        for limit in [None] if self.memory_limit is None else [None, stages * self.memory_limit]:
+            if limit not in plans:
+                plans[limit] = self._strategies(update, mesh, limit)
+            plan = plans[limit]
+            if plan is None:
+                continue
             try:
                 chain = Chain(update, update.place(plan))
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
-            yield from self._cut(chain, plan, stages)
+            found = self._cut(chain, plan, stages)
+            if found is not None:
+                yield from found
+                return
 
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
@@ -414,31 +425,27 @@ class _StageSearch:
     def _known_alone(self) -> dict[int, float]:
         return {}
 
-    def _plans(self, update: InPasses, mesh: Mesh, stages: int, found: list[Plan]) -> list[Plan]:
-        """The fastest strategies on the devices of a stage; under a limit of memory, also those that take less."""
-        limits = [None] if self.memory_limit is None else [None, stages * self.memory_limit]
-        for limit in limits if mesh.sizes else ():
-            try:
-                best = search(
-                    update.graph,
-                    mesh.num_devices,
-                    update.costs,
-                    parts=update.parts,
-                    outputs=update.outputs,
-                    fixes=self.fixes,
-                    memory_limit=limit,
-                    top=1,
-                    on=[mesh],
-                ).best.plan
-            except ConvoyError:
-                continue
-            found += [best] if best not in found else []
-        if not mesh.sizes and not self.fixes:  # which name strategies on an axis
-            found.append(Plan(mesh))
-        return found
+    def _strategies(self, update: InPasses, mesh: Mesh, limit: float | None) -> Plan | None:
+        """The fastest strategies on the devices of a stage, None where there are none."""
+        if not mesh.sizes:
+            return None if self.fixes else Plan(mesh)  # fixes name strategies on an axis
+        try:
+            return search(
+                update.graph,
+                mesh.num_devices,
+                update.costs,
+                parts=update.parts,
+                outputs=update.outputs,
+                fixes=self.fixes,
+                memory_limit=limit,
+                top=1,
+                on=[mesh],
+            ).best.plan
+        except ConvoyError:
+            return None
 
-    def _cut(self, chain: Chain, plan: Plan, stages: int) -> Iterator[Staged]:
-        """The best ways to cut it, in one schedule each."""
+    def _cut(self, chain: Chain, plan: Plan, stages: int) -> list[Staged] | None:
+        """Ways to cut it, in one schedule each, that may be faster than what is known; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
@@ -453,7 +460,7 @@ class _StageSearch:
             beside = max(_share(link) for link in (before, after) if link is not None)
             computes = self._slowdown(mesh, stage) * chain.seconds + beside * (sends + returns)
             times.append((computes, sends, returns, chain.once))
-        passes = chain.update.passes
+        passes, found, fits = chain.update.passes, [], False
         for schedules in [SCHEDULES] if self.memory_limit is None else [(one,) for one in SCHEDULES]:
             through, rest = [], []
             for stage, (computes, sends, returns, once) in enumerate(times):
@@ -464,7 +471,9 @@ class _StageSearch:
                 through.append(own)
                 rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
             bounds = Bounds(through, rest)
-            for cuts in best_cuts(bounds)[:_SIMULATED]:
+            best = best_cuts(bounds)
+            fits = fits or bool(best)
+            for cuts in best[:_SIMULATED]:
                 if bounds.seconds(cuts) > _WORTH * self.known:
                     break
                 each = [_times(own, pair) for own, pair in zip(times, itertools.pairwise(cuts), strict=True)]
@@ -473,7 +482,8 @@ class _StageSearch:
                     self.known = min(self.known, seconds)
                     graph = chain.update.graph
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
-                    yield Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds)
+                    found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
+        return found if fits else None
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
         """Of the slowest rank of a stage."""
