@@ -580,6 +580,9 @@ class StagedNetwork(Network):
                 "backward was called a second time for one pass of a network in stages, which keeps nothing for that: "
                 "add the losses up and call it once"
             )
+        # the loss may have terms beside the network, whose gradients are then added with these at its end
+        reducer = self.reducer
+        beside = reducer is not None and reducer.running
         for number, flight in enumerate(flights):
             own: dict[str, Tensor | None] = {}
             for name, gradient in gradients.items():
@@ -590,7 +593,7 @@ class StagedNetwork(Network):
                 else:
                     own[name] = gradient
             then = flights[number + 1] if number + 1 < len(flights) else None
-            with nullcontext() if then is None or self.reducer is None else self.reducer.paused():
+            with nullcontext() if reducer is None or (then is None and not beside) else reducer.paused():
                 self.backward_pass(flight, own, then)
         self.finish_update()
         return self._input_gradients([flight.inputs for flight in flights], wanted)

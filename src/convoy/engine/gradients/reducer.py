@@ -138,6 +138,11 @@ class GradientReducer:
         finally:
             self._paused = before
 
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass runs that has given gradients already."""
+        return self._watch is not None and self._running
+
     def reduce(self) -> None:
         """Add what paused backward passes have left, without another one."""
         if self._watch is not None:
