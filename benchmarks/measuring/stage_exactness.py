@@ -122,12 +122,13 @@ def table(
         file = folder / f"{name}-{Plan.parse(plan).parts}.pt"
         if not file.exists():
             run_ranks(_write_serial, 1, subject, Plan.parse(plan).parts, file, limits=Limits(300))
-        for schedule in schedules:
-            try:
-                found = run_ranks(distance, ranks, subject, plan, schedule, file, limits=Limits(300))
-                yield name, plan, schedule, max(found, key=lambda each: (not each.ok, max(each.worst.values())))
-            except (RankFailed, convoy.ConvoyError) as error:
-                yield name, plan, schedule, str(error)
+        try:
+            found = run_ranks(distances, ranks, subject, plan, schedules, file, limits=Limits(300))
+        except (RankFailed, convoy.ConvoyError) as error:
+            yield name, plan, ", ".join(schedules), str(error)
+            continue
+        for schedule, of_ranks in zip(schedules, zip(*found, strict=True), strict=True):
+            yield name, plan, schedule, max(of_ranks, key=lambda each: (not each.ok, max(each.worst.values())))
 
 
 def _write_serial(subject: Subject, sample_ranks: int, file: Path) -> None:
@@ -169,9 +170,13 @@ def _parts(samples: int, sample_ranks: int, parts: int) -> Iterator[range]:
             yield own[part.start : part.stop]
 
 
-def distance(subject: Subject, plan: str, schedule: str, file: Path) -> Distance:
+def distances(subject: Subject, plan: str, schedules: Sequence[str], file: Path) -> list[Distance]:
     """A rank's training under a plan beside what one device has written down. All ranks call it."""
     serial, perturbed = torch.load(file, weights_only=False)
+    return [_distance(subject, plan, schedule, serial, perturbed) for schedule in schedules]
+
+
+def _distance(subject: Subject, plan: str, schedule: str, serial: Trained, perturbed: Trained) -> Distance:
     example = torch.zeros(2, *subject.shape, dtype=torch.float64)
     net = convoy.parallelize(
         subject.build(), plan, example=example, batch_norm="microbatch", seed=SEED, microbatches=subject.parts

@@ -8,7 +8,7 @@ import torch
 from measuring.ranks import Limits, run_ranks
 from measuring.sides import Arrangement
 from measuring.stage_cases import CASES
-from measuring.stage_exactness import SUBJECTS, Distance, _parts, distance, relative, table
+from measuring.stage_exactness import SUBJECTS, Distance, _parts, distances, relative, table
 from measuring.stage_sides import StageSide, train
 
 from convoy import models
@@ -48,8 +48,8 @@ def test_lenet_is_exact_and_a_wrong_gradient_is_seen(tmp_path: Path) -> None:
     serial, perturbed = torch.load(file, weights_only=False)
     serial.gradients[1]["features.3.weight"][0] *= 1 + 1e-6
     torch.save((serial, perturbed), file)
-    wrong = run_ranks(distance, 2, SUBJECTS["lenet"], "stage=2", "1f1b", file, limits=Limits(90))
-    assert not any(found.ok for found in wrong)
+    wrong = run_ranks(distances, 2, SUBJECTS["lenet"], "stage=2", ["1f1b"], file, limits=Limits(90))
+    assert not any(found.ok for (found,) in wrong)
 
 
 @pytest.mark.slow
