@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_OPERATORS = ("nms", "qnms", "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward")
-_OPERATORS += ("roi_pool", "_roi_pool_backward", "ps_roi_pool", "_ps_roi_pool_backward")
-_OPERATORS += ("deform_conv2d", "_deform_conv2d_backward")
+_OPERATORS = (
+    *("nms", "qnms", "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward"),
+    *("roi_pool", "_roi_pool_backward", "ps_roi_pool", "_ps_roi_pool_backward"),
+    *("deform_conv2d", "_deform_conv2d_backward"),
+)
 _kept: list[Any] = []
 
 

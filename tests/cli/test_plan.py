@@ -62,10 +62,11 @@ def test_stages_have_a_bubble_and_a_table(tmp_path: Path, capsys: pytest.Capture
         assert words in text
     assert "schedule" in (tmp_path / "plan.html").read_text()
     found = json.loads(said(capsys, *line, "--json"))
-    assert [set(stage) for stage in found["stages"]] == [{"begins", "computes_s", "waits_s", "sent_bytes", "memory"}] * 2
+    keys = {"begins", "ranks", "takes", "received_bytes", "computes_s", "waits_s", "sent_bytes", "memory"}
+    assert [set(stage) for stage in found["stages"]] == [keys] * 2
     assert 0 < found["bubble"] < 1 and found["schedule"] in ("gpipe", "1f1b") and found["passes"] == 8
     error = said(capsys, *line[:-1], "stage=40", "--devices", "40", "--batch", "80", status=2)
-    assert error.startswith("error: --score stage=40: the network has ") and "at which a stage can begin" in error
+    assert error.startswith("convoy: --score stage=40: the network has ") and "at which a stage can begin" in error
 
 
 @pytest.mark.slow

@@ -122,7 +122,9 @@ class Scored:
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
         found: dict[int, list[float]] = {}
-        for rank in self.timeline.ranks if self.staging is not None else ():
+        if self.staging is None:
+            return ()
+        for rank in self.timeline.ranks:
             idle = self.timeline.by_kind(rank)["idle"]
             found.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
         return tuple(sum(found[stage]) / len(found[stage]) for stage in sorted(found))
@@ -286,7 +288,8 @@ class _Builder:
         """Wait for what other stages send for a pass; False where they are not known to yet."""
         if self.staging is None or not (forward or self.placement.graph.training):
             return True
-        staged, found = self.staging.staged, {}
+        staged = self.staging.staged
+        found: dict[int, list[int]] = {}
         for crossing in staged.received(self.place) if forward else staged.sent(self.place):
             other = crossing.source if forward else crossing.target
             if not forward and not self._returns(crossing):

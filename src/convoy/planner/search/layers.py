@@ -46,7 +46,7 @@ def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
     axis = mesh.stage_axis
     if axis is not None:  # on which layers have no strategy
         inner = compact(
-            Mesh(*(own[:axis] + own[axis + 1 :] for own in (mesh.names, mesh.sizes))),
+            Mesh(mesh.names[:axis] + mesh.names[axis + 1 :], mesh.sizes[:axis] + mesh.sizes[axis + 1 :]),
             {name: own[:axis] + own[axis + 1 :] for name, own in layers.items()},
         )
         names, sizes = (
