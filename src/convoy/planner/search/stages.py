@@ -339,6 +339,7 @@ class _StageSearch:
     fixes: Sequence[str | Fix]
     memory_limit: float | None
     known: float
+    _fits: bool = False  # what was looked at, fast or slow
 
     def run(self, top: int) -> list[Staged]:
         found: list[Staged] = []
@@ -348,7 +349,7 @@ class _StageSearch:
             if best is not None:
                 worse = 0 if best.seconds <= min((one.seconds for one in found), default=np.inf) else worse + 1
                 found.append(best)
-            elif found:
+            elif self._fits:
                 worse += 1
             if worse == _WORSE:  # a finer division has ever more bubble and messages
                 break
@@ -388,6 +389,7 @@ class _StageSearch:
             plans: strategies by the memory that the whole network may take with them; None for the fastest.
         """
         if self._ideal(stages, passes) > _WORTH * self.known:
+            self._fits = True
             return
         update = self.at(passes)
         if stages >= len(cuts_of(update.graph)):
@@ -405,6 +407,7 @@ class _StageSearch:
                 continue
             found = self._cut(chain, plan, stages)
             if found is not None:
+                self._fits = True
                 yield from found
                 return
 
