@@ -144,9 +144,7 @@ def main() -> None:
             f"{'exact' if row['exact'] else 'not exact'}, predicted {row['predicted'] * 1e3:.2f} ms"
         )
         if options.stages:
-            print(
-                f"{'':12} stages: {row['stages']:.2f} s ({row['stages_worked']:.2f} s of a core), {row['cut']}"
-            )
+            print(f"{'':12} stages: {row['stages']:.2f} s ({row['stages_worked']:.2f} s of a core), {row['cut']}")
         for note in row["notes"]:
             print(f"{'':12} {note}")
         print(f"{'':12} {row['plan'][:300]}")

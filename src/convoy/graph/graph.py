@@ -183,7 +183,7 @@ class Graph:
         )
         try:
             calls, values, output, shapes = _scaled(mine, others, sizes, samples)
-        except _Unlike:
+        except UnlikeError:
             return None
         if shapes != mine[-1]:
             return None
@@ -198,7 +198,7 @@ class Graph:
         return replace(self, calls=tuple(calls), recomputed=tuple(_join(prefix, name) for name in self.recomputed))
 
 
-class _Unlike(Exception):
+class UnlikeError(Exception):
     """Two graphs differ in more than their numbers of samples."""
 
 
@@ -206,14 +206,14 @@ def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
     """What something that is `one` and `other` at two numbers of samples is at a third.
 
     Raises:
-        _Unlike: it does not grow with the samples.
+        UnlikeError: it does not grow with the samples.
     """
 
     def scaled(one: Any, other: Any) -> Any:
         if one is other:
             return one
         if type(one) is not type(other):
-            raise _Unlike
+            raise UnlikeError
         if isinstance(one, Call | Value | slice):
             fields = (field.name for field in dataclass_fields(one)) if is_dataclass(one) else ("start", "stop", "step")
             found = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
@@ -224,12 +224,12 @@ def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
         if isinstance(one, dict) and list(one) == list(other):
             return {key: scaled(value, other[key]) for key, value in one.items()}
         if isinstance(one, Tensor):
-            raise _Unlike
+            raise UnlikeError
         if one == other:
             return one
         if type(one) is int and one % sizes[0] == 0 and one // sizes[0] * sizes[1] == other:
             return one // sizes[0] * samples
-        raise _Unlike
+        raise UnlikeError
 
     return scaled(one, other)
 

@@ -110,10 +110,13 @@ class Workload:
         """
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
-        wanted = passes or PARTS_PER_STAGE * stages
-        counts = [number for number in self.counts if self.counts[-1] // number >= parts] or self.counts[:1]
+        wanted, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
         count = next((number for number in counts if number >= wanted), counts[-1])
         return self if count == self.passes else self.in_passes(count)
+
+    def counts_for(self, parts: int) -> tuple[int, ...]:
+        """The numbers of passes in which each of so many ranks has samples."""
+        return tuple(number for number in self.counts if self.counts[-1] // number >= parts) or self.counts[:1]
 
     @property
     def sample(self) -> tuple[int, ...]:
