@@ -73,7 +73,12 @@ def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> N
 def test_stages_come_and_go(data: Path, tmp_path: Path) -> None:
     settings = SETTINGS | {"reproducible": "true"}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
-    for plan, ranks, after in (("stage=2,sample=2", 4, 5), ("sample=2", 2, 8), ("stage=3", 3, 11), ("stage=2", 2, None)):
+    for plan, ranks, after in (
+        ("stage=2,sample=2", 4, 5),
+        ("sample=2", 2, 8),
+        ("stage=3", 3, 11),
+        ("stage=2", 2, None),
+    ):
         found = run_ranks(stage, ranks, data, tmp_path / "run", settings | {"parallel.plan": plan}, after)
     ended = found[0]
     assert ended is not None
