@@ -115,6 +115,7 @@ def test_a_network_that_cannot_be_captured_is_built_whole() -> None:
     assert all(same(*pair) for pair in zip(run_ranks(asking, 2, True), run_ranks(asking, 2, False), strict=True))
 
 
+WHOLE_MB = (3072 + 20 * 2000) * 2000 * 4 / 2**20
 PEAK = r"""
 import contextlib, re, sys
 from pathlib import Path
@@ -142,7 +143,7 @@ print(peak_mb() - before)
 
 
 def peak_mb(how: str, *given: str) -> float:
-    """What 344 MB of weights add to the peak of rank 1 of two under a plan."""
+    """What these weights add to the peak of rank 1 of two under a plan."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -162,15 +163,15 @@ def peak_mb(how: str, *given: str) -> float:
 
 
 def test_no_rank_holds_the_whole() -> None:
-    assert 160 < peak_mb("deferred", "stage=2") < 172 + 60
+    assert peak_mb("deferred", "stage=2") < WHOLE_MB / 2 + 75
 
 
 def test_no_rank_holds_a_whole_checkpoint(tmp_path: Path) -> None:
     layers = [nn.Linear(2000, 2000, bias=False) for _ in range(20)]
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2000, bias=False), *layers)
     convoy.save(tmp_path / "saved", convoy.parallelize(plain, "serial", EXAMPLE))
-    assert 172 < peak_mb("load", "filter=2", str(tmp_path / "saved")) < 172 + 60
+    assert peak_mb("load", "filter=2", str(tmp_path / "saved")) < WHOLE_MB / 2 + 75
 
 
 def test_a_plain_network_is_whole_on_every_rank() -> None:
-    assert peak_mb("plain", "stage=2") > 340
+    assert peak_mb("plain", "stage=2") > WHOLE_MB - 5
