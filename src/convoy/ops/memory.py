@@ -15,6 +15,7 @@ from convoy.ops.convolution import paddings_of
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.layout import Layout
 from convoy.plans.place import Memory, PlacedCall, Placement
+from convoy.plans.stages import StagedGraph
 from convoy.plans.traffic import needs_gradient
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
@@ -80,14 +81,29 @@ class Kept:
     padded: str = ""
 
 
-def predict_memory(placement: Placement) -> list[Memory]:
-    """Memory of every rank in one forward and backward pass over the whole batch that was captured."""
-    kept = kept_for_backward(placement)
+def predict_memory(placement: Placement, held: Iterable[str] = ()) -> list[Memory]:
+    """Memory of every rank in one forward and backward pass over the whole batch that was captured.
+
+    Args:
+        placement: the network on its mesh, or what some ranks run of it.
+        held: values that stay whether the backward pass needs them or not.
+    """
+    kept = kept_for_backward(placement, held)
     return [_of_rank(placement, kept, rank) for rank in range(placement.mesh.num_devices)]
 
 
-def kept_for_backward(placement: Placement) -> set[Kept]:
-    """The tensors that stay until the backward pass, parameters and buffers not among them."""
+def memory_in_stages(placement: Placement, staged: StagedGraph) -> list[Memory]:
+    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it."""
+    of_stages = []
+    for stage in range(staged.number):
+        crossing = {each.value for each in (*staged.received(stage), *staged.sent(stage))}
+        of_stages.append(predict_memory(staged.part(placement, stage), crossing))
+    mesh = placement.mesh
+    return [of_stages[mesh.stage_of(rank)][rank] for rank in range(mesh.num_devices)]
+
+
+def kept_for_backward(placement: Placement, held: Iterable[str] = ()) -> set[Kept]:
+    """The tensors that stay until the backward pass, parameters and buffers not among them, and what is `held`."""
     graph = placement.graph
     differentiable = needs_gradient(graph)
     names: dict[tuple[str, Layout], str] = {}
@@ -104,6 +120,9 @@ def kept_for_backward(placement: Placement) -> set[Kept]:
             source, output = placed.call.inputs[0], placed.call.outputs[0]
             root = names.get((source, _where(placed.placed.inputs[source])), source)
             names[output, _where(placed.placed.outputs[output])] = root
+    for name in held:
+        layout = _where(placement.layouts[name])
+        found.add(Kept(names.get((name, layout), name), layout, graph.values[name].dtype.itemsize))
     return found
 
 

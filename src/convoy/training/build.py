@@ -22,6 +22,7 @@ from convoy.graph.deferred import deferred, deferred_tensors
 from convoy.graph.graph import CaptureError, Ref
 from convoy.ops import capture
 from convoy.planner import workload_of
+from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
@@ -163,7 +164,7 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
     What depends on the images, or on how many classes there are, is seen later.
 
     Raises:
-        ConvoyError: a pattern matches no module, or a layer cannot be divided so.
+        ConvoyError: a pattern matches no module, a layer cannot be divided so, or the network not be cut so.
     """
     usual = models.describe(recipe.model.name).input_shape
     model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
@@ -175,7 +176,9 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
-    workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices)).place(plan)
+    workload = workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices))
+    workload.place(plan)
+    Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
 
 
 def probed(
