@@ -150,6 +150,7 @@ class Chain:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
                     layout = placement.layouts[name]
+                    passes[unit] += (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     seen.add(name)
