@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
@@ -29,7 +29,7 @@ from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
 from convoy.planner.search.stages import InPasses, in_best_passes, search_stages
 from convoy.planner.workload import Workload
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import sample_axes
 from convoy.plans.plan import Plan
 
@@ -334,7 +334,7 @@ def _search(
         refused = error
     cut = _search_stages(workload, devices, costs, fixes, memory_limit, found.best.seconds if plans else math.inf)
     if refused is not None and not cut:
-        raise refused
+        raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
     if plain not in plans and not fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
@@ -342,6 +342,20 @@ def _search(
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:
                 plans.append(plain)
     return [*((plan, None) for plan in plans), *cut]
+
+
+def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refused: ConvoyError) -> ConvoyError:
+    """Why nothing fits: what plans without stages say, or one with as many stages as devices, which need less."""
+    if not isinstance(refused, TooLargeError) or not workload.counts or devices == 1:
+        return refused
+    try:
+        one = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
+    except ConvoyError:  # fewer layers than devices
+        return refused
+    passes = f"{one.passes} pass{'es' * (one.passes > 1)}"
+    what = f"no plan fits: {one.plan} in {passes}, of equal work, still"
+    other = nothing_fits(one.placement, Additive(costs, workload.graph, one.passes), one.memory.total, limit, what)
+    return other if one.memory.total < refused.needed else refused
 
 
 def _search_stages(

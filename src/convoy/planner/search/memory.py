@@ -110,5 +110,6 @@ def nothing_fits(
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
         f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
-        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
+        "microbatches, smaller images, or a larger --memory-limit if the devices have more",
+        needed,
     )
