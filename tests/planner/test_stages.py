@@ -115,7 +115,7 @@ def test_where_nothing_fits_the_sentence_is_of_the_smallest() -> None:
     ) as refused:
         _search(workload, 4, costs(), (), 1e5, results)
     assert refused.value.needed == score(workload, Plan.parse("stage=4"), costs(), memory_limit=1e5).memory.total
-    with pytest.raises(TooLargeError, match="^no plan fits: the smallest needs "):
+    with pytest.raises(TooLargeError, match=r"^no plan fits: the smallest needs "):
         _search(replace(workload, counts=()), 4, costs(), (), 1e5, results)
 
 
