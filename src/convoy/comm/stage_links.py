@@ -144,8 +144,9 @@ class StageLinks:
         for crossing, x in values:
             kind = known[crossing.value]
             if (x is None) is not (kind is None):
+                where = f"layer {crossing.layer}" if crossing.layer else "the network itself"
                 raise ConvoyError(
-                    f"the loss depends on layer {crossing.layer} in one part of a batch and not in another: let it use "
+                    f"the loss depends on a value of {where} for one part of a batch and not for another: let it use "
                     "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
                 )
             if x is not None and kind is not None and x.numel():

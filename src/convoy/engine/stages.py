@@ -119,6 +119,7 @@ class StagedNetwork(Network):
         self._owners_of: dict[str, int] = {}
         self._expected: list[Arriving | None] | None = None
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
+        self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -403,18 +404,25 @@ class StagedNetwork(Network):
 
     def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
         """Into how many parts a pass is cut."""
-        if self.samples is not None and (self.model.training or self.context.statistics.in_order):
+        most = min((number for number in samples if number), default=1)
+        if most == 1 or (self.samples is not None and (self.model.training or self.context.statistics.in_order)):
             return 1  # as it was announced
-        placement, _ = self._program(self._signature(samples, inputs, form))
-        coupling = _coupling(placement.graph, self.context.batch_norm)
-        wanted = self.microbatches or (1 if coupling else PARTS_PER_STAGE * self.stages.number)
-        if coupling and self.microbatches not in (None, 1) and self.model.training:
+        together = self._together(self._signature(samples, inputs, form))
+        if not together:
+            return min(self.microbatches or PARTS_PER_STAGE * self.stages.number, most)
+        if self.microbatches not in (None, 1) and self.model.training:
             raise ConvoyError(
-                f"{coupling} computes with all samples of a pass at once, so a pass cannot be cut into "
-                f"{self.microbatches} parts: pass microbatches=1 to convoy.parallelize, or batch_norm='microbatch' for "
-                "statistics of each part by itself"
+                f"{together}, so a pass cannot be cut into {self.microbatches} parts: pass microbatches=1 to "
+                "convoy.parallelize, or batch_norm='microbatch' for statistics of each part by itself"
             )
-        return 1 if coupling else max(1, min([wanted, *(number for number in samples if number)]))
+        return 1
+
+    def _together(self, signature: Signature) -> str:
+        """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
+        key = signature.training, signature.form, signature.exceptions
+        if key not in self._reasons:
+            self._reasons[key] = _reason(self._capture(signature), self.context.batch_norm)
+        return self._reasons[key]
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
         """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
@@ -514,11 +522,18 @@ def _part(x: Tensor, own: range) -> Tensor:
     return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
 
 
-def _coupling(graph: Graph, batch_norm: str) -> str:
-    """What computes with all samples of a pass at once, in words; empty for nothing."""
-    if batch_norm == "sync":
-        for call in graph.calls:
-            if call.op == "batch_norm" and call.updates:
-                return f"batch norm over the global batch (layer {call.layer})"
-    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
-    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"
+def _reason(graph: Graph, batch_norm: str) -> str:
+    """Why a pass cannot be cut into parts, in words; empty where it can. The graph has several samples."""
+    found = coupling(graph)
+    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
+    if normed or found is not None:
+        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
+        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
+        return f"{who} computes with all samples of a pass at once"
+    of_samples = set(graph.inputs)
+    for call in graph.calls:
+        if of_samples.intersection(call.inputs):
+            of_samples.update(call.outputs)
+    if any(ref.name not in of_samples for ref in leaves(graph.output, Ref)):
+        return "the network returns a tensor in which there are no samples"
+    return ""
