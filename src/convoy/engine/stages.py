@@ -9,7 +9,7 @@ Ranks at the same place on the other axes send each other what they have of the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -103,9 +103,11 @@ class StagedNetwork(Network):
         microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
         stages: where the network is cut.
         stage: this rank's.
+        watch_wait: is entered with a value's name while this rank waits for it to come from another stage.
     """
 
     microbatches: int | None = None
+    watch_wait: Callable[[str], AbstractContextManager[None]] = nullcontext
     stages: Stages = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,7 +191,7 @@ class StagedNetwork(Network):
             self._expected = self._begin_receiving(soon, device)
         staged = self._staged[id(placement)]
         received = [
-            (crossing, each.wait().requires_grad_(each.kind.needs_gradient))
+            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
             for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
@@ -228,7 +230,8 @@ class StagedNetwork(Network):
         if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
             then.arriving = self._begin_receiving_gradients(then)
         roots += [x for _, x in flight.sent if x.requires_grad]
-        given += [each.wait() for each in flight.arriving]
+        crossings = [crossing for crossing, x in flight.sent if x.requires_grad]
+        given += [self._wait(crossing, each) for crossing, each in zip(crossings, flight.arriving, strict=True)]
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
@@ -255,6 +258,10 @@ class StagedNetwork(Network):
         for (name, parameter), used in zip(parameters, self._used, strict=True):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
+        with self.watch_wait(crossing.value):
+            return arriving.wait()
 
     def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
         placement, _ = self._program(signature)
@@ -462,7 +469,8 @@ class StagedNetwork(Network):
 
     def finish_update(self) -> None:
         """After the last backward pass: all is sent, and every parameter has a gradient."""
-        self.links.finish()
+        with self.watch_wait("what was sent"):
+            self.links.finish()
         self.complete_gradients()
         if self.guard is not None:
             self.guard.mark_gradients()
