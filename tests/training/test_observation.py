@@ -182,7 +182,6 @@ def test_stages_have_the_layers_of_all_of_them(data: Path) -> None:
     comparison, _ = run_ranks(in_stages, 2, data)
     waits = comparison.parts["stages"]
     assert waits.measured_s and waits.predicted_s
-    assert comparison.parts["rest"].measured_s < comparison.update.measured_s / 2
     groups = {group.name: group.computes for group in comparison.groups if group.name != GRADIENTS}
     assert {"conv", "head"} <= set(groups)
     assert all(both.measured_s and both.predicted_s for both in groups.values())
