@@ -136,7 +136,7 @@ def materialize(model: nn.Module, all_but: Iterable[Tensor] = ()) -> nn.Module:
 
     >>> with convoy.deferred():
     ...     model = build_model()
-    >>> convoy.materialize(model)  # as `build_model()` alone would have made it
+    >>> model = convoy.materialize(model)  # as `build_model()` alone would have made it
 
     Args:
         model: any network.
