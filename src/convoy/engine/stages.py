@@ -107,7 +107,7 @@ class StagedNetwork(Network):
     """
 
     microbatches: int | None = None
-    watch_wait: Callable[[str], AbstractContextManager[None]] = nullcontext
+    watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
     stages: Stages = field(init=False)
 
     def __post_init__(self) -> None:
