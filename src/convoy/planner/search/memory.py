@@ -106,8 +106,10 @@ def nothing_fits(
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
+    more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
-        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
+        "microbatches, smaller images, or a larger --memory-limit if the devices have more",
+        needed,
     )
