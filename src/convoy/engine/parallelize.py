@@ -7,7 +7,7 @@ been loaded in silence.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -28,6 +28,7 @@ from convoy.engine.shards import part_name, same_part
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
+from convoy.ops.recompute import Recompute
 from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
@@ -114,6 +115,7 @@ def parallelize(
     loss: Loss = "mean",
     seed: int | None = None,
     compile: bool = False,
+    recompute: "bool | Sequence[str]" = False,
     checks: bool = True,
 ) -> Model:
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
@@ -144,14 +146,27 @@ def parallelize(
             default torch's initial seed there.
         compile: run the code between the communications of training passes through `torch.compile`; the first pass of
             every batch size takes long.
+        recompute: drop activations after the forward pass and compute them again in the backward pass, which takes
+            less memory and more time: True for those of all layers, or patterns of layers' names, such as
+            `["layer1.*", "layer2.*"]` (Chen et al., 2016). Results stay the same. Where the network itself asks for it,
+            by `torch.utils.checkpoint`, it is done so too.
         checks: compare checksums between ranks after the first updates and ever more rarely, at most 0.2 % of the time,
             to find replicated state that differs, and losses that use weights outside of the network.
 
     Raises:
-        ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
-            not for as many devices as there are.
+        ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan or of `recompute` matches no
+            layer, or the plan is not for as many devices as there are.
     """
-    network = take_part(model, plan, example, batch_norm=batch_norm, loss=loss, seed=seed, compile=compile)
+    network = take_part(
+        model,
+        plan,
+        example,
+        batch_norm=batch_norm,
+        loss=loss,
+        seed=seed,
+        compile=compile,
+        recompute=_recompute(recompute),
+    )
     if network.plan.mesh.num_devices > 1:
         network.guard = Guard(network, compares=checks)
         mark_state(model)
@@ -167,6 +182,7 @@ def take_part(
     loss: Loss = "mean",
     seed: int | None = None,
     compile: bool = False,
+    recompute: Recompute = False,
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
     join()  # first, so that mistakes are said once for all ranks
@@ -181,7 +197,7 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        network = _network(model, parsed, groups, context, examples, form, loss)
+        network = _network(model, parsed, groups, context, examples, form, loss, recompute)
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
@@ -267,6 +283,14 @@ def local_samples(net: nn.Module, num_samples: int) -> slice:
     return slice(part.start, part.stop)
 
 
+def _recompute(said: bool | Sequence[str]) -> Recompute:
+    if isinstance(said, bool):
+        return said
+    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in said):
+        raise ConvoyError(f"recompute={said!r} is unknown: it must be True, False or a list of patterns of layers")
+    return tuple(said)
+
+
 def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConvoyError(f"{name}={value!r} is unknown: it must be {', '.join(choices[:-1])} or {choices[-1]}")
@@ -294,13 +318,21 @@ def _network(
     examples: tuple[Tensor, ...],
     form: Form | None,
     loss: Loss,
+    recompute: Recompute,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
     try:
-        network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
+        network = Network(
+            model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute
+        )
         network.look(examples, model.training, form)
     except CaptureError as error:
+        if recompute:
+            raise ConvoyError(
+                f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
+                "itself recompute by torch.utils.checkpoint"
+            ) from error
         network = Layerwise(
             model,
             plan,

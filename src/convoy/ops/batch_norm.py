@@ -118,12 +118,14 @@ class _Layer:
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        weight = self._count(t.count, 1)
+        recording = self.site.context.recording
+        weight = self._count(t.count, 1) if recording else 0.0
         if t.x.shape[1] == 0:
             return _nothing(t)
-        if self.passing is None:
-            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps)
-        following = None if t.mean is None or t.var is None else Following(t.mean, t.var, weight)
+        if self.passing is None:  # what is computed again keeps buffers in the same places, but not these
+            mean, var = (b if recording or b is None else b.clone() for b in (t.mean, t.var))
+            return F.batch_norm(t.x, mean, var, t.weight, t.bias, True, weight, self.eps)
+        following = None if t.mean is None or t.var is None or not recording else Following(t.mean, t.var, weight)
         return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
@@ -133,13 +135,16 @@ class _Layer:
         """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
-        if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
+        at_once_with_buffers = self.own is None and self.momentum is not None and at_once(t.x)
+        if at_once_with_buffers and not torch.compiler.is_compiling() and self.site.context.recording:
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
         y, term = self._normalize(t, t.x)
         return y, [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
+        if not self.site.context.recording:
+            return
         weight = self._count(buffers.count, 1)
         running = self._running(buffers)
         if running is None:
@@ -166,6 +171,8 @@ class _Layer:
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
         context = self.site.context
+        if not context.recording:
+            return
         self._count(buffers.count, len(context.sizes))
         running = self._running(buffers)
         if running is None or running.mean.numel() == 0:

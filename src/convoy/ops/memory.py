@@ -6,16 +6,15 @@ framework itself come on top.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable
 from functools import cached_property
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
+from convoy.ops.kept import Kept
+from convoy.ops.recompute import held_in_turn
 from convoy.ops.registry import OPERATIONS
-from convoy.plans.layout import Layout
-from convoy.plans.place import Memory, PlacedCall, Placement
-from convoy.plans.traffic import needs_gradient
+from convoy.plans.place import Memory, Placement
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
 
@@ -62,76 +61,17 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that stays until the backward pass.
-
-    Attributes:
-        value: the name of the tensor, or of one that has its shape where it is `inside` a kernel, such as a mask.
-        layout: how it lies over the mesh.
-        itemsize: bytes for each element.
-        padded: the convolution that keeps it with padding, on ranks where it pads the two ends unlike.
-    """
-
-    value: str
-    layout: Layout
-    itemsize: int
-    inside: bool = False
-    padded: str = ""
-
-
 def predict_memory(placement: Placement) -> list[Memory]:
-    """Memory of every rank in one forward and backward pass over the whole batch that was captured."""
-    kept = kept_for_backward(placement)
-    return [_of_rank(placement, kept, rank) for rank in range(placement.mesh.num_devices)]
+    """Memory of every rank in one forward and backward pass over the whole batch that was captured.
+
+    Of activations that are computed again, as much is counted as is there at once: at the end of the forward pass, or
+    while the backward pass has one of the stretches that are computed again.
+    """
+    turns = held_in_turn(placement)
+    return [_of_rank(placement, turns, rank) for rank in range(placement.mesh.num_devices)]
 
 
-def kept_for_backward(placement: Placement) -> set[Kept]:
-    """The tensors that stay until the backward pass, parameters and buffers not among them."""
-    graph = placement.graph
-    differentiable = needs_gradient(graph)
-    names: dict[tuple[str, Layout], str] = {}
-    found: set[Kept] = set()
-    for placed in placement.calls:
-        if not differentiable.intersection(placed.call.outputs):
-            continue
-        for kept in kept_by(placed, placement):
-            value = graph.values[kept.value]  # of a parameter the copy is kept in which autocast computes
-            is_cast = value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
-            if value.origin in ("call", "input") or is_cast:
-                found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
-        if OPERATIONS[placed.call.op].is_view:
-            source, output = placed.call.inputs[0], placed.call.outputs[0]
-            root = names.get((source, _where(placed.placed.inputs[source])), source)
-            names[output, _where(placed.placed.outputs[output])] = root
-    return found
-
-
-def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
-    """What autograd keeps of one call that has a gradient, parameters and buffers among it."""
-    call, values, operation = placed.call, placement.graph.values, OPERATIONS[placed.call.op]
-    for name, itemsize in operation.keeps(call, values):
-        layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
-        padded = call.name if _pads(placed, name) else ""
-        yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize, padded=padded)
-    for name in call.outputs if operation.keeps_inside else ():
-        itemsize = operation.keeps_inside * values[name].dtype.itemsize
-        yield Kept(name, _where(placed.placed.outputs[name]), itemsize, inside=True)
-
-
-def _pads(placed: PlacedCall, name: str) -> bool:
-    call = placed.call
-    if call.op != "conv" or call.attributes["transposed"] or name != call.attributes["input"]:
-        return False
-    return any(dim > 1 for dim, _ in placed.placed.outputs[call.outputs[0]].splits)
-
-
-def _where(layout: Layout) -> Layout:
-    """The layout without what it says of the gradient."""
-    return replace(layout, copied=frozenset())
-
-
-def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
+def _of_rank(placement: Placement, turns: list[tuple[set[Kept], set[Kept]]], rank: int) -> Memory:
     mesh, graph = placement.mesh, placement.graph
     place = mesh.coordinates(rank)
     of_origin = {"parameter": 0, "buffer": 0}
@@ -140,20 +80,29 @@ def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
             layout = placement.layouts[value.name]
             of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
     calls = {placed.call.name: placed for placed in placement.calls}
-    sizes = {}
-    for tensor in kept:
-        whole = graph.shape(tensor.value)
-        parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
-        shape, padding = [len(part) for part in parts], [0] * len(parts)
-        if tensor.padded:
-            call = calls[tensor.padded]
-            output = call.placed.outputs[call.call.outputs[0]]
-            paddings = paddings_of(graph, call.call, output, mesh, place)
-            padding[2:] = [before + after for _, before, after in paddings]
-        # what is the same on this rank is there once, whatever the layouts of other ranks
-        of_call = tensor.padded if any(padding) else ""
-        size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
-        sizes[tensor.value, parts, tensor.itemsize, tensor.inside, of_call] = size
-    activations = sum(sizes.values())
+
+    def sized(kept: set[Kept]) -> dict[object, int]:
+        sizes: dict[object, int] = {}
+        for tensor in kept:
+            whole = graph.shape(tensor.value)
+            parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
+            shape, padding = [len(part) for part in parts], [0] * len(parts)
+            if tensor.padded:
+                call = calls[tensor.padded]
+                output = call.placed.outputs[call.call.outputs[0]]
+                paddings = paddings_of(graph, call.call, output, mesh, place)
+                padding[2:] = [before + after for _, before, after in paddings]
+            # what is the same on this rank is there once, whatever the layouts of other ranks
+            of_call = tensor.padded if any(padding) else ""
+            size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
+            sizes[tensor.value, parts, tensor.itemsize, tensor.inside, of_call] = size
+        return sizes
+
+    held: dict[object, int] = {}
+    most = 0
+    for kept, inside in turns:
+        held |= sized(kept)
+        again = sum(size for key, size in sized(inside).items() if key not in held)
+        most = max(most, sum(held.values()) + again)
     gradients = of_origin["parameter"] if graph.training else 0
-    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], activations)
+    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most)

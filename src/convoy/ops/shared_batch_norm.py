@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.ops.constants import Constants
+from convoy.ops.context import exchanged
 from convoy.ops.microbatch_norm import arranged, wide_type
 from convoy.ops.statistics import add_term
 
@@ -96,7 +97,7 @@ class _BatchNorm(torch.autograd.Function):
         loops = _loops(x)
         x = loops.arranged(x)
         own = loops.statistics(x, weight, eps) if x.numel() else loops.nothing(x, weight)
-        mean, spread = loops.combine(all_gather(own, holders.group), holders, running, eps)
+        mean, spread = loops.combine(exchanged(all_gather, own, holders.group), holders, running, eps)
         ctx.save_for_backward(x, weight, mean, spread)
         ctx.eps, ctx.holders = eps, holders
         return loops.normalize(x, weight, bias, mean, spread, eps) if x.numel() else torch.empty_like(x)

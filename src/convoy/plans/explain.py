@@ -214,9 +214,6 @@ def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = 
     ranks = placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
     notes = []
-    if placement.graph.recomputed and ranks > 1:
-        layers = listed(placement.graph.recomputed)
-        notes.append(f"activation checkpointing has no effect on several devices: {layers}")
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
     return text_of(explanation(placement, memory, plan), setting, name, notes)
 
