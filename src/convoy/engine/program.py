@@ -44,6 +44,8 @@ def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None
     """
 
     def is_spare(source: str) -> bool:
+        if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
+            return False
         return (own is None or source in own) and readers.is_spare(source, placed.transfers)
 
     name = overwritten(placed.call, is_spare)
@@ -387,7 +389,7 @@ class Program:
 
     def _fold(self, places: Sequence[range], compile: bool) -> None:
         """Make one instruction of each stretch that is run again, which are at these places."""
-        constants, changing = set(self._constants), self._changing()
+        changing = self._changing()
         for place in reversed(places):
             body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
             wanted = {*self._outputs, *(slot for one in rest for slot in one.inputs)}
@@ -397,7 +399,7 @@ class Program:
             if compile:
                 body = compiled(body, outputs, self._gradients())
             updated = frozenset(changing.intersection(inputs))
-            stretch = Stretch(freeing(body, {*outputs, *constants}), inputs, outputs, updated, self._context)
+            stretch = Stretch(freeing(body, outputs), inputs, outputs, updated, self._context)
             joined = Instruction(stretch, inputs, outputs, alone=True)
             self._instructions[place.start : place.stop] = [joined]
 

@@ -1,0 +1,158 @@
+"""Activations that are computed again give the same bits: outputs, gradients and buffers are those without it."""
+
+import contextlib
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import convoy
+from convoy.engine.network import network_of
+from convoy.engine.program import Stretch
+from convoy.ops import context
+from convoy.ops.recompute import stretches
+from ranks import run_ranks
+from small_nets import SMALL_NETS
+
+SIZES = (6, 7)
+
+
+class Drops(nn.Module):
+    """Dropout behind batch norm and a residual sum, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(6, 6, 3, padding=1)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.head(x.mean((2, 3)))
+
+
+NETS = {**SMALL_NETS, "drops": Drops}
+
+
+def made(name: str, plan: str, recompute: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = NETS[name]().double()
+    example = torch.zeros(2, 3, 16, 16, dtype=torch.float64)
+    return convoy.parallelize(net, plan, example, seed=5, recompute=recompute, **options)
+
+
+def num_stretches(net: nn.Module) -> int:
+    """How many stretches the programs of a network have that have run."""
+    programs = network_of(net)._programs.values()
+    return sum(isinstance(one.run, Stretch) for _, program in programs for one in program._program)
+
+
+def train(net: nn.Module, in_flight: int = 1) -> dict[str, Tensor]:
+    """All that comes of two updates; of each batch `in_flight` forward passes are run before their backward passes."""
+    network, found = network_of(net), {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for number, size in enumerate(SIZES):
+        optimizer.zero_grad()
+        losses = []
+        for piece in range(in_flight):
+            x = torch.randn(size, 3, 16, 16, dtype=torch.float64, generator=generator)
+            y = torch.randint(0, 10, (size,), generator=generator)
+            mine = convoy.local_samples(net, size)
+            if network.context.batch_norm == "microbatch":
+                halves = (-(-size // 2), size // 2)
+                network.samples = (size,) if network.num_sample_ranks == 1 else halves
+                network.context.enter(number, piece * size, halves, x.device)
+            own = x[mine].clone().requires_grad_()
+            losses.append((F.cross_entropy(net(own), y[mine]), own))
+        for piece, (loss, own) in enumerate(losses):
+            with nullcontext() if piece == in_flight - 1 else convoy.accumulate(net):
+                loss.backward()
+            found |= {f"loss {number} {piece}": loss.detach(), f"input {number} {piece}": own.grad}
+        network.context.statistics.fold(network.groups)
+        found |= {f"gradient {number} {name}": g for name, g in convoy.gradients(net).items()}
+        optimizer.step()
+    return found | {f"state {name}": tensor for name, tensor in convoy.state_dict(net).items()}
+
+
+def compare(plan: str, names: tuple[str, ...], batch_norm: str, in_flight: int = 1, sabotage: str = "") -> Any:
+    """What differs, by network, and how many stretches were run."""
+    different, count = {}, {}
+    for name in names:
+        want = train(made(name, plan, False, batch_norm=batch_norm), in_flight)
+        net = made(name, plan, True, batch_norm=batch_norm)
+        with SABOTAGES[sabotage]():
+            got = train(net, in_flight)
+        assert got.keys() == want.keys()
+        different[name] = [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
+        count[name] = num_stretches(net)
+    return different, count
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "channel=2", "height=2", "sample=2,filter=2"])
+def test_the_bits_are_the_same(plan: str, batch_norm: str) -> None:
+    world = {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2)
+    names = tuple(NETS) if world == 2 else ("drops", "dense")
+    for different, count in run_ranks(compare, world, plan, names, batch_norm, timeout=120):
+        assert not any(different.values()), different
+        assert all(count.values()), count
+
+
+@contextlib.contextmanager
+def patched(target: Any, name: str, new: Any):
+    old = getattr(target, name)
+    setattr(target, name, new)
+    try:
+        yield
+    finally:
+        setattr(target, name, old)
+
+
+@contextlib.contextmanager
+def _again_as_now(self):
+    """Without the context of the pass."""
+    with patched(self.context, "recording", False):
+        yield
+
+
+@contextlib.contextmanager
+def _again_recording(self):
+    with _again(self):
+        self.context.recording = True
+        yield
+
+
+_again = context.Rerun.again
+SABOTAGES = {
+    "": nullcontext,
+    "context": lambda: patched(context.Rerun, "again", _again_as_now),
+    "recording": lambda: patched(context.Rerun, "again", _again_recording),
+}
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
+def test_several_passes_in_flight(batch_norm: str) -> None:
+    for plan, world in (("serial", 1), ("sample=2", 2)):
+        for different, _ in run_ranks(compare, world, plan, ("drops",), batch_norm, 3):
+            assert not different["drops"]
+
+
+def test_what_is_noticed() -> None:
+    """The negative controls: a pass in another's context, and statistics that are noted twice."""
+    different, _ = run_ranks(compare, 1, "serial", ("drops",), "microbatch", 3, "context")[0]
+    assert any(key.startswith("gradient") for key in different["drops"])
+    assert not any(key.startswith("loss 0") for key in different["drops"])
+    for batch_norm in ("sync", "microbatch"):
+        different, _ = run_ranks(compare, 1, "serial", ("drops",), batch_norm, 1, "recording")[0]
+        assert any("running_mean" in key for key in different["drops"]), different
+        assert any("num_batches_tracked" in key for key in different["drops"]), different
