@@ -7,7 +7,7 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.ops.memory import predict_memory
+from convoy.ops.memory import predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
@@ -42,7 +42,8 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     if isinstance(network, Layerwise):
         return _layer_by_layer(network, plan, net.training, samples)
     placement = network.example_placement(net.training, samples)
-    return text_of_placement(placement, predict_memory(placement), plan, network.captured)
+    notes = [said] if (said := what_is_recomputed(placement)) is not None else []
+    return text_of_placement(placement, predict_memory(placement), plan, network.captured, notes)
 
 
 def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:

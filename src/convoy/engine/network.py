@@ -106,6 +106,7 @@ class Network:
             torch.compile then sees the plain network.
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
+        recomputes: whether some activations are computed again.
     """
 
     model: nn.Module
@@ -131,6 +132,7 @@ class Network:
     undivided: bool = False
     watch: Callable[[Placement], Watch] | None = None
     guard: Guard | None = None
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -162,6 +164,7 @@ class Network:
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in graph.borrowed()}
         check_recompute(self.recompute, (layer for layer, _ in self.layers))
+        self.recomputes = any(call.recomputed for graph in self._graphs for call in graph.calls)
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))

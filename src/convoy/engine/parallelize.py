@@ -28,7 +28,7 @@ from convoy.engine.shards import part_name, same_part
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
-from convoy.ops.recompute import Recompute
+from convoy.ops.recompute import Recompute, as_recompute
 from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
@@ -165,7 +165,7 @@ def parallelize(
         loss=loss,
         seed=seed,
         compile=compile,
-        recompute=_recompute(recompute),
+        recompute=as_recompute(recompute),
     )
     if network.plan.mesh.num_devices > 1:
         network.guard = Guard(network, compares=checks)
@@ -281,14 +281,6 @@ def local_samples(net: nn.Module, num_samples: int) -> slice:
     network = network_of(net)
     part = balanced(num_samples, network.num_sample_ranks)[network.sample_rank]
     return slice(part.start, part.stop)
-
-
-def _recompute(said: bool | Sequence[str]) -> Recompute:
-    if isinstance(said, bool):
-        return said
-    if isinstance(said, str) or not all(isinstance(pattern, str) for pattern in said):
-        raise ConvoyError(f"recompute={said!r} is unknown: it must be True, False or a list of patterns of layers")
-    return tuple(said)
 
 
 def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -12,9 +12,10 @@ from functools import cached_property
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
 from convoy.ops.kept import Kept
-from convoy.ops.recompute import held_in_turn
+from convoy.ops.recompute import held_in_turn, stretches, with_recomputed
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.place import Memory, Placement
+from convoy.units import size
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
 
@@ -69,6 +70,27 @@ def predict_memory(placement: Placement) -> list[Memory]:
     """
     turns = held_in_turn(placement)
     return [_of_rank(placement, turns, rank) for rank in range(placement.mesh.num_devices)]
+
+
+def what_is_recomputed(placement: Placement) -> str | None:
+    """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is."""
+    asked = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
+    if not asked:
+        return None
+    found = stretches(placement)
+    if not found:
+        return "recompute frees nothing: what it would drop stays for other layers, or is needed at once"
+    layers = {placement.calls[number].call.layer for stretch in found for number in stretch}
+    every = {placed.call.layer for placed in placement.calls}
+    now, before = (
+        max(memory.activations for memory in predict_memory(one))
+        for one in (placement, with_recomputed(placement, False))
+    )
+    parts = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
+    return (
+        f"the backward pass computes {len(layers)} of {len(every)} layers again, in {parts}: activations take "
+        f"{size(now)} at most, not {size(before)} (predicted)"
+    )
 
 
 def _of_rank(placement: Placement, turns: list[tuple[set[Kept], set[Kept]]], rank: int) -> Memory:

@@ -11,7 +11,7 @@ are the √n stretches of the paper.
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,6 +29,21 @@ Recompute = bool | tuple[str, ...]
 """Which layers are recomputed beside those for which the network asks itself: none, all, or patterns of their names."""
 
 _ROUNDS = 16
+
+
+def as_recompute(said: bool | Sequence[str]) -> Recompute:
+    """The same, from what a user has written.
+
+    Raises:
+        ConvoyError: it is neither true nor false nor a list of texts.
+    """
+    if isinstance(said, bool):
+        return said
+    if isinstance(said, str) or not isinstance(said, Sequence) or not all(isinstance(one, str) for one in said):
+        raise ConvoyError(
+            f"recompute={said!r} is unknown: it must be True, False, or a list of patterns, such as ['layer1.*']"
+        )
+    return tuple(said)
 
 
 def check_recompute(recompute: Recompute, layers: Iterable[str]) -> None:
@@ -57,11 +72,13 @@ def recomputing(graph: Graph, recompute: Recompute) -> Graph:
     return replace(graph, calls=tuple(calls))
 
 
-def recomputed_everywhere(placement: Placement) -> Placement:
-    """The same placement with all calls marked."""
-    graph = recomputing(placement.graph, True)
-    calls = (replace(placed, call=call) for placed, call in zip(placement.calls, graph.calls, strict=True))
-    return replace(placement, graph=graph, calls=tuple(calls))
+def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
+    """The same placement with all of its calls recomputed, or none."""
+    calls = tuple(
+        replace(placed, call=replace(placed.call, recomputed=recomputed)) for placed in placement.calls
+    )
+    graph = replace(placement.graph, calls=tuple(placed.call for placed in calls))
+    return replace(placement, graph=graph, calls=calls)
 
 
 def stretches(placement: Placement) -> tuple[range, ...]:

@@ -202,7 +202,13 @@ _NUMBERS = ("forward", "backward", "gradients", "parameters")
 _HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
 
 
-def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = None, capture: str = "") -> str:
+def explain(
+    placement: Placement,
+    memory: Sequence[Memory],
+    plan: Plan | None = None,
+    capture: str = "",
+    notes: Iterable[str] = (),
+) -> str:
     """A table of the layers of a plan, and what it costs in all.
 
     Args:
@@ -210,10 +216,10 @@ def explain(placement: Placement, memory: Sequence[Memory], plan: Plan | None = 
         memory: bytes on each rank.
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
+        notes: lines about layers.
     """
     ranks = placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
-    notes = []
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
     return text_of(explanation(placement, memory, plan), setting, name, notes)
 

@@ -156,7 +156,7 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     network: TrainedNetwork
-    if plan.mesh.num_devices > 1 or ready.probe.draws:  # on one: numbers that no layer controls are as on several
+    if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute:  # on one: as on several
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
         network = ParallelNetwork(
@@ -167,6 +167,7 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
             seed=recipe.seed,
             method=method_of(recipe),
             compile=recipe.compile,
+            recompute=recipe.recompute,
         )
     else:
         context = prepare(model, recipe.seed, recipe.batch_norm)
@@ -181,6 +182,9 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    if isinstance(network, ParallelNetwork):
+        said = network.what_is_recomputed(division.passes(merge, late=not recipe.reproducible), lowered(recipe))
+        notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers = num_workers(data, recipe.data)
     derived = derive(recipe, len(data.train), samples=samples, workers=workers, sizes=sizes) + ready.derived

@@ -69,6 +69,7 @@ def workload_in_passes(
             precision=lowered(recipe),
             optimizer=partial(_optimizer, recipe=recipe),
             optimizer_name=recipe.optimizer.name,
+            recompute=recipe.recompute,
         )
 
     together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))

@@ -223,6 +223,10 @@ class _Builder:
         for item in reversed(self.items):
             for message in item.backward:
                 self._transfer(item, message)
+            for again in item.again:
+                for rank in self.ranks:
+                    times = self._of_item(again, rank)
+                    self._compute(rank, "backward", again.layer, again.name, times.forward, times.host_forward)
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)

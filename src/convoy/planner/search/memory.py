@@ -11,6 +11,7 @@ from math import prod
 
 from convoy.errors import TooLargeError
 from convoy.ops.kept import kept_by
+from convoy.ops.recompute import with_recomputed
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.place import Placement
@@ -106,8 +107,10 @@ def nothing_fits(
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
+    again = costs.memory(with_recomputed(placement, True))
+    recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
         f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
-        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
+        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}"
     )

@@ -109,6 +109,7 @@ def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Struc
     )
     return (
         call.op,
+        call.recomputed,
         getattr(call.function, "__name__", repr(call.function)),
         len(call.inputs),
         tensors,
