@@ -29,7 +29,8 @@ class Drops(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 6, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(6, 6, 3, padding=1)) for _ in range(3)
+            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(6, 6, 3, padding=1))
+            for _ in range(3)
         )
         self.head = nn.Linear(6, 10)
 

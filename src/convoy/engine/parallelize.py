@@ -315,9 +315,7 @@ def _network(
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
     try:
-        network = Network(
-            model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute
-        )
+        network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
         if recompute:

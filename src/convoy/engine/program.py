@@ -301,7 +301,9 @@ class Program:
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
             if stretch is not None and stretch.start == number:
                 own = set()
-            kernel = overwriting(placed, readers, None if stretch is None else own) or OPERATIONS[site.call.op].build(site)
+            kernel = overwriting(placed, readers, None if stretch is None else own) or OPERATIONS[site.call.op].build(
+                site
+            )
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)

@@ -148,7 +148,9 @@ class Rerun:
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
-_exchange: ContextVar[Callable[[Collective, Tensor, ProcessGroup], Tensor] | None] = ContextVar("exchange", default=None)
+_exchange: ContextVar[Callable[[Collective, Tensor, ProcessGroup], Tensor] | None] = ContextVar(
+    "exchange", default=None
+)
 
 
 @contextmanager

@@ -74,9 +74,7 @@ def recomputing(graph: Graph, recompute: Recompute) -> Graph:
 
 def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
     """The same placement with all of its calls recomputed, or none."""
-    calls = tuple(
-        replace(placed, call=replace(placed.call, recomputed=recomputed)) for placed in placement.calls
-    )
+    calls = tuple(replace(placed, call=replace(placed.call, recomputed=recomputed)) for placed in placement.calls)
     graph = replace(placement.graph, calls=tuple(placed.call for placed in calls))
     return replace(placement, graph=graph, calls=calls)
 

@@ -26,7 +26,7 @@ from convoy.training.division import Division, divide, text
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
-from convoy.training.precision import Scaler, check_precision, set_numerics
+from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived
 from convoy.training.session import Prepared, Session
