@@ -205,3 +205,47 @@ def convnext_t(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), ChannelNorm(768, eps=1e-6), nn.Flatten(), nn.Linear(768, num_classes)
     )
+
+
+class UNet(nn.Module):
+    """Figure 1 of Ronneberger et al. (2015), padded so that the size stays, with a norm after each convolution.
+
+    Images [N, in_channels, H, W] to logits [N, num_classes, H, W]; H and W are multiples of 2 ** depth.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int, width: int, depth: int, groups: int) -> None:
+        super().__init__()
+        channels = [width * 2**level for level in range(depth + 1)]
+        ways = list(zip(channels[:-1], channels[1:], strict=True))
+        self.stem = _double_convolution(in_channels, width, groups)
+        self.down = nn.ModuleList(
+            nn.Sequential(nn.MaxPool2d(2), *_double_convolution(fine, coarse, groups)) for fine, coarse in ways
+        )
+        self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, stride=2) for fine, coarse in reversed(ways))
+        self.joined = nn.ModuleList(_double_convolution(coarse, fine, groups) for fine, coarse in reversed(ways))
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, in_channels, H, W] to [N, num_classes, H, W]."""
+        scales = [self.stem(images)]
+        for down in self.down:
+            scales.append(down(scales[-1]))
+        x = scales.pop()
+        for up, joined in zip(self.up, self.joined, strict=True):
+            x = joined(torch.cat([scales.pop(), up(x)], 1))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _double_convolution(channels: int, out: int, groups: int) -> nn.Sequential:
+    """Two of 3x3, each with its norm and ReLU."""
+    layers: list[nn.Module] = []
+    for size in (channels, out):
+        norm = nn.GroupNorm(groups, out) if groups else nn.BatchNorm2d(out)
+        layers += [nn.Conv2d(size, out, 3, padding=1, bias=False), norm, nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def unet(num_classes: int = 10, in_channels: int = 3, width: int = 32, depth: int = 4, groups: int = 0) -> nn.Module:
+    """A U-Net with batch norm, or with group norm of so many groups; the paper's width is 64."""
+    return UNet(num_classes, in_channels, width, depth, groups)

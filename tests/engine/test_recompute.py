@@ -1,7 +1,6 @@
 """Activations that are computed again give the same bits: outputs, gradients and buffers are those without it."""
 
 import contextlib
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy.engine.network import network_of
 from convoy.engine.program import Stretch
 from convoy.ops import context
-from convoy.ops.recompute import stretches
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 

@@ -135,8 +135,8 @@ class _Layer:
         """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
-        at_once_with_buffers = self.own is None and self.momentum is not None and at_once(t.x)
-        if at_once_with_buffers and not torch.compiler.is_compiling() and self.site.context.recording:
+        compiling, recording = torch.compiler.is_compiling(), self.site.context.recording
+        if self.own is None and self.momentum is not None and at_once(t.x) and not compiling and recording:
             return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
         y, term = self._normalize(t, t.x)
         return y, [term]

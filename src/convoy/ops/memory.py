@@ -5,14 +5,15 @@ inputs a call may overwrite as nobody else reads them. What a kernel holds while
 framework itself come on top.
 """
 
+import functools
 import math
-from collections.abc import Callable, Container, Iterable
-from functools import cached_property
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
-from convoy.ops.kept import Kept
-from convoy.ops.recompute import held_in_turn, stretches, with_recomputed
+from convoy.ops.kept import Kept, KeptTensors
+from convoy.ops.recompute import inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.place import Memory, Placement
 from convoy.units import size
@@ -33,7 +34,7 @@ class Readers:
         self._outputs = tuple(outputs)
         self._producers = {name: call for call in graph.calls for name in call.outputs}
 
-    @cached_property
+    @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         found = {name: len(calls) for name, calls in self._graph.consumers().items()}
         for name in self._outputs:
@@ -66,10 +67,55 @@ def predict_memory(placement: Placement) -> list[Memory]:
     """Memory of every rank in one forward and backward pass over the whole batch that was captured.
 
     Of activations that are computed again, as much is counted as is there at once: at the end of the forward pass, or
-    while the backward pass has one of the stretches that are computed again.
+    while the backward pass computes one of the stretches again.
     """
-    turns = held_in_turn(placement)
-    return [_of_rank(placement, turns, rank) for rank in range(placement.mesh.num_devices)]
+    moments = _moments(placement)
+    return [_of_rank(placement, moments, rank) for rank in range(placement.mesh.num_devices)]
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A part of the network, or one that is computed again as far as one of its calls.
+
+    Attributes:
+        held: what it adds to what stays until the backward pass.
+        inside: what is there beside all that has stayed so far.
+    """
+
+    held: set[Kept]
+    inside: set[Kept]
+
+
+def _moments(placement: Placement) -> list[_Moment]:
+    tensors = KeptTensors(placement)
+    found, end = [], 0
+    for stretch in stretches(placement, tensors):
+        found.append(_Moment(kept_in(tensors, range(end, stretch.start)), set()))
+        found.append(_Moment(inputs_of(placement, tensors, stretch), set()))
+        found += [_Moment(set(), inside) for inside in _while_computed(placement, tensors, stretch)]
+        end = stretch.stop
+    return [*found, _Moment(kept_in(tensors, range(end, len(placement.calls))), set())]
+
+
+def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) -> Iterator[set[Kept]]:
+    """Of a stretch, what is there while each of its calls runs: what is kept so far, and what later calls read."""
+    readers = Readers(placement.graph, placement.outputs)
+    last: dict[Kept, int] = {}
+    for number in stretch:
+        last |= dict.fromkeys(taken_by(placement, placement.calls[number], tensors), number)
+    keeping = [number for number in stretch if tensors.calls[number]]
+    kept: set[Kept] = set()
+    alive: set[Kept] = set()
+    for number in range(stretch.start, keeping[-1] + 1 if keeping else stretch.start):
+        placed = placement.calls[number]
+        kept |= tensors.calls[number]
+        alive = {tensor for tensor in alive if last.get(tensor, -1) >= number}
+        over = overwritten(placed.call, lambda name, placed=placed: readers.is_spare(name, placed.transfers))
+        if over is not None:
+            alive.discard(tensors.tensor(over, placed.placed.inputs[over]))
+        if number < keeping[-1] or over is not None:  # the last need not give its result
+            alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
+        yield kept | alive
 
 
 def what_is_recomputed(placement: Placement) -> str | None:
@@ -93,7 +139,7 @@ def what_is_recomputed(placement: Placement) -> str | None:
     )
 
 
-def _of_rank(placement: Placement, turns: list[tuple[set[Kept], set[Kept]]], rank: int) -> Memory:
+def _of_rank(placement: Placement, moments: list[_Moment], rank: int) -> Memory:
     mesh, graph = placement.mesh, placement.graph
     place = mesh.coordinates(rank)
     of_origin = {"parameter": 0, "buffer": 0}
@@ -103,28 +149,26 @@ def _of_rank(placement: Placement, turns: list[tuple[set[Kept], set[Kept]]], ran
             of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
     calls = {placed.call.name: placed for placed in placement.calls}
 
-    def sized(kept: set[Kept]) -> dict[object, int]:
-        sizes: dict[object, int] = {}
-        for tensor in kept:
-            whole = graph.shape(tensor.value)
-            parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
-            shape, padding = [len(part) for part in parts], [0] * len(parts)
-            if tensor.padded:
-                call = calls[tensor.padded]
-                output = call.placed.outputs[call.call.outputs[0]]
-                paddings = paddings_of(graph, call.call, output, mesh, place)
-                padding[2:] = [before + after for _, before, after in paddings]
-            # what is the same on this rank is there once, whatever the layouts of other ranks
-            of_call = tensor.padded if any(padding) else ""
-            size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
-            sizes[tensor.value, parts, tensor.itemsize, tensor.inside, of_call] = size
-        return sizes
+    @functools.cache
+    def sized(tensor: Kept) -> tuple[object, int]:
+        """What it is, the same for what is there once on this rank, whatever the layouts of others; and its bytes."""
+        whole = graph.shape(tensor.value)
+        parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
+        shape, padding = [len(part) for part in parts], [0] * len(parts)
+        if tensor.padded:
+            call = calls[tensor.padded]
+            output = call.placed.outputs[call.call.outputs[0]]
+            paddings = paddings_of(graph, call.call, output, mesh, place)
+            padding[2:] = [before + after for _, before, after in paddings]
+        of_call = tensor.padded if any(padding) else ""
+        size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
+        return (tensor.value, parts, tensor.itemsize, tensor.inside, of_call), size
 
     held: dict[object, int] = {}
     most = 0
-    for kept, inside in turns:
-        held |= sized(kept)
-        again = sum(size for key, size in sized(inside).items() if key not in held)
-        most = max(most, sum(held.values()) + again)
+    for moment in moments:
+        held |= dict(map(sized, moment.held))
+        inside = dict(map(sized, moment.inside))
+        most = max(most, sum(held.values()) + sum(size for key, size in inside.items() if key not in held))
     gradients = of_origin["parameter"] if graph.training else 0
     return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most)

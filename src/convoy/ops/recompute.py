@@ -79,41 +79,34 @@ def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
     return replace(placement, graph=graph, calls=calls)
 
 
-def stretches(placement: Placement) -> tuple[range, ...]:
+def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple[range, ...]:
     """The calls of each stretch that is computed again, by their numbers; the same on every rank.
 
     There are none where that would free nothing, and none at the end of the network, whose activations the backward
     pass needs at once.
+
+    Args:
+        placement: the network on its mesh.
+        tensors: what it keeps, where that is known.
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
-    return _Stretches(placement, KeptTensors(placement)).found
+    return _Stretches(placement, tensors or KeptTensors(placement)).found
 
 
-def held_in_turn(placement: Placement) -> list[tuple[set[Kept], set[Kept]]]:
-    """What stays of one part of the network after the other until the backward pass, and what is there beside it only
-    while the backward pass has that part."""
-    tensors = KeptTensors(placement)
-    again = any(placed.call.recomputed for placed in placement.calls)
-    found, end = [], 0
-    for stretch in _Stretches(placement, tensors).found if again else ():
-        found.append((_kept(tensors, range(end, stretch.start)), set[Kept]()))
-        found.append((_inputs(placement, tensors, stretch), _kept(tensors, stretch)))
-        end = stretch.stop
-    return [*found, (_kept(tensors, range(end, len(placement.calls))), set())]
-
-
-def _kept(tensors: KeptTensors, calls: range) -> set[Kept]:
+def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
+    """What calls keep, all together."""
     return set().union(*(tensors.calls[number] for number in calls))
 
 
-def _inputs(placement: Placement, tensors: KeptTensors, stretch: range) -> set[Kept]:
+def inputs_of(placement: Placement, tensors: KeptTensors, stretch: range) -> set[Kept]:
     """What a stretch takes from before it, but for parameters and buffers."""
-    taken = (tensor for number in stretch for tensor in _taken(placement, placement.calls[number], tensors))
+    taken = (tensor for number in stretch for tensor in taken_by(placement, placement.calls[number], tensors))
     return {tensor for tensor in taken if tensors.producers.get(tensor, -1) not in stretch}
 
 
-def _taken(placement: Placement, placed: PlacedCall, tensors: KeptTensors) -> Iterator[Kept]:
+def taken_by(placement: Placement, placed: PlacedCall, tensors: KeptTensors) -> Iterator[Kept]:
+    """What a call takes, but for parameters, buffers and constants."""
     for name in placed.call.inputs:
         if placement.graph.values[name].origin in ("call", "input"):
             yield tensors.tensor(name, placed.placed.inputs[name])
@@ -152,7 +145,7 @@ class _Stretches:
         for number, kept in enumerate(tensors.calls):
             for tensor in kept:
                 keepers.setdefault(tensor, []).append(number)
-            for tensor in _taken(self._placement, self._placement.calls[number], tensors):
+            for tensor in taken_by(self._placement, self._placement.calls[number], tensors):
                 if number in self._begins:
                     readers.setdefault(tensor, []).append(number)
         inside, crossing, self._stays = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
@@ -213,7 +206,7 @@ class _Stretches:
         """Whether something in a stretch need not stay, and is not needed at once."""
         if stretch.stop == self._count:
             return False
-        inside = _kept(self._tensors, stretch) - _inputs(self._placement, self._tensors, stretch)
+        inside = kept_in(self._tensors, stretch) - inputs_of(self._placement, self._tensors, stretch)
         return any(self._last[tensor] < stretch.stop for tensor in inside)
 
     def _bytes(self, tensor: Kept) -> int:
