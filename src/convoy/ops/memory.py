@@ -113,8 +113,7 @@ def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) 
         over = overwritten(placed.call, lambda name, placed=placed: readers.is_spare(name, placed.transfers))
         if over is not None:
             alive.discard(tensors.tensor(over, placed.placed.inputs[over]))
-        if number < keeping[-1] or over is not None:  # the last need not give its result
-            alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
+        alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
         yield kept | alive
 
 
