@@ -137,13 +137,9 @@ def convoy_update(
         for piece in passes:
             part = piece.parts[0]
             network.enter(number, piece)
-            with network.paused() if piece is not passes[-1] else contextlib.nullcontext():
-                with autocast:
-                    loss = F.cross_entropy(
-                        network.forward(images[part.start : part.stop]), labels[part.start : part.stop]
-                    )
-                (loss * (len(part) / (ranks * len(images)))).backward()
-            network.passed()
+            with autocast:
+                loss = F.cross_entropy(network.forward(images[part.start : part.stop]), labels[part.start : part.stop])
+            network.backward(loss * (len(part) / (ranks * len(images))), last=piece is passes[-1])
         network.finish_update()
         with network.stepping(optimizer):
             optimizer.step()

@@ -1,4 +1,4 @@
-"""What recomputation saves and costs: activations predicted and measured, and the time of an update, both sides in turn.
+"""What recomputation saves and costs: activations predicted and measured, and the time of an update, sides in turn.
 
     python benchmarks/recompute.py              all rows
     python benchmarks/recompute.py unet         those of one network
@@ -230,7 +230,9 @@ def main() -> None:
                 f"{predicted / MIB:.1f} | {predicted / measured - 1:+.1%} | {max(peaks) / MIB:.0f} | {ratio:.2f} |",
                 flush=True,
             )
-    print("\nMiB, of the rank that needs most; time: of an update, median of the turns, over that without recomputation.")
+    print(
+        "\nMiB, of the rank that needs most; time: of an update, median of the turns, over that without recomputation."
+    )
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

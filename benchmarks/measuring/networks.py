@@ -1,4 +1,4 @@
-"""Networks that the package does not have and nothing in it was tuned on: predictions are checked on them too."""
+"""Networks that the package does not have and nothing in it was tuned on: what is said of plans is checked on them too."""
 
 import torch
 import torch.nn.functional as F

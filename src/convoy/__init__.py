@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from convoy.engine.explain import explain as explain
     from convoy.engine.parallelize import accumulate as accumulate
     from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
+    from convoy.engine.parallelize import forward_backward as forward_backward
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "engine.class_parallel": "cross_entropy",
     "engine.explain": "explain",
-    "engine.parallelize": "accumulate clip_grad_norm_ gradients local_samples parallelize",
+    "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
     "planner.interface": "plan",
     "plans": "Mesh Plan",
     "script.checkpoint": "load save",

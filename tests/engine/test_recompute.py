@@ -96,14 +96,30 @@ def compare(plan: str, names: tuple[str, ...], batch_norm: str, in_flight: int =
     return different, count
 
 
-@pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
-@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "channel=2", "height=2", "sample=2,filter=2"])
-def test_the_bits_are_the_same(plan: str, batch_norm: str) -> None:
-    world = {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2)
-    names = tuple(NETS) if world == 2 else ("drops", "dense")
-    for different, count in run_ranks(compare, world, plan, names, batch_norm, timeout=120):
+def agree(plan: str, world: int, names: tuple[str, ...], batch_norm: str, in_flight: int = 1) -> None:
+    for different, count in run_ranks(compare, world, plan, names, batch_norm, in_flight, timeout=120):
         assert not any(different.values()), different
         assert all(count.values()), count
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_norm"),
+    [("serial", "microbatch"), ("sample=2", "sync"), ("height=2", "sync"), ("filter=2", "local")],
+)
+def test_the_bits_are_the_same(plan: str, batch_norm: str) -> None:
+    agree(plan, 1 if plan == "serial" else 2, ("drops",), batch_norm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "channel=2", "height=2", "sample=2,filter=2"])
+def test_the_bits_of_many_networks_are_the_same(plan: str, batch_norm: str) -> None:
+    agree(plan, {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2), tuple(NETS), batch_norm)
+
+
+@pytest.mark.parametrize("plan", ["stage=2", "stage=2,sample=2"])
+def test_stages(plan: str) -> None:
+    agree(plan, 4 if "," in plan else 2, ("drops",), "microbatch")
 
 
 @contextlib.contextmanager
@@ -140,9 +156,8 @@ SABOTAGES = {
 
 @pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
 def test_several_passes_in_flight(batch_norm: str) -> None:
-    for plan, world in (("serial", 1), ("sample=2", 2)):
-        for different, _ in run_ranks(compare, world, plan, ("drops",), batch_norm, 3):
-            assert not different["drops"]
+    agree("serial", 1, ("drops",), batch_norm, 3)
+    agree("sample=2", 2, ("drops",), batch_norm, 3)
 
 
 def test_what_is_noticed() -> None:

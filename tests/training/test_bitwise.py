@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.plans.plan import Plan
 from convoy.training import set_up
 from convoy.training.division import Division
 from convoy.training.parallel import Method
@@ -48,6 +49,23 @@ def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
     settings = SETTINGS | {"parallel.plan": f"sample={num},filter=2"} | ({"parallel.shares": shares} if shares else {})
     for found in run_ranks(train_here, 2 * num, data, tmp_path / "run", settings, timeout=120):
         assert (found.digest, found.curve) == (divided.digest, divided.curve)
+
+
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        ("stage=2", {}),
+        pytest.param("stage=2", {"parallel.schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param("stage=3", {}, marks=pytest.mark.slow),
+        ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),
+    ],
+)
+def test_stages_give_the_weights_of_one_device(
+    data: Path, tmp_path: Path, serial: Ended, plan: str, more: dict[str, str]
+) -> None:
+    settings = SETTINGS | {"parallel.plan": plan} | more
+    for found in run_ranks(train_here, Plan.parse(plan).mesh.num_devices, data, tmp_path / "run", settings):
+        assert (found.digest, found.curve) == (serial.digest, serial.curve)
 
 
 def _from_even_places(data: Path, out: Path) -> Ended:

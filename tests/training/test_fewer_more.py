@@ -68,3 +68,27 @@ def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> N
     want, have = (load_file(tmp_path / name / "weights.safetensors") for name in ("serial", "run"))
     for name, tensor in want.items():
         torch.testing.assert_close(have[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_stages_come_and_go(data: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"reproducible": "true"}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    for plan, ranks, after in (
+        ("stage=2,sample=2", 4, 5),
+        ("sample=2", 2, 8),
+        ("stage=3", 3, 11),
+        ("stage=2", 2, None),
+    ):
+        found = run_ranks(stage, ranks, data, tmp_path / "run", settings | {"parallel.plan": plan}, after)
+    ended = found[0]
+    assert ended is not None
+    assert (ended.digest, ended.curve) == (serial.digest, serial.curve)
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "lamb", "adamw"])
+def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path, optimizer: str) -> None:
+    settings = {"epochs": "4ba", "optimizer.name": optimizer, "optimizer.lr": "0.01", "ema.decay": "0.9"}
+    settings |= {"reproducible": "true"}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    found = run_ranks(train_here, 4, data, tmp_path / "run", settings | {"parallel.plan": "stage=2,sample=2"})[0]
+    assert (found.digest, found.curve) == (serial.digest, serial.curve)

@@ -1,6 +1,5 @@
 """An update of several passes: gradients travel once, and a rank may leave out passes in which it has no samples."""
 
-import contextlib
 import copy
 from dataclasses import replace
 
@@ -85,9 +84,7 @@ def _passes(network: ParallelNetwork, update: int, late: bool) -> list[int]:
             continue
         ran.append(number)
         network.enter(update, piece)
-        with contextlib.nullcontext() if last else network.paused():
-            network.forward(_images()[list(part)]).square().sum().backward()
-        network.passed()
+        network.backward(network.forward(_images()[list(part)]).square().sum(), last)
     network.finish_update()
     return ran
 
@@ -128,8 +125,7 @@ def _on_one_device(again: bool) -> tuple[Result, int]:
         model.zero_grad()
         for piece in Division(sizes, (len(sizes),)).passes(merge):
             network.enter(update, piece)
-            network.forward(_images()[list(piece.parts[0])]).square().sum().backward()
-            network.passed()
+            network.backward(network.forward(_images()[list(piece.parts[0])]).square().sum(), last=False)
         network.finish_update()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gradients | dict(model.named_buffers()), merge

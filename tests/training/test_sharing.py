@@ -53,8 +53,7 @@ def _train(state: RunState, updates: range) -> None:
         state.optimizer.zero_grad()
         network.enter(update, piece)
         part = piece.parts[network.engine.sample_rank]
-        network.forward(images[update][list(part)]).square().sum().div(SAMPLES).backward()
-        network.passed()
+        network.backward(network.forward(images[update][list(part)]).square().sum().div(SAMPLES), last=True)
         network.finish_update()
         network.clip(0.05)
         state.optimizer.step()

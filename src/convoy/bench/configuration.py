@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from convoy.bench.records import AUTO, CONVOY, PEERS, TORCH, Configuration
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan, plan_text
-from convoy.plans.strategies import STRATEGIES
+from convoy.plans.strategies import WORDS
 
 if TYPE_CHECKING:
     from convoy.training import Recipe
@@ -130,7 +130,7 @@ def fixed_size(text: str) -> int | None:
     Raises:
         ConvoyError: it is no plan.
     """
-    if text == AUTO or text in STRATEGIES:
+    if text == AUTO or text in WORDS:
         return None
     if _AUTO_ON.fullmatch(text):
         return int(text.partition("=")[2])
@@ -143,4 +143,4 @@ def _plan(text: str, devices: int) -> str:
     """A plan as a recipe has it."""
     if text == AUTO or _AUTO_ON.fullmatch(text):
         return AUTO
-    return f"{text}={devices}" if text in STRATEGIES else plan_text(Plan.parse(text))
+    return f"{text}={devices}" if text in WORDS else plan_text(Plan.parse(text))

@@ -49,6 +49,7 @@ KEYS = {
     "gradient_compression": "parallel.gradient_compression",
     "local_sgd": "parallel.local_sgd",
     "lost_group": "parallel.lost_group",
+    "schedule": "parallel.schedule",
 }
 """The key of the recipe that an option sets, by the option's name."""
 

@@ -102,6 +102,11 @@ class Pending:
         self._finish = finish
 
     @property
+    def done(self) -> bool:
+        """Whether it has run."""
+        return all(work.is_completed() for work in self._works)
+
+    @property
     def runs_beside(self) -> bool:
         """Whether it runs while this rank computes, not only when it is waited for."""
         return bool(self._works)
@@ -325,6 +330,19 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
         return x if here is x else x.copy_(here)
     work = dist.broadcast(here, group=group, group_src=source, async_op=True)
     return Pending([_numbered("broadcast", work, group)], lambda: x).wait()
+
+
+def start_send(x: Tensor, target: int, group: dist.ProcessGroup) -> Pending:
+    """Begin to send a contiguous `x` to one rank of the group, which receives tensors in the order of these calls."""
+    here = _for(group, x)
+    return Pending([dist.isend(here, group=group, group_dst=target)], lambda: here)
+
+
+def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
+    """Begin to fill a contiguous `x` with what one rank of the group sends."""
+    here = _for(group, x)
+    work = dist.irecv(here, group=group, group_src=source)
+    return Pending([work], lambda: x if here is x else x.copy_(here))
 
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:

@@ -387,8 +387,8 @@ def _number(name: str, default: int) -> int:
 class Groups:
     """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
 
-    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once within
-    `temporary`, after which there are none.
+    A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where
+    the mesh has stages, and within `temporary`, after which there are none.
 
     Args:
         mesh: its number of devices must be the number of ranks, if a process group is joined.
@@ -408,11 +408,21 @@ class Groups:
         self.rank = rank
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        self._kept: list[dist.ProcessGroup] = []
         if _temporary and is_joined:
             _temporary[-1].meet()
-            # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
-            for axes in [axes for axes in _all_subsets(mesh) if self._make(axes)]:
-                _connect(self._made[axes])
+            self._make_all()
+        elif mesh.stage_axis is not None and is_joined:  # ranks of different stages would ask for different ones
+            self._make_all()
+            self._kept = list(self._made.values())
+        self._back: dist.ProcessGroup | None = None
+        if mesh.stage_axis is not None and is_joined:
+            self._back = self._second((mesh.stage_axis,))
+
+    def _make_all(self) -> None:
+        # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
+        for axes in [axes for axes in _all_subsets(self.mesh) if self._make(axes)]:
+            _connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
@@ -422,6 +432,29 @@ class Groups:
         if wide not in self._made and self._make(wide):
             _connect(self._made[wide])
         return self._made[wide]
+
+    @property
+    def back(self) -> dist.ProcessGroup | None:
+        """The ranks of the other stages at this place, for what goes back to earlier ones.
+
+        What NCCL sends through one group is sent in one order, in which each of two ranks would wait for the other.
+        """
+        return self._back
+
+    def _second(self, axes: Axes) -> dist.ProcessGroup | None:
+        """Another group of the ranks of that over `axes`; the same one where gloo carries all."""
+        first = self.of(axes)
+        if first is None or only_gloo(first):
+            return first
+        found: dist.ProcessGroup | None = None
+        for ranks in self.mesh.groups(axes):
+            group = dist.new_group(list(ranks), timeout=time_limit(first), backend=dist.get_backend_config(first))
+            found = group if self.rank in ranks else found
+        assert found is not None
+        if _temporary:
+            _temporary[-1].add(found)
+        _connect(found)
+        return found
 
     def _make(self, axes: Axes) -> bool:
         """Whether the group is new, and has yet to be connected."""

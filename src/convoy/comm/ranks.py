@@ -105,8 +105,12 @@ class Ranks:
         places = [mesh.coordinates(rank) for rank in range(self.num)]
         self.num_sample_ranks = mesh.size(axes)
         self.sample_rank = mesh.index(places[self.rank], axes)
+        stage = mesh.stage_axis  # the last one has the outputs
+        speakers = [
+            (rank, place) for rank, place in enumerate(places) if stage is None or place[stage] == mesh.sizes[stage] - 1
+        ]
         self._leaders = [
-            next(rank for rank, place in enumerate(places) if mesh.index(place, axes) == part)
+            next(rank for rank, place in speakers if mesh.index(place, axes) == part)
             for part in range(self.num_sample_ranks)
         ]
         self.is_group_leader = self.rank in self._leaders

@@ -112,6 +112,10 @@ class Guard:
             self._follow()
         self._between_updates = False
 
+    def mark_gradients(self) -> None:
+        """Let the gradients that there are answer for whole tensors."""
+        self._gradients.mark()
+
     # What ranks should have alike.
 
     @torch.no_grad()
@@ -151,7 +155,7 @@ class Guard:
         local = network.context.batch_norm == "local"
         parameters = dict(network.model.named_parameters())
         for name, tensor in named_tensors(network.model).items():
-            if not (local and name not in parameters) and tensor.numel():
+            if not (local and name not in parameters) and 0 not in network.shapes[name][0]:
                 yield name, tensor.detach()
 
     def _same(self, name: str) -> Callable[[int], tuple[int, ...]]:

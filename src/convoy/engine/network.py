@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -77,6 +77,9 @@ class Guard(Protocol):
 
     def unfollow(self) -> None:
         """The parameters change: forget their uses so far."""
+
+    def mark_gradients(self) -> None:
+        """A backward pass is done that autograd alone does not know the end of."""
 
 
 @dataclass
@@ -314,6 +317,10 @@ class Network:
             name = next(other for other, own in named_tensors(self.model).items() if own is tensor)
         return self.shapes[name][0], self.layouts[name]
 
+    def owns(self, name: str) -> bool:
+        """Whether this rank computes with a parameter, if only with a part of it."""
+        return True
+
     @property
     def device(self) -> torch.device:
         """Where its parameters are."""
@@ -362,8 +369,14 @@ class Network:
         state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
         return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes)
 
-    def _run(self, placement: Placement, program: Program, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        given = dict(zip(placement.graph.inputs, inputs, strict=True))
+    def _run(
+        self,
+        placement: Placement,
+        program: Program,
+        inputs: Sequence[Tensor],
+        received: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        given = {**dict(zip(placement.graph.inputs, inputs, strict=True)), **(received or {})}
         if not self._owners:
             self._owners = owners(self.model)
         held = self._owners
@@ -387,9 +400,11 @@ class Network:
             with torch.inference_mode(False):  # the program, and the tensors in it, serve training too
                 placement = self._placement(signature)
                 compile = self.compile and signature.training
-            program = Program(placement, self.groups, self.context, self.channels_last, compile)
-            found = self._programs[signature] = placement, program
+            found = self._programs[signature] = placement, self._made(placement, compile)
         return found
+
+    def _made(self, placement: Placement, compile: bool) -> Program:
+        return Program(placement, self.groups, self.context, self.channels_last, compile)
 
     def _placement(self, signature: Signature) -> Placement:
         parts = consecutive(signature.samples)
@@ -407,7 +422,11 @@ class Network:
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)
         outputs = [ref.name for ref in leaves(graph.output, Ref)]
-        return place(graph, self.plan, batch, outputs, self.layouts.get, as_given, self.whole_batch)
+        return place(graph, self.plan, batch, outputs, self._kept, as_given, self.whole_batch)
+
+    def _kept(self, name: str) -> Layout | None:
+        """How a parameter or buffer lies among the ranks that compute with it; None where that is still open."""
+        return self.layouts.get(name)
 
     def __reduce__(self) -> Any:
         raise ConvoyError("a parallelized network cannot be pickled: save it by convoy.save or convoy.state_dict")

@@ -7,7 +7,7 @@ been loaded in silence.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -25,6 +25,7 @@ from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
+from convoy.engine.stages import Schedule, StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
@@ -114,6 +115,7 @@ def parallelize(
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
+    microbatches: int | None = None,
     compile: bool = False,
     recompute: "bool | Sequence[str]" = False,
     checks: bool = True,
@@ -144,6 +146,9 @@ def parallelize(
             ranks with different samples add up to it; there is no weighting.
         seed: seed of the dropout masks, which are functions of (seed, step, layer, sample); that of rank 0 counts, by
             default torch's initial seed there.
+        microbatches: for plans with stages: into how many parts a pass of each rank is cut, which go through the stages
+            one after the other; by default four for each stage, or one where the samples of a pass are computed with
+            together, as by batch norm over the global batch.
         compile: run the code between the communications of training passes through `torch.compile`; the first pass of
             every batch size takes long.
         recompute: drop activations after the forward pass and compute them again in the backward pass, which takes
@@ -164,6 +169,7 @@ def parallelize(
         batch_norm=batch_norm,
         loss=loss,
         seed=seed,
+        microbatches=microbatches,
         compile=compile,
         recompute=as_recompute(recompute),
     )
@@ -181,6 +187,7 @@ def take_part(
     batch_norm: BatchNorm = "sync",
     loss: Loss = "mean",
     seed: int | None = None,
+    microbatches: int | None = None,
     compile: bool = False,
     recompute: Recompute = False,
 ) -> Network:
@@ -197,12 +204,12 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        network = _network(model, parsed, groups, context, examples, form, loss, recompute)
+        network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(
-            [(parameters[name], tuple(sorted(network.layouts[name].copied))) for name in parameters], groups
+            [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups
         )
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
@@ -225,6 +232,44 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     network = network_of(net)
     agree("convoy.gradients", network.groups)
     return {name: network.whole(name, p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def forward_backward(
+    net: nn.Module,
+    inputs: "Tensor | tuple[Tensor, ...]",
+    targets: Any,
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    schedule: Schedule = "1f1b",
+) -> Tensor:
+    """The loss of this rank's samples, with its backward pass: under a plan with stages by the 1F1B schedule.
+
+    As `loss(net(inputs), targets).backward()`, with the same gradients; but each stage begins with the backward pass of
+    the first part of the batch as soon as it can, and so keeps the activations of no more parts than there are stages
+    (Narayanan et al., PipeDream, 2019).
+
+    >>> loss = convoy.forward_backward(net, images[mine], labels[mine], F.cross_entropy)
+    >>> optimizer.step()
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        inputs: this rank's samples, or a tuple of the network's arguments.
+        targets: of these samples: a tensor, or tuples, lists and dicts of tensors, with the samples along dim 0.
+        loss: takes what the network gives for some samples, and their targets; gives the mean over them, or with
+            `parallelize(..., loss="part")` a sum. With stages it is called in the last one, for each part of the batch.
+        schedule: `1f1b`, or `gpipe`: all parts forward, then all backward.
+
+    Returns:
+        The loss of this rank's samples, a scalar without a gradient, the same on all ranks that compute them.
+    """
+    _check_option("schedule", schedule, get_args(Schedule))
+    network = network_of(net)
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if isinstance(network, StagedNetwork):
+        return network.run_schedule(args, targets, loss, schedule)
+    value = loss(net(*args), targets)
+    value.backward()
+    return value.detach()
 
 
 @contextmanager
@@ -310,14 +355,33 @@ def _network(
     examples: tuple[Tensor, ...],
     form: Form | None,
     loss: Loss,
+    microbatches: int | None,
     recompute: Recompute,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
+    staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
     try:
-        network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
+        if staged:
+            network: Network = StagedNetwork(
+                model,
+                plan,
+                groups,
+                context,
+                loss=loss,
+                channels_last=channels_last,
+                recompute=recompute,
+                microbatches=microbatches,
+            )
+        else:
+            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
+        if staged:
+            raise ConvoyError(
+                f"the network cannot be cut into stages, as it was not captured as one program ({error}): choose a "
+                "plan without an axis stage"
+            ) from error
         if recompute:
             raise ConvoyError(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "

@@ -31,6 +31,7 @@ from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.stages import StagedGraph
 from convoy.plans.transfer import Step
 
 
@@ -246,10 +247,13 @@ class Program:
         channels_last: whether images travel with the channels innermost in memory; the same on all ranks.
         compile: whether what lies between the exchanges runs through `torch.compile`.
         transfer: builds what redistributes a value; by default what does it over the groups.
+        staged: where the network is cut into stages; None where the rank runs all of it.
+        stage: that of this rank.
 
     Attributes:
-        sources: names of the tensors that it is given, in order: inputs, parameters and buffers.
-        outputs: names of those that it gives, in order.
+        sources: names of the tensors that it is given, in order: inputs, parameters and buffers, and what earlier
+            stages send.
+        outputs: names of those that it gives, in order: the network's, or what later stages are sent.
     """
 
     def __init__(
@@ -260,6 +264,8 @@ class Program:
         channels_last: bool = False,
         compile: bool = False,
         transfer: BuildTransfer | None = None,
+        staged: StagedGraph | None = None,
+        stage: int = 0,
     ) -> None:
         self._slots: dict[Place, int] = {}
         self._num_slots = 0
@@ -271,26 +277,35 @@ class Program:
         self._channels_last = channels_last
         self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
-        constants = graph.constants
+        calls, crossing, returns = placement.calls, {}, True
+        used = set(placement.layouts)
+        if staged is not None:
+            calls = tuple(placement.calls[number] for number in staged.calls(stage))
+            crossing = {each.value: each for each in staged.crossings}
+            returns = stage == staged.number - 1
+            received = [each.value for each in staged.received(stage)]
+            used = {name for placed in calls for name in placed.call.inputs} | set(placement.outputs if returns else ())
         self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
-        self.sources = [name for name in self.sources if name in placement.layouts]
+        self.sources = [name for name in self.sources if name in used and name in placement.layouts]
+        self.sources += received if staged is not None else []
         self._sources = [self._slot(name, placement.layouts[name]) for name in self.sources]
         self._constants = {
             self._slot(name, placement.layouts[name]): cut(value, placement.layouts[name], mesh, coordinates)
-            for name, value in constants.items()
-            if name in placement.layouts
+            for name, value in graph.constants.items()
+            if name in used and name in placement.layouts
         }
         others = {
             (name, layout)
-            for placed in placement.calls
+            for placed in calls
             for name, layout in placed.placed.inputs.items()
             if placed.call.op not in LOW_PRECISION
         }
-        readers = Readers(placement.graph, placement.outputs)
-        again = {number: stretch for stretch in stretches(placement) for number in stretch}
+        readers = Readers(placement.graph, [*placement.outputs, *crossing])
+        found = stretches(replace(placement, calls=calls), at_once=staged is None)
+        again = {number: stretch for stretch in found for number in stretch}
         places: dict[range, list[int]] = {}
         own: set[str] = set()
-        for number, placed in enumerate(placement.calls):
+        for number, placed in enumerate(calls):
             stretch = again.get(number)
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
@@ -301,9 +316,8 @@ class Program:
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
             if stretch is not None and stretch.start == number:
                 own = set()
-            kernel = overwriting(placed, readers, None if stretch is None else own) or OPERATIONS[site.call.op].build(
-                site
-            )
+            kernel = overwriting(placed, readers, None if stretch is None else own)
+            kernel = kernel or OPERATIONS[site.call.op].build(site)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
@@ -314,10 +328,13 @@ class Program:
             own.update(placed.call.outputs)
             if stretch is not None:
                 places.setdefault(stretch, []).append(len(self._instructions) - 1)
-        for name, steps in placement.outputs.items():
-            self._transfer(name, placement.output_layouts[name], steps, "the output")
+        layouts = placement.output_layouts if returns else placement.layouts
+        for name, steps in placement.outputs.items() if returns else ():
+            self._transfer(name, layouts[name], steps, "the output")
         self.outputs = list(placement.outputs)
-        self._outputs = [self._slot(name, placement.output_layouts[name]) for name in self.outputs]
+        if staged is not None and not returns:
+            self.outputs = list(dict.fromkeys(each.value for each in staged.sent(stage)))
+        self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
         if places:
             self._fold([range(numbers[0], numbers[-1] + 1) for numbers in places.values()], compile)

@@ -17,6 +17,9 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
     """A rank's own part of a whole tensor: a copy, or the tensor itself where the rank holds all of it."""
     if not layout.splits:
         return tensor
+    if not tensor.dim():  # one number, which one stage has
+        own = cut(tensor.view(1), layout, mesh, coordinates)
+        return own.view(()) if len(own) else own
     kept = _memory_format(tensor)
     for dim, _ in layout.splits:
         part = layout.parts(dim, mesh, coordinates, tensor.shape[dim])
@@ -44,6 +47,8 @@ def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups
         shape: of the whole tensor.
         groups: of the mesh.
     """
+    if layout.splits and not shape:
+        return collect(tensor.reshape(-1), layout, (1,), groups).view(())
     steps = transfer(Layout(layout.splits), WHOLE, groups.mesh, shape)
     if not steps:
         return tensor.detach().clone()
@@ -66,7 +71,7 @@ def part_name(
         plan: of the network.
     """
     own = [
-        (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, shapes[name][0][dim])))
+        (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, (shapes[name][0] or (1,))[dim])))
         for name, layout in sorted(layouts.items())
         for dim, _ in layout.splits
     ]

@@ -1,7 +1,7 @@
 """Operations: how each is recognized, divided over devices and run, what it costs and keeps for the backward pass."""
 
 from convoy.ops.operation import Operation
-from convoy.ops.placing import capture, place
+from convoy.ops.placing import capture, place, work
 from convoy.ops.registry import OPERATIONS
 
-__all__ = ["OPERATIONS", "Operation", "capture", "place"]
+__all__ = ["OPERATIONS", "Operation", "capture", "place", "work"]

@@ -9,13 +9,14 @@ import functools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
 from convoy.ops.kept import Kept, KeptTensors
 from convoy.ops.recompute import inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
-from convoy.plans.place import Memory, Placement
+from convoy.plans.place import Memory, PlacedCall, Placement
 from convoy.units import size
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
@@ -110,11 +111,15 @@ def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) 
         placed = placement.calls[number]
         kept |= tensors.calls[number]
         alive = {tensor for tensor in alive if last.get(tensor, -1) >= number}
-        over = overwritten(placed.call, lambda name, placed=placed: readers.is_spare(name, placed.transfers))
+        over = overwritten(placed.call, partial(_is_spare, readers, placed))
         if over is not None:
             alive.discard(tensors.tensor(over, placed.placed.inputs[over]))
         alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
         yield kept | alive
+
+
+def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
+    return readers.is_spare(name, placed.transfers)
 
 
 def what_is_recomputed(placement: Placement) -> str | None:

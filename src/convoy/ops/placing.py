@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import prod
 
 from convoy.graph.capture import capture as capture_by
 from convoy.graph.graph import Call, Graph
@@ -78,3 +79,23 @@ def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
         return ()
     layout = placed.inputs[call.attributes["input"]]
     return axes_along(layout, dims(call, graph, layout))
+
+
+def work(graph: Graph) -> list[float]:
+    """How long each call takes, roughly and in no unit: multiply-adds, and what it costs to write the outputs."""
+    found = []
+    for call in graph.calls:
+        operation = OPERATIONS[call.op]
+        written = 0 if operation.is_view else sum(prod(graph.shape(name)) for name in call.outputs)
+        operands = [call.attributes.get(name) for name in operation.operands]
+        shapes = [graph.shape(name) for name in operands if isinstance(name, str) and name in graph.values]
+        count = 0
+        if operation.multiplications is not None and len(shapes) > 1:
+            output = graph.shape(call.outputs[0])
+            count = operation.multiplications(shapes, output, bool(call.attributes.get("transposed")))
+        found.append(float(count + _WRITING * written))
+    return found
+
+
+_WRITING = 16
+"""Multiply-adds of a convolution in the time in which a number is written and read again."""

@@ -79,19 +79,20 @@ def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
     return replace(placement, graph=graph, calls=calls)
 
 
-def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple[range, ...]:
+def stretches(placement: Placement, tensors: KeptTensors | None = None, at_once: bool = True) -> tuple[range, ...]:
     """The calls of each stretch that is computed again, by their numbers; the same on every rank.
 
-    There are none where that would free nothing, and none at the end of the network, whose activations the backward
-    pass needs at once.
+    There are none where that would free nothing.
 
     Args:
-        placement: the network on its mesh.
+        placement: the network on its mesh, or a stage of it.
         tensors: what it keeps, where that is known.
+        at_once: whether the backward pass follows the forward pass, so that it needs the activations at the end of the
+            network at once: these are not dropped.
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
-    return _Stretches(placement, tensors or KeptTensors(placement)).found
+    return _Stretches(placement, tensors or KeptTensors(placement), at_once).found
 
 
 def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
@@ -119,8 +120,8 @@ class _Stretches:
     (`first`, the first that keeps it), and has to stay where a cut lies before the `last` one that needs it.
     """
 
-    def __init__(self, placement: Placement, tensors: KeptTensors) -> None:
-        self._placement, self._tensors = placement, tensors
+    def __init__(self, placement: Placement, tensors: KeptTensors, at_once: bool) -> None:
+        self._placement, self._tensors, self._at_once = placement, tensors, at_once
         self._runs = list(_runs(placement))
         self._count = len(placement.calls)
         self._begins = {number: run.start for run in self._runs for number in run}
@@ -204,7 +205,7 @@ class _Stretches:
 
     def _frees(self, stretch: range) -> bool:
         """Whether something in a stretch need not stay, and is not needed at once."""
-        if stretch.stop == self._count:
+        if stretch.stop == self._count and self._at_once:
             return False
         inside = kept_in(self._tensors, stretch) - inputs_of(self._placement, self._tensors, stretch)
         return any(self._last[tensor] < stretch.stop for tensor in inside)

@@ -53,12 +53,16 @@ class FoundPlan(Plan):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.mesh, self.layers) == (other.mesh, other.layers)
+        return (self.mesh, self.layers, self.stages) == (other.mesh, other.layers, other.stages)
 
     __hash__ = Plan.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.mesh, self.layers)  # copies go to other processes and files, without the reasons
+        return Plan, (
+            self.mesh,
+            self.layers,
+            self.stages,
+        )  # copies go to other processes and files, without the reasons
 
     def _planned(self) -> Planned:
         if self.planned is None:
@@ -158,4 +162,4 @@ def plan(
         plans=[Plan.parse(one, num_devices=devices) for one in given],
     )
     best = planned.best.plan
-    return FoundPlan(best.mesh, best.layers, planned)
+    return FoundPlan(best.mesh, best.layers, best.stages, planned)

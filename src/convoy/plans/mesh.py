@@ -9,6 +9,9 @@ from functools import cached_property
 Axes = tuple[int, ...]
 Coordinates = tuple[int, ...]
 
+STAGE = "stage"
+"""The name of the axis that divides the network itself: a submodel, which is a stage, for each place on it."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -39,6 +42,11 @@ class Mesh:
     def axes(self) -> range:
         """Positions of all axes."""
         return range(len(self.sizes))
+
+    @cached_property
+    def stage_axis(self) -> int | None:
+        """Position of the axis named `stage`, on which the network is divided and no layer is; None without one."""
+        return self.names.index(STAGE) if STAGE in self.names else None
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a rank, one for each axis."""

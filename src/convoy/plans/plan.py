@@ -1,4 +1,4 @@
-"""The plan: a mesh of devices and, for every layer, a strategy on each of its axes; and its form as YAML."""
+"""The plan: a mesh of devices, for every layer a strategy on each of its axes, and where stages begin; and its YAML."""
 
 import difflib
 import fnmatch
@@ -12,13 +12,14 @@ import yaml
 
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.strategies import (
-    STRATEGIES,
+    WORDS,
     Layers,
     Place,
     check_axes,
     check_layers,
+    check_stages,
     of_layer,
     parse_text,
     show,
@@ -26,11 +27,15 @@ from convoy.plans.strategies import (
 )
 
 _FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such as `features.*: {sample: sample}`"
+_KEYS = ("mesh", "layers", "stages")
 _DEPTH = 4
 
+Parts = tuple[Mesh, Layers, tuple[str, ...]]
+"""The fields of a plan."""
 
-def read_file(path: Path) -> tuple[Mesh, Layers]:
-    """The mesh and layers in a YAML file.
+
+def read_file(path: Path) -> Parts:
+    """The fields of the plan in a YAML file.
 
     Raises:
         ConvoyError: it cannot be read or is no plan; the sentence has the file and the line.
@@ -40,8 +45,8 @@ def read_file(path: Path) -> tuple[Mesh, Layers]:
     return parse_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
 
 
-def parse_yaml(text: str, source: str = "the plan") -> tuple[Mesh, Layers]:
-    """The mesh and layers of a YAML text.
+def parse_yaml(text: str, source: str = "the plan") -> Parts:
+    """The fields of the plan in a YAML text.
 
     Args:
         text: the YAML.
@@ -70,8 +75,8 @@ def parse_yaml(text: str, source: str = "the plan") -> tuple[Mesh, Layers]:
     return parse_document(document, at)
 
 
-def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> tuple[Mesh, Layers]:
-    """The mesh and layers of a mapping with the keys `mesh` and `layers`.
+def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> Parts:
+    """The fields of a plan from a mapping with the keys `mesh`, `layers` and, where it has an axis `stage`, `stages`.
 
     Args:
         document: what was written.
@@ -83,24 +88,26 @@ def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> tupl
     if not isinstance(document, Mapping):
         raise ConvoyError(f"{at(())}a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
     for key in document:
-        if key not in ("mesh", "layers"):
-            close = difflib.get_close_matches(str(key), ("mesh", "layers"), 1)
+        if key not in _KEYS:
+            close = difflib.get_close_matches(str(key), _KEYS, 1)
             hint = f"did you mean {close[0]}?" if close else "a plan has the keys mesh and layers"
             raise ConvoyError(f"{at((str(key),))}the key {show(key)} is unknown: {hint}")
     mesh = _mesh(document, at)
-    if "layers" not in document:
+    first = next((name for name in mesh.names if name != STAGE), "sample")
+    if "layers" not in document and mesh.names != (STAGE,):
         raise ConvoyError(
             f"{at(())}layers is missing: write for each pattern of layer names a strategy on each axis, "
-            f"e.g. `layers: {{'*': {{{next(iter(mesh.names), 'sample')}: sample}}}}`"
+            f"e.g. `layers: {{'*': {{{first}: sample}}}}`"
         )
-    layers = document["layers"]
+    layers = document.get("layers", {})
     if not isinstance(layers, Mapping):
         raise ConvoyError(
             f"{at(('layers',))}layers is {_kind(layers)}, but must be a mapping of patterns: "
-            f"write lines such as `features.*: {{{next(iter(mesh.names), 'sample')}: sample}}` below it"
+            f"write lines such as `features.*: {{{first}: sample}}` below it"
         )
     check_layers(list(layers.items()), mesh, at)
-    return mesh, tuple((pattern, dict(strategies)) for pattern, strategies in layers.items())
+    stages = check_stages(document.get("stages", ()), mesh, at)
+    return mesh, tuple((pattern, dict(strategies)) for pattern, strategies in layers.items()), stages
 
 
 def dump_yaml(document: dict[str, Any]) -> str:
@@ -171,32 +178,43 @@ class Plan:
     'node=2 × gpu=2: features.* node:sample,gpu:filter'
     >>> convoy.Plan.parse(plan.to_yaml()) == plan
     True
+    >>> plan = convoy.Plan(convoy.Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("layer3",))
+    >>> print(plan.to_yaml(), end="")  # two submodels; the second begins at layer3
+    mesh: {stage: 2, sample: 2}
+    layers:
+      '*': {sample: sample}
+    stages: [layer3]
 
     Attributes:
         mesh: the devices.
         layers: glob patterns over the names of modules with the strategies of the layers they match, by name of the
             axis; the first pattern that matches wins. On an axis that is not named there, and for a layer that
-            nothing matches, the strategy is `replicate`.
+            nothing matches, the strategy is `replicate`. On the axis `stage` it always is.
+        stages: names of the layers at which the stages begin, one for each place on the axis `stage`, or all but the
+            first. A module with others in it stands for the first of them, and so the first name may be "", the
+            network. Empty for cuts of equal work.
 
     Raises:
-        ConvoyError: names, sizes, patterns or strategies that cannot be.
+        ConvoyError: names, sizes, patterns, strategies or stages that cannot be.
     """
 
     mesh: Mesh
     layers: Layers = field(default=(), hash=False)
+    stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_axes(self.mesh.names, self.mesh.sizes, lambda path: "the plan: ")
         check_layers(self.layers, self.mesh, lambda path: "the plan: ")
         object.__setattr__(self, "layers", tuple((pattern, dict(given)) for pattern, given in self.layers))
+        object.__setattr__(self, "stages", check_stages(self.stages, self.mesh, lambda path: "the plan: "))
 
     @staticmethod
     def parse(plan: "str | Path | Mapping[str, Any] | Plan", num_devices: int | None = None) -> "Plan":
         """A plan from text, YAML, a mapping, or a plan.
 
         Args:
-            plan: a line such as `sample=2,filter=2`, `owt=4` or `serial`; the path of a YAML file; YAML text of more
-                than one line; a mapping with the keys `mesh` and `layers`; or a plan.
+            plan: a line such as `sample=2,filter=2`, `stage=2`, `owt=4` or `serial`; the path of a YAML file; YAML text
+                of more than one line; a mapping with the keys `mesh`, `layers` and `stages`; or a plan.
             num_devices: number of devices, for `auto`.
 
         Raises:
@@ -247,10 +265,19 @@ class Plan:
         named = {name for _, given in self.layers for name, strategy in given.items() if strategy in ("sample", "owt")}
         return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in named))
 
+    @property
+    def num_stages(self) -> int:
+        """Submodels into which it divides the network; 1 without an axis `stage`."""
+        axis = self.mesh.stage_axis
+        return 1 if axis is None else self.mesh.sizes[axis]
+
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
-        return {"mesh": mesh, "layers": {pattern: dict(given) for pattern, given in self.layers}}
+        document = {"mesh": mesh, "layers": {pattern: dict(given) for pattern, given in self.layers}}
+        if self.stages:
+            document["stages"] = list(self.stages if self.stages[0] else self.stages[1:])
+        return document
 
     def to_yaml(self) -> str:
         """The YAML text that `parse` reads as this plan."""
@@ -259,25 +286,25 @@ class Plan:
     def __str__(self) -> str:
         """The plan in one line: the text that `parse` reads, if there is one, otherwise for people only."""
         text = to_text(self.mesh, self.layers)
-        if text is not None:
-            return text
-        layers = (
-            f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in given.items()) or 'replicate'}"
-            for pattern, given in self.layers
-        )
-        return f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
+        if text is None:
+            layers = (
+                f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in given.items()) or 'replicate'}"
+                for pattern, given in self.layers
+            )
+            text = f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
+        return f"{text}; stages begin at {', '.join(self.stages[not self.stages[0] :])}" if self.stages else text
 
 
 def plan_text(plan: Plan) -> str:
     """A plan as text that `Plan.parse` reads: in one line where it has one, else as YAML."""
-    return to_text(plan.mesh, plan.layers) or plan.to_yaml()
+    return (None if plan.stages else to_text(plan.mesh, plan.layers)) or plan.to_yaml()
 
 
 @cache
 def _of_text(text: str) -> Plan:
     """A plan in one line or as YAML text; a recipe, which holds its plan as text, is asked for it again and again."""
     is_yaml = "\n" in text.strip() or text.lstrip().startswith("{")
-    return Plan(*(parse_yaml(text) if is_yaml else parse_text(text)))
+    return Plan(*parse_yaml(text)) if is_yaml else Plan(*parse_text(text))
 
 
 def _auto(num_devices: int | None) -> Plan:
@@ -296,7 +323,7 @@ def _is_path(text: str) -> bool:
         return False
     if text.lower().endswith((".yaml", ".yml", ".json")):
         return True
-    if not text or "=" in text or text in ("serial", *STRATEGIES):
+    if not text or "=" in text or text in ("serial", *WORDS):
         return False
     try:
         return "/" in text or Path(text).exists()

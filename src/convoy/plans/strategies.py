@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import STAGE, Mesh
 from convoy.terminal import brief
 
 Layers = tuple[tuple[str, Mapping[str, str]], ...]
@@ -51,6 +51,23 @@ STRATEGIES = {
     "replicate": Strategy("R", "whole on every device", "", "none whole replicated full copy serial", exchanges=False),
     "owt": Strategy("", "sample for convolutions, filter for linear layers", "", "weird one-weird-trick krizhevsky"),
 }
+"""What an axis does with a layer."""
+
+WORDS = (*STRATEGIES, STAGE)
+"""What an axis of a plan in one line may be."""
+
+_STAGE_WORDS = (
+    "stages",
+    "pipeline",
+    "pipelining",
+    "pipelined",
+    "pipe",
+    "pp",
+    "gpipe",
+    "pipedream",
+    "submodel",
+    "submodels",
+)
 
 
 def of_layer(strategy: str, op: str) -> str:
@@ -62,13 +79,24 @@ _LARGEST = 1_000_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-def strategy_error(word: Any) -> str:
-    """The sentence about a word that should be a strategy."""
+def strategy_error(word: Any, words: Sequence[str] = tuple(STRATEGIES)) -> str:
+    """The sentence about a word that should be a strategy.
+
+    Args:
+        word: what was written.
+        words: what could stand there.
+    """
     text = show(word)
     plain = text.lower()
     close = [name for name, strategy in STRATEGIES.items() if plain in strategy.aliases.split()]
-    close = close or difflib.get_close_matches(plain, STRATEGIES, 1)
-    *first, last = STRATEGIES
+    if plain == STAGE or plain in _STAGE_WORDS:
+        if STAGE not in words:
+            return (
+                f"{text} is no strategy of a layer: to divide the network, give the plan an axis {STAGE}, as in stage=2"
+            )
+        close = [STAGE]
+    close = close or difflib.get_close_matches(plain, words, 1)
+    *first, last = words
     hint = f"did you mean {close[0]}?" if close else f"it must be {', '.join(first)} or {last}"
     return f"{text} is no strategy: {hint}"
 
@@ -125,7 +153,7 @@ def check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh, at: Place) -> No
         if not isinstance(pattern, str) or not pattern.strip():
             raise ConvoyError(f"{here}a pattern must be text, e.g. features.* or * for every layer")
         if not isinstance(strategies, Mapping):
-            example = ", ".join(f"{name}: sample" for name in mesh.names) or "sample: sample"
+            example = ", ".join(f"{name}: sample" for name in mesh.names if name != STAGE) or "sample: sample"
             has = "nothing" if strategies is None else show(strategies)
             raise ConvoyError(f"{here}{pattern} has {has}, but needs a strategy for each axis: write {{{example}}}")
         for axis, strategy in strategies.items():
@@ -146,8 +174,49 @@ def _check_strategy(pattern: str, axis: Any, strategy: Any, mesh: Mesh, here: st
         axes = ", ".join(mesh.names)
         hint = f"did you mean {close[0]}?" if close else f"the mesh has {axes or 'no axes'}"
         raise ConvoyError(f"{here}{pattern} names an axis {show(axis)} that is not in the mesh: {hint}")
+    if axis == STAGE:
+        raise ConvoyError(
+            f"{here}{pattern} has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it "
+            "out here, and list the layers at which stages begin under the key stages"
+        )
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ConvoyError(f"{here}{pattern} on axis {axis}: {strategy_error(strategy)}")
+
+
+def check_stages(stages: Any, mesh: Mesh, at: Place) -> tuple[str, ...]:
+    """The layers at which stages begin, one for each stage of the mesh, or none.
+
+    Args:
+        stages: as they were written: for every stage, or for all but the first. That one begins with the network
+            itself, "".
+        mesh: the devices.
+        at: where the path ("stages",) stands.
+
+    Raises:
+        ConvoyError: they cannot be on this mesh.
+    """
+    here = at(("stages",))
+    if not isinstance(stages, list | tuple):
+        has = "empty" if stages is None else f"{show(stages)}"
+        raise ConvoyError(f"{here}stages is {has}, but must be a list of layers: write e.g. stages: [conv1, layer3]")
+    names = tuple(str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in stages)
+    if not names:
+        return ()
+    if mesh.stage_axis is None:
+        raise ConvoyError(f"{here}stages needs an axis {STAGE} in the mesh: write e.g. mesh: {{stage: {len(names)}}}")
+    size = mesh.sizes[mesh.stage_axis]
+    if len(names) not in (size, size - 1):
+        first = f", or {size - 1} without the first" if size > 2 else ""
+        raise ConvoyError(
+            f"{here}stages names {len(names)} layers, but axis {STAGE} has size {size}: name the layer at which each "
+            f"stage begins, {size} of them{first}"
+        )
+    for place, name in enumerate(names):
+        if not isinstance(name, str) or (not name.strip() and (place or len(names) < size)):
+            raise ConvoyError(f"{here}a stage begins at {show(name)}: write the name of a layer, e.g. layer3")
+        if name in names[:place]:
+            raise ConvoyError(f"{here}two stages begin at {name}: name another layer for one of them")
+    return names if len(names) == size else ("", *names)
 
 
 _EXAMPLES = "write e.g. sample=4 or sample=2,filter=2, or name a YAML file"
@@ -158,7 +227,8 @@ def parse_text(text: str) -> tuple[Mesh, Layers]:
     """The mesh and layers of a plan in one line.
 
     Each part `strategy=size` is a mesh axis, outermost first, on which every layer has that strategy. An axis has the
-    name of its strategy, numbered where a strategy comes again: `sample`, `sample2`.
+    name of its strategy, numbered where a strategy comes again: `sample`, `sample2`. `stage=size` is the axis on which
+    the network is divided, and layers have no strategy.
 
     Raises:
         ConvoyError: it is no plan; the sentence quotes the part that is wrong.
@@ -172,7 +242,10 @@ def parse_text(text: str) -> tuple[Mesh, Layers]:
     names = axis_names_of(strategies)
     sizes = tuple(size for _, size in parts)
     check_axes(names, sizes, lambda path: f"plan {show(text)!r}: ")
-    return Mesh(names, sizes), (("*", dict(zip(names, strategies, strict=True))),)
+    if strategies.count(STAGE) > 1:
+        raise ConvoyError(f"plan {show(text)!r}: it has two axes {STAGE}: write one, with the number of all stages")
+    of_layers = {name: strategy for name, strategy in zip(names, strategies, strict=True) if strategy != STAGE}
+    return Mesh(names, sizes), (("*", of_layers),) if of_layers else ()
 
 
 def axis_names_of(strategies: Sequence[str]) -> tuple[str, ...]:
@@ -186,15 +259,14 @@ def axis_names_of(strategies: Sequence[str]) -> tuple[str, ...]:
 
 def to_text(mesh: Mesh, layers: Layers) -> str | None:
     """The one line that `parse_text` reads as this mesh and these layers; None where there is none."""
-    if not mesh.names and not layers:
-        return "serial"
-    if len(layers) != 1 or layers[0][0] != "*":
+    given = dict(layers)
+    if set(given) != ({"*"} if set(mesh.names) - {STAGE} else set()):
         return None
-    strategies = layers[0][1]
+    strategies = {STAGE: STAGE, **given.get("*", {})}
     ordered = [strategies.get(name, "") for name in mesh.names]
-    if not ordered or axis_names_of(ordered) != mesh.names:
+    if axis_names_of(ordered) != mesh.names:
         return None
-    return ",".join(f"{strategy}={size}" for strategy, size in zip(ordered, mesh.sizes, strict=True))
+    return ",".join(f"{strategy}={size}" for strategy, size in zip(ordered, mesh.sizes, strict=True)) or "serial"
 
 
 def _part(part: str, text: str) -> tuple[str, int]:
@@ -206,21 +278,21 @@ def _part(part: str, text: str) -> tuple[str, int]:
         raise ConvoyError(f"{where}: {stripped} stands alone, without other parts; for one device write serial")
     if re.fullmatch("[0-9]+", stripped):
         raise ConvoyError(f"{where}: {stripped} needs a strategy: write sample={stripped} to divide the samples")
-    if stripped in STRATEGIES:
+    if stripped in WORDS:
         raise ConvoyError(f"{where}: {stripped} needs a number of devices: write {stripped}=2")
     if stripped.count("=") > 1 and "==" not in stripped:
         raise ConvoyError(f"{where}: put a comma between two parts, as in sample=2,filter=2")
     match = _PART.fullmatch(part)
     if not match:
         words = re.fullmatch(r"(\w+)(?: *: *| +|==)([0-9]+)", stripped)
-        if words and words[1] in STRATEGIES:
+        if words and words[1] in WORDS:
             raise ConvoyError(f"{where}: write {words[1]}={words[2]} instead of {stripped}")
         raise ConvoyError(f"{where}: {show(stripped)} is no part of a plan: {_EXAMPLES}")
     strategy, size = match.groups()
     if strategy in ("serial", "auto"):
         raise ConvoyError(f"{where}: {strategy} takes no number: write {strategy} alone, or sample={size or 2}")
-    if strategy not in STRATEGIES:
-        raise ConvoyError(f"{where}: {strategy_error(strategy)}")
+    if strategy not in WORDS:
+        raise ConvoyError(f"{where}: {strategy_error(strategy, WORDS)}")
     if not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:
         raise ConvoyError(f"{where}: the size of {strategy} is {show(size)}: write a whole number from 1, e.g. 2")
     return strategy, int(size)

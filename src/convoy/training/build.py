@@ -187,7 +187,7 @@ def probed(
 
 
 def divisible_sizes(
-    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None
+    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None, useful: int | None = None
 ) -> tuple[tuple[int, ...], str | None]:
     """Samples of every microbatch, so small that each part of the batch has one, where that changes no result.
 
@@ -199,18 +199,21 @@ def divisible_sizes(
         model: its network, on any device.
         parts: of the batch that each need a microbatch.
         found: what the network showed, if it was tried.
+        useful: microbatches that there had better be, so that all stages have something to do; by default `parts`.
 
     Returns:
         The sizes, perhaps of fewer microbatches than parts, and a sentence where they are smaller than usual.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     said = recipe.microbatch != DEFAULT_MICROBATCH
-    if len(sizes) >= parts or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
+    useful = useful or parts
+    if len(sizes) >= useful or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
         return sizes, None
-    finer, most = microbatch_sizes(recipe.batch, parts), " at most" * (recipe.batch % parts > 0)
+    finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
+    why = "each device has one" if useful == parts else "all stages have something to do"
     return finer, (
-        f"the batch of {recipe.batch} is {parts} microbatches of {finer[0]} samples{most}, not {len(sizes)} of "
-        f"{sizes[0]}, so that each device has one: the result does not depend on it"
+        f"the batch of {recipe.batch} is {useful} microbatches of {finer[0]} samples{most}, not {len(sizes)} of "
+        f"{sizes[0]}, so that {why}: the result does not depend on it"
     )
 
 
@@ -231,6 +234,7 @@ def merged(
     device: torch.device,
     sharing: int = 1,
     alone: bool = False,
+    passes: int = 1,
 ) -> tuple[int, str]:
     """How many microbatches of each part of the batch run in one pass, and why.
 
@@ -241,6 +245,7 @@ def merged(
         device: where.
         sharing: devices that work on a part.
         alone: one device runs the plain network; on several, the engine brings running statistics in order.
+        passes: that there are to be, where parts of the batch go through stages.
     """
     num = len(sizes)
     if recipe.reproducible:
@@ -254,6 +259,8 @@ def merged(
         return 1, "one by one: the network couples the samples of a batch"
     if alone and found.normed_again:
         return 1, "one by one: a batch norm layer runs several times, and notes one microbatch after the other"
+    if passes > 1 and merge > (most := max(1, num // passes)):
+        return most, f"so that {-(-num // most)} passes go through the stages one after the other"
     return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
 
 

@@ -1,8 +1,9 @@
 """The network of a run, on one device or on several: the engine, as the trainer asks for it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
+from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions
 from convoy.ops.memory import what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
@@ -30,8 +32,8 @@ class TrainedNetwork:
     """A network whose updates are those of the global batch, wherever its parts are computed: here on one device.
 
     Its parameters are `model.parameters()`; where a plan divides them, each rank holds its own part under the serial
-    name. An update is, for every pass: `enter`, `forward`, the backward pass, `passed`; then `finish_update`. All
-    ranks do the same.
+    name. An update is, for every pass, in the order that `order` says: `enter`, `forward`, and `backward`; then
+    `finish_update`. All ranks do the same.
 
     Attributes:
         sample_axes: axes of the mesh that divide the samples.
@@ -81,12 +83,19 @@ class TrainedNetwork:
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
 
-    def paused(self) -> AbstractContextManager[None]:
-        """While entered, backward passes leave their gradients on this rank: it is not the last pass."""
-        return contextlib.nullcontext()
+    def order(self, passes: Sequence[Pass]) -> list[Action]:
+        """What this rank does of an update's passes, in which order."""
+        return actions("1f1b", len(passes), stage=0, stages=1)
 
-    def passed(self) -> None:
-        """A backward pass is done."""
+    def backward(self, loss: Tensor | None, last: bool) -> None:
+        """Run the backward pass of the earliest pass that has none yet.
+
+        Args:
+            loss: of the pass; None where the outputs are those of another rank's stage.
+            last: gradients of all passes are to be added over the ranks now.
+        """
+        assert loss is not None
+        loss.backward()
         if self._own_tree is not None:
             self._own_tree.add()
 
@@ -215,7 +224,6 @@ class ParallelNetwork(TrainedNetwork):
 
     def enter(self, update: int, piece: Pass) -> None:
         self._update = update
-        self._left_over = False  # the pass takes with it what paused ones before it have left
         self.engine.samples = tuple(map(len, piece.parts))
         self._announce(update, piece)
 
@@ -231,6 +239,8 @@ class ParallelNetwork(TrainedNetwork):
         """
         if not self.engine.recomputes:
             return None
+        if isinstance(self.engine, StagedNetwork):
+            return "the backward pass computes activations again, in each stage by itself"
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
         graph = under_autocast(placement.graph, precision, self._device.type)
@@ -263,14 +273,15 @@ class ParallelNetwork(TrainedNetwork):
                 weight=len(division.positions(self.engine.sample_rank)),
             )
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self.engine.reducer.paused() if self.engine.reducer is not None else contextlib.nullcontext():
-            yield
-        self._left_over = self.engine.reducer is not None
+    def backward(self, loss: Tensor | None, last: bool) -> None:
+        reducer = self.engine.reducer
+        with contextlib.nullcontext() if last or reducer is None else reducer.paused():
+            self._run_backward(loss)
+        self._left_over = reducer is not None and not last  # the last pass takes with it what those before have left
 
-    def passed(self) -> None:
-        pass  # the reducer has hooks
+    def _run_backward(self, loss: Tensor | None) -> None:
+        assert loss is not None
+        loss.backward()
 
     def finish_update(self) -> None:
         if self._left_over and self.engine.reducer is not None:
@@ -312,7 +323,53 @@ class ParallelNetwork(TrainedNetwork):
 
     def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         apart = frozenset(self.sample_axes if self.local_mean else ())
-        return [(p, tuple(sorted(self._places[id(p)].copied - apart))) for p in self.model.parameters()]
+        return [
+            (p, tuple(sorted(self._places[id(p)].copied - apart)))
+            for name, p in self.model.named_parameters()
+            if self.engine.owns(name)
+        ]
 
     def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
         return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
+
+
+class StagedTraining(ParallelNetwork):
+    """A model of which this rank runs one stage.
+
+    Args:
+        schedule: the order of the passes; see `convoy.engine.stages`.
+    """
+
+    engine: StagedNetwork
+
+    def __init__(self, *args: Any, schedule: Schedule = "1f1b", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._schedule = schedule
+        self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
+        self._running: deque[Flight] = deque()
+
+    def order(self, passes: Sequence[Pass]) -> list[Action]:
+        self._running.clear()
+        self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
+        return actions(self._schedule, len(passes), self.engine.stage, self.engine.stages.number)
+
+    def forward(self, images: Tensor) -> Any:
+        sizes = self._sizes.popleft()
+        flight = self.engine.forward_pass((images,), sizes, then=self._sizes[0] if self._sizes else None)
+        self._running.append(flight)
+        return self.engine.output_of(flight) if self.engine.is_last else None
+
+    def _run_backward(self, loss: Tensor | None) -> None:
+        flight = self._running.popleft()
+        if loss is None:
+            self.engine.backward_pass(flight, then=self._running[0] if self._running else None)
+        else:
+            loss.backward()
+            self.engine.send_gradients(flight)
+
+    def finish_update(self) -> None:
+        super().finish_update()
+        self.engine.finish_update()
+
+    def share(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer

@@ -9,7 +9,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.config import Section
 
-PLACEMENT = ("devices", "plan", "shares", "cores_per_device", "lost_group")
+PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "lost_group")
 """Keys that change where and how fast a run goes, but not its result."""
 
 
@@ -23,6 +23,11 @@ class ParallelConfig(Section):
     devices: int | None = Field(None, ge=1, description="how many devices; not said: as many as the plan has, or one")
     plan: str | None = Field(
         None, min_length=1, description="e.g. sample=4, auto, or a YAML file; not said: sample=DEVICES"
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b",
+        description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, and the "
+        "result is the same",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"

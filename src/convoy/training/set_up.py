@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
+from convoy.engine.stages import PARTS_PER_STAGE, bubble
 from convoy.errors import ConvoyError
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
@@ -24,7 +26,7 @@ from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
+from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
@@ -88,7 +90,8 @@ def set_up(
     found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
     found = replace(found, on_device=num_on(device, ranks))
     notes += _without_heads(recipe, found, explicit_keys)
-    sizes, smaller = divisible_sizes(recipe, model, plan.parts if plan is not None else ranks.num, found)
+    parts, useful = parts_of(recipe, plan, ranks.num)
+    sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
@@ -102,6 +105,15 @@ def set_up(
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
+
+
+def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, int]:
+    """Into how many parts a batch has to be divided, and how many are of use where they go through stages."""
+    if plan is None:
+        return num_devices, num_devices
+    if plan.num_stages == 1:
+        return plan.parts, plan.parts
+    return plan.parts, plan.parts * min(PARTS_PER_STAGE * plan.num_stages, max(1, recipe.batch // plan.parts))
 
 
 def num_on(device: torch.device, ranks: Ranks) -> int:
@@ -159,7 +171,8 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute:  # on one: as on several
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
-        network = ParallelNetwork(
+        kind = ParallelNetwork if plan.num_stages == 1 else partial(StagedTraining, schedule=recipe.parallel.schedule)
+        network = kind(
             model,
             plan,
             example,
@@ -175,9 +188,14 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
         network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
-    merge, reason = ranks.broadcast(merged(recipe, ready.probe, sizes, device, sharing, alone=ranks.num == 1))
+    passes = PARTS_PER_STAGE * plan.num_stages * ranks.num_sample_ranks if plan.num_stages > 1 else 1
+    merge, reason = ranks.broadcast(
+        merged(recipe, ready.probe, sizes, device, sharing, alone=ranks.num == 1, passes=passes)
+    )
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
+    if plan.num_stages > 1:
+        notes += _few_passes(len(division.passes(merge)), plan.num_stages)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
@@ -200,6 +218,18 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
     )
+
+
+def _few_passes(passes: int, stages: int) -> list[str]:
+    """What to say where stages wait for each other for much of the time."""
+    share = bubble(passes, stages)
+    if share < 0.25:
+        return []
+    number = f"{passes} pass{'es' * (passes > 1)} of a batch go{'es' * (passes == 1)}"
+    return [
+        f"{number} through {stages} stages, so that each waits {share:.0%} of the time: more microbatches "
+        f"(--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
+    ]
 
 
 def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:

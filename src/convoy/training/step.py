@@ -56,6 +56,15 @@ def wait_for(device: torch.device) -> None:
 
 
 @dataclass
+class _RunningPass:
+    """A pass between its forward and its backward pass; without a loss in all stages but the last."""
+
+    loss: Tensor | None
+    outputs: Any
+    targets: Tensor
+
+
+@dataclass
 class StepResult:
     """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
     loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
@@ -159,43 +168,49 @@ class TrainingStep:
 
     def _gradient(self, batch: Batch, update: int) -> StepResult:
         labels = batch.labels.to(self.pipeline.device, non_blocking=True)
-        losses: list[Tensor] = []
-        correct: list[Tensor] = []
-        seconds = 0.0
-        start = 0
-        for number, piece in enumerate(self.passes, 1):
-            began = time.perf_counter()
-            last = number == len(self.passes)
-            end = start + len(piece.parts[self.rank])
-            if end == start and not last and self.network.leaves_out(update, piece):
-                continue
-            self._begin("input")
-            images, targets = self._input(batch, labels, start, end, update, piece)
-            self._begin("rest")
-            self.network.enter(update, piece)
-            if self.reseed:
-                torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
-            with contextlib.nullcontext() if last and not self.timed else self.network.paused():
-                with autocast_of(self.recipe, self.pipeline.device):
-                    self._begin("forward")
-                    outputs = self.network.forward(images)
-                    self._begin("rest")
-                    loss = self._part_of_mean(outputs, targets)
-                self._begin("backward")
-                with _deterministic():
-                    self.scaler.scale(loss).backward()
-                self._begin("gradient")
-            self.network.passed()
-            self._begin("rest")
-            if end > start:
-                losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
-                correct.append(num_correct(outputs, targets))
+        result, seconds = StepResult([], [], 0.0), 0.0
+        running: dict[int, _RunningPass] = {}
+        *others, final = self.passes
+        passes = [piece for piece in others if piece.parts[self.rank] or not self.network.leaves_out(update, piece)]
+        passes.append(final)
+        for kind, number in self.network.order(passes):
+            began, last = time.perf_counter(), number == len(passes) - 1
+            if kind == "forward":
+                running[number] = self._forward(batch, labels, update, passes[number])
+            else:
+                self._backward(running.pop(number), last and not self.timed, result)
             if self.timed and not (last and self.last_waits):
                 wait_for(self.pipeline.device)
                 seconds += time.perf_counter() - began
-            start = end
         timed = self.passes[: -1 if self.last_waits else None]
-        return StepResult(losses, correct, seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed)))
+        result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
+        return result
+
+    def _forward(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> "_RunningPass":
+        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
+        end = start + len(piece.parts[self.rank])
+        self._begin("input")
+        images, targets = self._input(batch, labels, start, end, update, piece)
+        self._begin("rest")
+        self.network.enter(update, piece)
+        if self.reseed:
+            torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
+        with autocast_of(self.recipe, self.pipeline.device):
+            self._begin("forward")
+            outputs = self.network.forward(images)
+            self._begin("rest")
+            loss = None if outputs is None else self._part_of_mean(outputs, targets)
+        return _RunningPass(loss, outputs, targets)
+
+    def _backward(self, running: "_RunningPass", last: bool, result: StepResult) -> None:
+        loss = running.loss
+        self._begin("backward")
+        with _deterministic():
+            self.network.backward(None if loss is None else self.scaler.scale(loss), last)
+        self._begin("rest")
+        if loss is not None and len(running.targets):
+            result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
+            result.correct.append(num_correct(running.outputs, running.targets))
 
     @property
     def _share(self) -> float:

@@ -59,6 +59,8 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
     parts = {axes: [tensors[number][0] for number in numbers] for axes, numbers in kinds.items()}
     if set(parts) <= {()}:
         return nn.utils.get_total_norm(parts.get((), []))
+    if groups.mesh.stage_axis is not None:  # of tensors that stages have whole: to the bit that of one device
+        return nn.utils.get_total_norm(shard_norms(tensors, groups))
     total = torch.zeros((), dtype=torch.float64, device=tensors[0][0].device)
     for axes, own in parts.items():
         square = nn.utils.get_total_norm(own).double().square().reshape(1)

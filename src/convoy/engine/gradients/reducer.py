@@ -118,7 +118,7 @@ class GradientReducer:
             return
         self._first = [groups.mesh.index(groups.coordinates, axes) == 0 for _, axes in shared]
         self._sizes = sizes or Sizes.default(self.parameters[0].device)
-        self._world = groups.of(groups.mesh.axes)
+        self._world = groups.of({axis for _, axes in shared for axis in axes})  # of other ranks it needs nothing
         assert self._world is not None
         numels = largest([parameter.numel() for parameter in self.parameters], self._world)
         self._items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(shared, numels, strict=True)]

@@ -228,7 +228,7 @@ class TreeReducer:
         self._groups = groups
         self._sample_axes = frozenset(sample_axes)
         device = self.parameters[0].device
-        self._world = groups.of(groups.mesh.axes)
+        self._world = groups.of({axis for _, axes in used for axis in axes} | self._sample_axes)
         numels = [parameter.numel() for parameter in self.parameters]
         numels = numels if self._world is None else largest(numels, self._world)
         items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(used, numels, strict=True)]

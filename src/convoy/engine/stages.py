@@ -1,0 +1,675 @@
+"""A network of which every rank runs one stage: parts of the batch go through the stages one after the other.
+
+All parts go forward, then all go backward (GPipe: Huang et al., 2019), or a stage begins with the backward pass of the
+first part as soon as it can (1F1B: Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021), which gives the same
+numbers and keeps fewer activations: gradients are added in the order of the parts either way. Weights are those of the
+update in all stages, so that the result is that of one device.
+
+Ranks at the same place on the other axes send each other what they have of the values at a cut.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.engine.agreement import Form, Signature, arguments
+from convoy.engine.coupling import coupling
+from convoy.engine.network import Network
+from convoy.engine.output import writable
+from convoy.engine.program import Program
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.graph.tree import replace as replace_leaves
+from convoy.ops import work
+from convoy.plans.layout import Layout, Split, balanced
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Placement
+from convoy.plans.stages import Crossing, StagedGraph, Stages
+
+Schedule = Literal["gpipe", "1f1b"]
+Action = tuple[Literal["forward", "backward"], int]
+PARTS_PER_STAGE = 4
+"""Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
+_DTYPES += [torch.uint8, torch.int8, torch.int16]
+_MOST_DIMS = 8
+
+
+def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
+    """What a stage does in one update: forward and backward passes of the parts of the batch, each in order.
+
+    >>> actions("1f1b", parts=3, stage=0, stages=2)
+    [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
+
+    Args:
+        schedule: `gpipe` or `1f1b`.
+        parts: of the batch.
+        stage: from 0.
+        stages: how many there are.
+    """
+    ahead = parts if schedule == "gpipe" else min(parts, stages - stage)
+    found: list[Action] = [("forward", part) for part in range(ahead)]
+    for part in range(parts):
+        found.append(("backward", part))
+        if part + ahead < parts:
+            found.append(("forward", part + ahead))
+    return found
+
+
+def bubble(parts: int, stages: int) -> float:
+    """The share of the time that stages of equal work wait: (S − 1) / (M + S − 1) with M parts and S stages."""
+    return (stages - 1) / (parts + stages - 1)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a value at a cut lies in memory, which a graph does not say, as autocast and kernels decide it. It arrives as
+    it was: on other strides a kernel may add in another order."""
+
+    dtype: torch.dtype
+    needs_gradient: bool
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor) -> "_Kind":
+        return _Kind(x.dtype, x.requires_grad, x.stride())
+
+    def numbers(self) -> list[int]:
+        """As many for every kind."""
+        rest = [0] * (_MOST_DIMS - len(self.strides))
+        return [_DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
+
+    @staticmethod
+    def read(numbers: Sequence[int]) -> "_Kind":
+        dtype, needs_gradient, dims, *strides = numbers
+        return _Kind(_DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
+
+    def to_send(self, x: Tensor) -> Tensor:
+        """The numbers of a tensor as they are sent: flat, in the order in which they lie."""
+        held = self._held(x.shape)
+        if held is None:
+            return x.to(self.dtype).contiguous().flatten()
+        if x.stride() != self.strides or x.dtype != self.dtype:
+            x = x.new_empty(held, dtype=self.dtype).as_strided(x.shape, self.strides).copy_(x)
+        return x.as_strided((held,), (1,))
+
+    def to_receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Where they are received."""
+        return torch.empty(self._held(shape) or math.prod(shape), dtype=self.dtype, device=device)
+
+    def received(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor with these numbers."""
+        if self._held(shape) is not None:
+            return numbers.as_strided(shape, self.strides)
+        return torch.empty_strided(shape, self.strides, dtype=self.dtype, device=numbers.device).copy_(
+            numbers.view(shape)
+        )
+
+    def _held(self, shape: Sequence[int]) -> int | None:
+        """How many numbers a tensor of this shape has in memory, fewer than elements where it was expanded; None if
+        others lie between them."""
+        own = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
+        extent = 1 + sum((size - 1) * stride for size, stride in own)
+        return extent if extent == math.prod(size for size, _ in own) else None
+
+
+@dataclass
+class Flight:
+    """A part of the batch on its way through this rank's stage: what its backward pass needs.
+
+    Attributes:
+        received: what earlier stages sent, and how.
+        sent: what was sent on.
+        outputs: of the network, by name; in the last stage alone.
+        placement: of the network at this part's size.
+        inputs: the network's.
+        signature: of the pass, with what else decides how values are sent.
+        arriving: the gradients of what was sent, if they are expected already; in the order of `sent`.
+    """
+
+    received: list[tuple[Crossing, Tensor, _Kind]]
+    sent: list[tuple[Crossing, Tensor, _Kind]]
+    outputs: dict[str, Tensor]
+    placement: Placement
+    inputs: tuple[Tensor, ...]
+    signature: Any
+    arriving: "list[Arriving] | None" = None
+
+
+@dataclass
+class Arriving:
+    """A value that may still be on its way; None for one that nobody sends."""
+
+    kind: _Kind
+    shape: Sequence[int]
+    numbers: Tensor
+    pending: Pending | None
+
+    def wait(self) -> Tensor:
+        """The value."""
+        if self.pending is not None:
+            self.pending.wait()
+        return self.kind.received(self.numbers, self.shape)
+
+
+@dataclass
+class StagedNetwork(Network):
+    """Runs this rank's stage of a network.
+
+    Attributes:
+        microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
+        stages: where the network is cut.
+        stage: this rank's.
+    """
+
+    microbatches: int | None = None
+    stages: Stages = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axis = self.plan.mesh.stage_axis
+        assert axis is not None
+        self._axis = axis
+        self.stage = self.groups.coordinates[axis]
+        self._whole_layouts: dict[str, Layout] = {}  # within a stage
+        self._owners_of: dict[str, int] = {}
+        self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
+        self._kinds: dict[tuple[Any, str], dict[str, _Kind]] = {}
+        self._sending: deque[Pending] = deque()
+        self._expected: list[Arriving] | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def place_parameters(self, axes: Axes | None = None) -> None:
+        """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
+        graphs = self._graphs
+        super().place_parameters(axes)
+        number = self.plan.mesh.sizes[self._axis]
+        first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
+        self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
+        for graph in graphs:
+            for name, stage in self.stages.owners(graph).items():
+                if self._owners_of.setdefault(name, stage) != stage:
+                    raise ConvoyError(f"{name} is used in two stages, by one in training and by another in evaluation")
+        self._whole_layouts = self.layouts
+        self.layouts = {
+            name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
+            for name, layout in self.layouts.items()
+        }
+
+    def owns(self, name: str) -> bool:
+        return self._owners_of.get(name, self.stage) == self.stage
+
+    def _kept(self, name: str) -> Layout | None:
+        return (self._whole_layouts or self.layouts).get(name)
+
+    def _of_one_stage(self, layout: Layout, shape: Sequence[int], owner: int | None) -> Layout:
+        """The layout of a tensor of which the ranks of one stage have what they have, and all others nothing."""
+        if owner is None:
+            return layout
+        mesh = self.plan.mesh
+        dim, split = layout.splits[0] if layout.splits else (0, None)
+        axes = tuple(sorted({self._axis, *(split.axes if split is not None else ())}))
+        whole = range(shape[dim] if shape else 1)
+        parts = tuple(
+            range(0)
+            if place[self._axis] != owner
+            else whole
+            if split is None
+            else split.parts[mesh.index(place, split.axes)]
+            for place in mesh.group((0,) * len(mesh.sizes), axes)
+        )
+        return Layout.of({**dict(layout.splits), dim: Split(axes, parts)}, layout.partial, layout.copied)
+
+    # One part of a batch.
+
+    def forward_pass(
+        self,
+        inputs: Sequence[Tensor],
+        samples: tuple[int, ...],
+        form: Form | None = None,
+        then: tuple[int, ...] | None = None,
+    ) -> Flight:
+        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
+
+        Args:
+            inputs: of the network, this rank's samples.
+            samples: of every sample rank.
+            form: the other arguments.
+            then: samples of the part that comes next, which may arrive meanwhile.
+        """
+        signature = self._signature(samples, inputs, form)
+        placement, program = self._program(signature)
+        staged, device = self._staged[id(placement)], self._device_of(inputs)
+        arriving, self._expected = self._expected or self._begin_receiving(signature, device), None
+        soon = None if then is None else self._signature(then, inputs, form)
+        if (
+            soon is not None and (self._key(soon), "<") in self._kinds
+        ):  # else it is asked first how the next one is sent
+            self._expected = self._begin_receiving(soon, device)
+        received = [
+            (crossing, each.wait().requires_grad_(kind.needs_gradient), kind)
+            for (crossing, kind), each in zip(self._receives(signature), arriving, strict=True)
+        ]
+        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x, _ in received})
+        key = self._key(signature)
+        flight = Flight(received, [], found if self.is_last else {}, placement, tuple(inputs), key)
+        values = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
+        kinds = self._say_kinds(key, ">", [(each.target, each.value, x) for each, x in values])
+        for (crossing, x), kind in zip(values, kinds, strict=True):
+            if x.numel():
+                self._send(kind.to_send(x.detach()), crossing.target)
+            flight.sent.append((crossing, x, kind))
+        if not torch.is_grad_enabled():
+            flight.received, flight.sent = [], []
+        return flight
+
+    def output_of(self, flight: Flight) -> Any:
+        """What the network returns for a part of the batch; in the last stage alone."""
+        return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
+
+    def backward_pass(
+        self,
+        flight: Flight,
+        gradients: Mapping[str, Tensor | None] | None = None,
+        then: Flight | None = None,
+    ) -> None:
+        """Run the backward pass of a part of the batch in this stage, and send gradients on.
+
+        Args:
+            flight: its forward pass.
+            gradients: of the network's outputs, in the last stage.
+            then: that of the part which comes next, whose gradients may arrive meanwhile.
+        """
+        roots: list[Tensor] = []
+        given: list[Tensor] = []
+        for name, output in flight.outputs.items():
+            gradient = (gradients or {}).get(name)
+            if output.requires_grad and gradient is not None:
+                roots.append(output)
+                given.append(gradient)
+        self._expect_gradients(flight, ask=True)
+        if then is not None:
+            self._expect_gradients(then, ask=False)
+        for (_, x, kind), arriving in zip(flight.sent, flight.arriving or [], strict=True):
+            if kind.needs_gradient:
+                roots.append(x)
+                given.append(arriving.wait())
+        if roots:
+            torch.autograd.backward(roots, given)
+        self.send_gradients(flight)
+
+    def send_gradients(self, flight: Flight) -> None:
+        """Send the stages before this one the gradients of what they sent; the backward pass has run."""
+        values = [
+            (crossing, torch.zeros_like(x) if x.grad is None else x.grad)
+            for crossing, x, kind in flight.received
+            if kind.needs_gradient
+        ]
+        kinds = self._say_kinds(flight.signature, "}", [(each.source, each.value, x) for each, x in values])
+        for (crossing, gradient), kind in zip(values, kinds, strict=True):
+            if gradient.numel():
+                self._send(kind.to_send(gradient), crossing.source)
+        flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage gives the network's outputs."""
+        return self.stage == self.stages.number - 1
+
+    def finish_sending(self) -> None:
+        """Wait until all is sent."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    def complete_gradients(self) -> None:
+        """Give the parameters of other stages a gradient, which is empty as they are: an optimizer then keeps as much
+        of each, under the same names, on all ranks."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _expect_gradients(self, flight: Flight, ask: bool) -> None:
+        """Begin to receive what the backward pass of a part will need; `ask` how it lies, if that is not known."""
+        if flight.arriving is not None:
+            return
+        wanted = [(crossing.target, crossing.value) for crossing, _, kind in flight.sent if kind.needs_gradient]
+        kinds = self._ask_kinds(flight.signature, "{", wanted, ask)
+        if kinds is None:
+            return
+        known = dict(zip((name for _, name in wanted), kinds, strict=True))
+        flight.arriving = []
+        for crossing, x, kind in flight.sent:
+            shape = x.shape if kind.needs_gradient else (0,) * x.dim()
+            flight.arriving.append(self._receive(known.get(crossing.value, kind), shape, crossing.target, x.device))
+
+    def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
+        return [
+            self._receive(kind, self._local_shape(signature, crossing.value), crossing.source, device)
+            for crossing, kind in self._receives(signature)
+        ]
+
+    def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
+        numbers = kind.to_receive(shape, device)
+        sends = bool(math.prod(shape))
+        return Arriving(
+            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
+        )
+
+    def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
+        """What this stage is sent, and how."""
+        placement, _ = self._program(signature)
+        received = self._staged[id(placement)].received(self.stage)
+        kinds = self._ask_kinds(self._key(signature), "<", [(each.source, each.value) for each in received], True)
+        assert kinds is not None
+        return list(zip(received, kinds, strict=True))
+
+    def _say_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str, Tensor]]) -> list[_Kind]:
+        """How values for other stages lie; each stage is told once, before the first of them."""
+        if (key, way) not in self._kinds:
+            self._kinds[key, way] = {name: _Kind.of(x) for _, name, x in values}
+            for stage in dict.fromkeys(stage for stage, _, _ in values):
+                rows = [self._kinds[key, way][name].numbers() for to, name, _ in values if to == stage]
+                self._send(torch.tensor(rows), stage)
+        return [self._kinds[key, way][name] for _, name, _ in values]
+
+    def _ask_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str]], ask: bool) -> list[_Kind] | None:
+        """How values from other stages lie; None where they have not said it yet and are not to be waited for."""
+        if (key, way) not in self._kinds:
+            if not ask:
+                return None
+            known: dict[str, _Kind] = {}
+            for stage in dict.fromkeys(stage for stage, _ in values):
+                names = [name for source, name in values if source == stage]
+                rows = torch.empty(len(names), _MOST_DIMS + 3, dtype=torch.int64)
+                start_receive(rows, stage, self._way(stage > self.stage)).wait()
+                known |= zip(names, map(_Kind.read, rows.tolist()), strict=True)
+            self._kinds[key, way] = known
+        return [self._kinds[key, way][name] for _, name in values]
+
+    def _local_shape(self, signature: Signature, name: str) -> tuple[int, ...]:
+        placement, _ = self._program(signature)
+        mesh, coordinates = self.groups.mesh, self.groups.coordinates
+        return placement.layouts[name].local_shape(placement.graph.shape(name), mesh, coordinates)
+
+    def _send(self, x: Tensor, target: int) -> None:
+        while self._sending and self._sending[0].done:
+            self._sending.popleft()
+        self._sending.append(start_send(x, target, self._way(target < self.stage)))
+
+    def _way(self, back: bool) -> ProcessGroup:
+        """The ranks by which values go to later stages, or gradients back."""
+        group = self.groups.back if back else self._group()
+        assert group is not None
+        return group
+
+    def _group(self) -> Group:
+        return self.groups.of((self._axis,))
+
+    def _key(self, signature: Signature) -> Any:
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return signature, autocast, torch.is_grad_enabled()
+
+    def _device_of(self, inputs: Sequence[Tensor]) -> torch.device:
+        return inputs[0].device
+
+    def _made(self, placement: Placement, compile: bool) -> Program:
+        graph = placement.graph
+        staged = StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+        self._staged = {id(known): self._staged[id(known)] for known, _ in self._programs.values()}
+        self._staged[id(placement)] = staged
+        return Program(
+            placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
+        )
+
+    # A whole pass, as a loop of one's own makes it.
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, form = arguments(self.model, args, kwargs)
+        values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
+        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
+
+    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
+        values, _, samples = self._whole_pass(inputs)
+        return values, self._placement(self._signature(samples, inputs))
+
+    def _whole_pass(
+        self, inputs: Sequence[Tensor], form: Form | None = None
+    ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
+        """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
+        inputs, samples = self.open_pass(inputs)
+        parts = self._parts(inputs, samples, form)
+        sizes = self._sizes(samples, parts)
+        flights = [
+            self.forward_pass(own, now, form, then)
+            for own, now, then in zip(self._announced(inputs, samples, parts), sizes, [*sizes[1:], None], strict=True)
+        ]
+        self.end_pass()
+        output = flights[0].placement.graph.output
+        return self._deliver(inputs, flights), output, samples
+
+    def run_schedule(
+        self,
+        args: Sequence[Tensor],
+        targets: Any,
+        loss: Callable[[Any, Any], Tensor],
+        schedule: Schedule,
+    ) -> Tensor:
+        """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
+        inputs, form = arguments(self.model, args, {})
+        inputs, samples = self.open_pass(inputs)
+        parts = self._parts(inputs, samples, None if form.is_plain else form)
+        announced = self._announced(inputs, samples, parts)
+        sizes = self._sizes(samples, parts)
+        running: dict[int, tuple[Flight, Tensor | None]] = {}
+        total = torch.zeros((), dtype=torch.float64)
+        given: list[tuple[Tensor, ...]] = []
+        start = 0
+        for kind, number in actions(schedule, parts, self.stage, self.stages.number):
+            last = number == parts - 1
+            if kind == "forward":
+                given.append(next(announced))
+                flight = self.forward_pass(given[-1], sizes[number], then=None if last else sizes[number + 1])
+                value = None
+                if self.is_last:
+                    end = start + sizes[number][self.sample_rank]
+                    own = replace_leaves(targets, Tensor, itemgetter(slice(start, end)))
+                    value = self._loss_of(flight, own, loss, end - start, samples)
+                    total, start = total + value.detach().double().cpu(), end
+                running[number] = flight, value
+                continue
+            flight, value = running.pop(number)
+            with nullcontext() if last or self.reducer is None else self.reducer.paused():
+                if value is None:
+                    self.backward_pass(flight, then=running[number + 1][0] if number + 1 in running else None)
+                else:
+                    value.backward()
+                    self.send_gradients(flight)
+        self.end_pass()
+        self.finish_update()
+        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
+        if wanted:
+            torch.autograd.backward([inputs[place] for place in wanted], self._input_gradients(given, wanted))
+        return broadcast(total, self._group(), self.stages.number - 1).to(inputs[0].device)
+
+    def _loss_of(
+        self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
+    ) -> Tensor:
+        """A part's term of the loss of this rank's samples."""
+        outputs = replace_leaves(self.output_of(flight), Tensor, lambda x: writable(self.weigh(x, samples)))
+        if size == 0:
+            return torch.stack([x.sum() for x in leaves(outputs, Tensor)]).sum() * 0
+        value = loss(outputs, targets)
+        return value * (size / samples[self.sample_rank]) if self.loss == "mean" else value
+
+    def _sizes(self, samples: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+        """How many samples of each part of a pass every sample rank has."""
+        return list(zip(*(map(len, balanced(number, parts)) for number in samples), strict=True))
+
+    def _announced(
+        self, inputs: Sequence[Tensor], samples: tuple[int, ...], parts: int
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """The inputs of each part, which is announced as it is its turn."""
+        cuts = [balanced(number, parts) for number in samples]
+        starts = list(accumulate(samples, initial=0))[:-1]
+        step = self._passes
+        announces = self.samples is None and self.model.training
+        self._passes += announces
+        for part in range(parts):
+            if announces:
+                places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]
+                own_sizes = tuple(len(cut[part]) for cut in cuts if len(cut[part]))
+                sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
+                self.context.enter(step, places, sizes, inputs[0].device)
+            own = cuts[self.sample_rank][part]
+            yield tuple(_part(x, own) for x in inputs)
+
+    def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
+        """Parts are announced one by one."""
+
+    def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
+        """Into how many parts a pass is cut."""
+        if self.samples is not None and (self.model.training or self.context.statistics.in_order):
+            return 1  # as it was announced
+        placement, _ = self._program(self._signature(samples, inputs, form))
+        coupling = _coupling(placement.graph, self.context.batch_norm)
+        wanted = self.microbatches or (1 if coupling else PARTS_PER_STAGE * self.stages.number)
+        if coupling and self.microbatches not in (None, 1) and self.model.training:
+            raise ConvoyError(
+                f"{coupling} computes with all samples of a pass at once, so a pass cannot be cut into "
+                f"{self.microbatches} parts: pass microbatches=1 to convoy.parallelize, or batch_norm='microbatch' for "
+                "statistics of each part by itself"
+            )
+        return 1 if coupling else max(1, min([wanted, *(number for number in samples if number)]))
+
+    def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
+        """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
+        names = list(dict.fromkeys(ref.name for ref in leaves(flights[0].placement.graph.output, Ref)))
+        values, kinds = self._outputs(names, flights)
+        if not torch.is_grad_enabled() or not any(kind.needs_gradient for kind in kinds):
+            return dict(zip(names, values, strict=True))
+        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
+
+        def run(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+            found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
+            flights.clear()
+            return found
+
+        delivered = _Delivered.apply(run, values, kinds, self._anchor, *(inputs[place] for place in wanted))
+        return dict(zip(names, delivered, strict=True))
+
+    def _backward(
+        self, flights: list[Flight], gradients: Mapping[str, Tensor | None], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """Run the backward pass of all parts; the gradients of the inputs that are `wanted`."""
+        start = dict.fromkeys(gradients, 0)
+        if not flights:
+            raise ConvoyError(
+                "backward was called a second time for one pass of a network in stages, which keeps nothing for that: "
+                "add the losses up and call it once"
+            )
+        for number, flight in enumerate(flights):
+            own: dict[str, Tensor | None] = {}
+            for name, gradient in gradients.items():
+                if gradient is not None and self._is_cut(name, flights):
+                    size = len(flight.outputs[name]) if self.is_last else 0
+                    own[name] = gradient[start[name] : start[name] + size]
+                    start[name] += size
+                else:
+                    own[name] = gradient
+            then = flights[number + 1] if number + 1 < len(flights) else None
+            with nullcontext() if then is None or self.reducer is None else self.reducer.paused():
+                self.backward_pass(flight, own, then)
+        self.finish_update()
+        return self._input_gradients([flight.inputs for flight in flights], wanted)
+
+    def _input_gradients(self, given: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[Tensor]:
+        """The gradients of some inputs, from those of their parts; a stage that does not use one has none of it."""
+        found = []
+        for place in wanted:
+            parts = [torch.zeros_like(x) if x.grad is None else x.grad for x in (each[place] for each in given)]
+            found.append(all_reduce(torch.cat(parts).contiguous(), self._group()))
+        return found
+
+    def finish_update(self) -> None:
+        """After the last backward pass: all is sent, and every parameter has a gradient."""
+        self.finish_sending()
+        self.complete_gradients()
+        if self.guard is not None:
+            self.guard.mark_gradients()
+
+    def _is_cut(self, name: str, flights: Sequence[Flight]) -> bool:
+        """Whether each part of the batch has its own part of an output."""
+        return len(flights) > 1
+
+    def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[_Kind]]:
+        """What the last stage gives, on all ranks."""
+        group, device, values, kinds = self._group(), flights[0].inputs[0].device, [], []
+        for name in names:
+            parts = [flight.outputs[name].detach() for flight in flights] if self.is_last else []
+            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]) if self.is_last else None
+            if whole is not None:
+                whole.requires_grad_(flights[0].outputs[name].requires_grad)
+            numbers = _Kind.of(whole).numbers() if whole is not None else [0] * (_MOST_DIMS + 3)
+            kind = _Kind.read(gather_ints(numbers, group)[self.stages.number - 1])
+            if whole is None:
+                shapes = [self._output_shape(flight, name) for flight in flights]
+                shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
+                received = broadcast(kind.to_receive(shape, device), group, self.stages.number - 1)
+                whole = kind.received(received, shape)
+            else:
+                broadcast(kind.to_send(whole), group, self.stages.number - 1)
+            values.append(whole.detach())
+            kinds.append(kind)
+        return values, kinds
+
+    def _output_shape(self, flight: Flight, name: str) -> tuple[int, ...]:
+        placement = flight.placement
+        layout = placement.output_layouts[name]
+        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
+
+
+class _Delivered(torch.autograd.Function):
+    """Outputs of the last stage on every rank; backward runs the stages backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Any, values: Sequence[Tensor], kinds: Sequence[_Kind], anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        fixed = (x for x, kind in zip(values, kinds, strict=True) if not kind.needs_gradient)
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, None, None, None, *ctx.run(gradients)
+
+
+def _part(x: Tensor, own: range) -> Tensor:
+    """A part of an input, with a gradient of its own."""
+    return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
+
+
+def _coupling(graph: Graph, batch_norm: str) -> str:
+    """What computes with all samples of a pass at once, in words; empty for nothing."""
+    if batch_norm == "sync":
+        for call in graph.calls:
+            if call.op == "batch_norm" and call.updates:
+                return f"batch norm over the global batch (layer {call.layer})"
+    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
+    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"

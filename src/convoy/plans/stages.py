@@ -1,0 +1,221 @@
+"""Where a network is cut into stages, and what passes from one stage to another.
+
+A stage is a run of consecutive calls of the graph, so that no value ever goes back to an earlier one.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph
+from convoy.terminal import did_you_mean
+
+
+def cut_points(graph: Graph) -> tuple[int, ...]:
+    """The calls before which a network may be cut: those that are the first of their layers, but for the very first.
+
+    A layer that is called again later, such as one activation for a whole network, begins where it is called first.
+
+    >>> from torch import nn
+    >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), [(4, 3, 8, 8)])
+    >>> [graph.calls[point].layer for point in cut_points(graph)]
+    ['1', '2', '3']
+    """
+    seen: set[str] = set()
+    found = []
+    for number, call in enumerate(graph.calls):
+        if call.layer and call.layer not in seen:
+            found.append(number)
+        seen.add(call.layer)
+    return tuple(point for point in found if point > 0)
+
+
+def even_cuts(work: Sequence[float], points: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Where to cut so that the most work of any part is as little as can be; every part has some calls.
+
+    >>> even_cuts([4, 1, 1, 1, 5], points=[1, 2, 3, 4], parts=3)
+    (1, 4)
+
+    Args:
+        work: of every call.
+        points: the calls before which may be cut, ascending; at least `parts - 1`.
+        parts: number of stages.
+    """
+    sums = list(accumulate(work, initial=0.0))
+    ends = [*points, len(work)]
+    best: list[tuple[float, tuple[int, ...]]] = [(sums[end], ()) for end in ends]  # of one part up to each end
+    for part in range(1, parts):
+        best = [
+            min(
+                (max(best[cut][0], sums[ends[last]] - sums[ends[cut]]), (*best[cut][1], ends[cut]))
+                for cut in range(part - 1, last)
+            )
+            if last >= part
+            else (float("inf"), ())
+            for last in range(len(ends))
+        ]
+    return best[-1][1]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage sends another in every pass; its gradient comes back.
+
+    Where several later stages use a value, each sends it on to the next. So the gradients of all its uses are added in
+    the order in which one device adds them.
+    """
+
+    value: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A network's stages.
+
+    Attributes:
+        begins: the layers at which the second and later ones begin.
+        layers: the stage in which every layer is called first.
+    """
+
+    begins: tuple[str, ...]
+    layers: Mapping[str, int]
+
+    @staticmethod
+    def of(graph: Graph, number: int, names: Sequence[str], work: Sequence[float]) -> "Stages":
+        """The stages of a network.
+
+        Args:
+            graph: the network.
+            number: of stages.
+            names: of the layers at which they begin, the first of which may be empty; none to divide the work evenly.
+            work: of every call of the graph.
+
+        Raises:
+            ConvoyError: there are fewer layers than stages, or a name that is none of theirs or out of order.
+        """
+        points = cut_points(graph)
+        if len(points) < number - 1:
+            raise ConvoyError(
+                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}"
+                f": make it at most {len(points) + 1}"
+            )
+        cuts = _named(graph, points, names) if names else even_cuts(work, points, number)
+        stages = (bisect_right(cuts, place) for place in range(len(graph.calls)))
+        layers: dict[str, int] = {}
+        for call, stage in zip(graph.calls, stages, strict=True):
+            layers.setdefault(call.layer, stage)
+        return Stages(tuple(graph.calls[cut].layer for cut in cuts), layers)
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.begins) + 1
+
+    def of_calls(self, graph: Graph) -> tuple[int, ...]:
+        """The stage of every call of a graph of this network, at any batch size and in either mode."""
+        found, stage = [], 0
+        for call in graph.calls:
+            stage = max(stage, self.layers.get(call.layer, 0))
+            found.append(stage)
+        return tuple(found)
+
+    def owners(self, graph: Graph) -> dict[str, int]:
+        """The stage that keeps each parameter and buffer that the network uses.
+
+        Raises:
+            ConvoyError: two stages use the same one.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
+            for name in call.inputs:
+                if graph.values[name].origin not in ("parameter", "buffer"):
+                    continue
+                first, layer = found.setdefault(name, (stage, call.layer))
+                if first != stage:
+                    raise ConvoyError(
+                        f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
+                        "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
+                    )
+        return {name: stage for name, (stage, _) in found.items()}
+
+
+@dataclass(frozen=True)
+class StagedGraph:
+    """A graph with the stage of each of its calls.
+
+    Attributes:
+        graph: the network.
+        outputs: names of the values that it returns.
+        stages: of the calls, in order.
+        number: of stages.
+    """
+
+    graph: Graph
+    outputs: tuple[str, ...]
+    stages: tuple[int, ...]
+    number: int
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What stages send each other, in the order in which it is made; outputs end up in the last stage."""
+        made = {name: stage for call, stage in zip(self.graph.calls, self.stages, strict=True) for name in call.outputs}
+        used: dict[str, set[int]] = {name: {stage} for name, stage in made.items()}
+        for call, stage in zip(self.graph.calls, self.stages, strict=True):
+            for name in call.inputs:
+                if name in used:
+                    used[name].add(stage)
+        for name in self.outputs:
+            if name in used:
+                used[name].add(self.number - 1)
+        return tuple(
+            Crossing(name, source, target)
+            for name, stages in used.items()
+            for source, target in pairwise(sorted(stages))
+        )
+
+    def calls(self, stage: int) -> tuple[int, ...]:
+        """The numbers of a stage's calls."""
+        return tuple(number for number, own in enumerate(self.stages) if own == stage)
+
+    def received(self, stage: int) -> tuple[Crossing, ...]:
+        """What a stage is sent."""
+        return tuple(crossing for crossing in self.crossings if crossing.target == stage)
+
+    def sent(self, stage: int) -> tuple[Crossing, ...]:
+        """What a stage sends."""
+        return tuple(crossing for crossing in self.crossings if crossing.source == stage)
+
+
+def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+    """The calls at which layers, or what they contain, begin."""
+    layers = list(dict.fromkeys(call.layer for call in graph.calls if call.layer))
+    firsts = [next(iter(layers)), *(graph.calls[point].layer for point in points)]
+    numbers = dict(zip(firsts, (0, *points), strict=True))
+    cuts: list[int] = []
+    for place, name in enumerate(names):
+        if place == 0 and not name:
+            continue
+        own = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
+        if not own:
+            raise ConvoyError(f"stages: the network calls no layer {name}{did_you_mean(name, layers)}")
+        point = min(numbers[layer] for layer in own)
+        if place == 0:
+            if point > 0:
+                raise ConvoyError(
+                    f"stages: the first stage begins with the network, at layer {firsts[0]}, not at {name}: name that "
+                    "one first, or only where the other stages begin"
+                )
+            continue
+        if point <= (cuts[-1] if cuts else 0):
+            raise ConvoyError(
+                f"stages: {name} begins stage {place + 1}, but is not called after {names[place - 1] or firsts[0]}, "
+                f"where stage {place} begins, so that no layer would be between them: list the layers in the order in "
+                "which the network calls them"
+            )
+        cuts.append(point)
+    return tuple(cuts)

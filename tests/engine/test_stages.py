@@ -1,0 +1,203 @@
+"""A network in stages is the network on one device: plain loops, both schedules, and what is refused."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import build, relative, run
+from torch import Tensor, nn
+
+import convoy
+from convoy.engine.network import network_of
+from convoy.engine.stages import StagedNetwork, actions, bubble
+from convoy.plans.plan import Plan
+from ranks import RankFailed, run_ranks
+from small_nets import SMALL_NETS
+
+PLANS = ["stage=2", "stage=2,sample=2", "stage=2,filter=2", "stage=3"]
+
+
+@pytest.mark.parametrize("net", ["lenet", *SMALL_NETS])
+def test_stages_are_exact(net: str) -> None:
+    check(net, "stage=2")
+
+
+@pytest.mark.parametrize("plan", [*PLANS[1:], pytest.param("sample=2,stage=2", marks=pytest.mark.slow)])
+def test_stages_beside_other_strategies_are_exact(plan: str) -> None:
+    check("dense", plan)
+
+
+@pytest.mark.parametrize(("net", "plan"), [("dense", "stage=2"), ("dropping", "stage=2,sample=2")])
+def test_microbatches_have_statistics_of_their_own(net: str, plan: str) -> None:
+    check(net, plan, batches=(8, 7), microbatches=3)
+
+
+def test_ranks_without_samples_join_in() -> None:
+    check("dense", "stage=2,sample=2", batches=(2, 1, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("net", ["alexnet", "vgg11_bn", "resnet18", "resnet50", "googlenet"])
+def test_larger_nets_are_exact(net: str) -> None:
+    check(net, "stage=2", steps=3 if net in ("resnet50", "googlenet") else 5)
+
+
+def check(net: str, plan: str, **options: Any) -> None:
+    for found in run_ranks(run, Plan.parse(plan).mesh.num_devices, net, plan, options, timeout=150):
+        assert found.ok, found
+
+
+def test_a_schedule_runs_forward_before_backward_and_both_in_order() -> None:
+    assert actions("gpipe", 2, stage=0, stages=2) == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+    for stage in range(3):
+        order = actions("1f1b", 5, stage, 3)
+        assert [part for kind, part in order if kind == "forward"] == list(range(5))
+        assert [part for kind, part in order if kind == "backward"] == list(range(5))
+        running = most = 0
+        for kind, _ in order:
+            running += 1 if kind == "forward" else -1
+            most = max(most, running)
+        assert most == 3 - stage
+    assert bubble(8, 2) == pytest.approx(1 / 9)
+
+
+class Branches(nn.Module):
+    """A skip connection over two cuts, two outputs, one of which an early stage gives, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.head = nn.Linear(6, 10)
+        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.deep = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        self.up = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.last = nn.Conv2d(12, 10, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        early = self.head(x.mean((2, 3)))
+        y = self.deep(self.down(x))
+        return self.last(torch.cat((self.up(y) + x, x), 1)).mean((2, 3)), early
+
+
+def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], labels) + 0.3 * F.cross_entropy(outputs[1], labels)
+
+
+def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: bool = False) -> list[float]:
+    """The worst differences of three updates from a plain loop over the same parts: losses, inputs, weights."""
+    torch.manual_seed(0)
+    model = Branches().double()
+    plain = copy.deepcopy(model)
+    context = convoy.engine.prepare(plain, 5, "sync")
+    x = torch.randn(9, 3, 8, 8, dtype=torch.float64)
+    net = convoy.parallelize(model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches)
+    network = network_of(net)
+    assert isinstance(network, StagedNetwork)
+    if sabotage:  # the second part of the batch is given twice
+        before = network._announced
+
+        def twice(*args: Any) -> Iterator[tuple[Tensor, ...]]:
+            parts: list[tuple[Tensor, ...]] = []
+            for part in before(*args):
+                parts.append(part)
+                yield parts[1] if len(parts) == 3 else part
+
+        network._announced = twice  # type: ignore[method-assign]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, plain)]
+    found = [0.0, 0.0, 0.0]
+    for step in range(3):
+        x = torch.randn(9, 3, 8, 8, dtype=torch.float64)
+        y = torch.randint(0, 10, (9,))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole, start, total = x.clone().requires_grad_(), 0, torch.zeros(())
+        for size in [len(part) for part in torch.arange(9).tensor_split(microbatches)]:
+            context.enter(step, start, (size,), x.device)
+            value = loss_of(plain(whole[start : start + size]), y[start : start + size]) * (size / 9)
+            value.backward()
+            total, start = total + value.detach(), start + size
+        mine = convoy.local_samples(net, 9)
+        own = x[mine].clone().requires_grad_()
+        if schedule == "loop":
+            value = loss_of(net(own), y[mine])
+            value.backward()
+        else:
+            value = convoy.forward_backward(net, own, y[mine], loss_of, schedule=schedule)  # type: ignore[arg-type]
+        found[0] = max(found[0], relative(value.detach(), total, 1.0))
+        found[1] = max(found[1], relative(own.grad, whole.grad[mine], 1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+    state = convoy.state_dict(net)
+    for name, tensor in plain.state_dict().items():
+        found[2] = max(found[2], relative(state[name].double(), tensor.double(), 1.0))
+    held = sum(p.numel() for p in net.parameters())
+    assert held < sum(p.numel() for p in plain.parameters()), "a rank holds its own stage alone"
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["loop", "gpipe", "1f1b"])
+def test_schedules_give_what_a_loop_over_the_parts_does(schedule: str) -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.parametrize("plan", ["stage=3", {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}])
+def test_skip_connections_pass_over_stages(plan: Any) -> None:
+    for found in run_ranks(scheduled, 3, plan, "1f1b", 4):
+        assert max(found) < 1e-12, found
+
+
+def test_wrong_parts_are_noticed() -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", "1f1b", 4, True):
+        assert max(found) > 1e-3, found
+
+
+def parts_with_sync() -> None:
+    model = SMALL_NETS["dense"]()
+    net = convoy.parallelize(model, "stage=2", example=torch.zeros(4, 3, 8, 8), microbatches=2)
+    net(torch.zeros(4, 3, 8, 8))
+
+
+def test_batch_norm_over_the_batch_refuses_parts() -> None:
+    with pytest.raises(
+        RankFailed, match=r"batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"
+    ):
+        run_ranks(parts_with_sync, 2)
+
+
+def twice() -> None:
+    net = convoy.parallelize(build("lenet")[0], "stage=2", example=torch.zeros(4, 1, 28, 28, dtype=torch.float64))
+    total = net(torch.zeros(4, 1, 28, 28, dtype=torch.float64)).sum()
+    total.backward(retain_graph=True)
+    total.backward()
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    with pytest.raises(RankFailed, match="add the losses up and call it once"):
+        run_ranks(twice, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)).relu())
+
+
+def tied() -> None:
+    convoy.parallelize(Tied(), {"mesh": {"stage": 2}, "layers": {}, "stages": ["middle"]}, example=torch.zeros(2, 4))
+
+
+def test_weights_of_two_stages_are_refused_by_name() -> None:
+    with pytest.raises(RankFailed, match=r"layers first and last share first.weight, and are in stages 1 and 2"):
+        run_ranks(tied, 2)
