@@ -1,6 +1,7 @@
 """Activations that are computed again give the same bits: outputs, gradients and buffers are those without it."""
 
 import contextlib
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy.engine.network import network_of
@@ -114,7 +116,7 @@ def test_the_bits_are_the_same(plan: str, batch_norm: str) -> None:
 @pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
 @pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "channel=2", "height=2", "sample=2,filter=2"])
 def test_the_bits_of_many_networks_are_the_same(plan: str, batch_norm: str) -> None:
-    agree(plan, {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2), tuple(NETS), batch_norm)
+    agree(plan, {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2), (*SMALL_NETS, "drops"), batch_norm)
 
 
 @pytest.mark.parametrize("plan", ["stage=2", "stage=2,sample=2"])
@@ -169,3 +171,116 @@ def test_what_is_noticed() -> None:
         different, _ = run_ranks(compare, 1, "serial", ("drops",), batch_norm, 1, "recording")[0]
         assert any("running_mean" in key for key in different["drops"]), different
         assert any("num_batches_tracked" in key for key in different["drops"]), different
+
+
+class Asking(nn.Module):
+    """Asks for it itself, for the second of three blocks."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.drops, self.reentrant = Drops(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drops.stem(x)
+        for number, block in enumerate(self.drops.blocks):
+            x = torch.relu(x + (checkpoint(block, x, use_reentrant=self.reentrant) if number == 1 else block(x)))
+        return self.drops.head(x.mean((2, 3)))
+
+
+NETS |= {"asking": lambda: Asking(False), "asking reentrant": lambda: Asking(True)}
+
+
+def _asking(plan: str) -> None:
+    found = {}
+    for name in ("asking", "asking reentrant"):
+        net = made(name, plan, False)
+        found[name] = train(net)
+        assert num_stretches(net) == 2  # one for each size of the batch
+        placement = network_of(net).example_placement(True)
+        assert {call.layer for call in placement.graph.calls if call.recomputed} == {
+            f"drops.blocks.1.{layer}" for layer in range(4)
+        }
+        assert "the backward pass computes 4 of 14 layers again, in one stretch" in convoy.explain(net)
+    with patched(Asking, "forward", _without):
+        plain = made("asking", plan, False)
+        want = train(plain)
+        assert not num_stretches(plain)
+    for got in found.values():
+        assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in want)
+
+
+def _without(self: Asking, x: Tensor) -> Tensor:
+    x = self.drops.stem(x)
+    for block in self.drops.blocks:
+        x = torch.relu(x + block(x))
+    return self.drops.head(x.mean((2, 3)))
+
+
+def test_a_network_that_asks_for_it_itself() -> None:
+    run_ranks(_asking, 2, "sample=2")
+
+
+def _changed_meanwhile() -> None:
+    net = made("drops", "filter=2", True)
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    loss = net(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_input_that_is_changed_before_the_backward_pass_is_refused_as_without() -> None:
+    run_ranks(_changed_meanwhile, 2)
+
+
+def test_what_can_not_be() -> None:
+    with pytest.raises(convoy.ConvoyError, match=r"the pattern block.\* matches no layer.*did you mean blocks"):
+        made("drops", "serial", ["block.*"])
+    with pytest.raises(convoy.ConvoyError, match="recompute='blocks' is unknown: it must be True, False, or a list"):
+        made("drops", "serial", "blocks")
+
+
+def test_some_layers_and_evaluation() -> None:
+    net = made("drops", "serial", ["blocks.0.*", "blocks.2.*"])
+    train(net)
+    assert num_stretches(net) == 4
+    x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    plain = made("drops", "serial", False)
+    convoy.load_state_dict(plain, convoy.state_dict(net))
+    with torch.no_grad():
+        assert torch.equal(net.eval()(x), plain.eval()(x))
+    assert torch.equal(net(x), copy.deepcopy(net)(x))
+
+
+def test_autocast() -> None:
+    found = []
+    for recompute in (False, True):
+        net = made("drops", "serial", recompute).float()
+        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in net.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def _compiled(batch_norm: str) -> list[float]:
+    found = []
+    for recompute in (False, True):
+        net = made("drops", "sample=2", recompute, batch_norm=batch_norm, compile=True)
+        with patched(torch, "compile", _eager(torch.compile)):
+            found.append(train(net))
+        assert num_stretches(net) == (2 if recompute else 0)
+    without, again = found
+    return [(without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel()]
+
+
+def _eager(compile: Any) -> Any:
+    return lambda function, **options: compile(function, backend="aot_eager", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
+def test_compiled(batch_norm: str) -> None:
+    for errors in run_ranks(_compiled, 2, batch_norm, timeout=120):
+        assert max(errors) < 1e-12

@@ -42,7 +42,8 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     if isinstance(network, Layerwise):
         return _layer_by_layer(network, plan, net.training, samples)
     placement = network.example_placement(net.training, samples)
-    notes = [said] if (said := what_is_recomputed(placement)) is not None else []
+    said = None if network.undivided else what_is_recomputed(placement)
+    notes = [] if said is None else [said]
     return text_of_placement(placement, predict_memory(placement), plan, network.captured, notes)
 
 

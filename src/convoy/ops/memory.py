@@ -129,7 +129,7 @@ def what_is_recomputed(placement: Placement) -> str | None:
         return None
     found = stretches(placement)
     if not found:
-        return "recompute frees nothing: what it would drop stays for other layers, or is needed at once"
+        return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
     layers = {placement.calls[number].call.layer for stretch in found for number in stretch}
     every = {placed.call.layer for placed in placement.calls}
     now, before = (

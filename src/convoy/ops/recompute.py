@@ -136,6 +136,7 @@ class _Stretches:
             else:
                 high, cuts = peak, better
         assert cuts is not None
+        self.cuts = cuts
         self.found = tuple(stretch for stretch in cuts if self._frees(stretch))
 
     def _measure(self) -> None:
