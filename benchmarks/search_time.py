@@ -2,10 +2,13 @@
 
     python benchmarks/search_time.py
     python benchmarks/search_time.py --networks resnet152 --mesh 2x2 --batch 64
+    python benchmarks/search_time.py --networks resnet152 --stages
 
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
-1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`).
+1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`). With `--stages` the
+search over cuts on as many devices comes on top, at all numbers of stages and passes; the captures at the sizes of
+these passes are counted apart.
 """
 
 import argparse
@@ -14,14 +17,20 @@ import resource
 import subprocess
 import sys
 import time
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from convoy.graph.graph import Ref
+from convoy.graph.tree import leaves
 from convoy.models import create
 from convoy.ops import capture
 from convoy.planner.cost.analytic import Analytic
+from convoy.planner.cost.link import Links, Rate
 from convoy.planner.search import search
+from convoy.planner.search.stages import InPasses, search_stages
+from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
@@ -67,7 +76,7 @@ def _norm(channels: int) -> tuple[nn.Module, nn.Module]:
     return nn.BatchNorm2d(channels), nn.ReLU()
 
 
-def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None) -> dict[str, object]:
+def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> dict[str, object]:
     """Search one network in this process."""
     with torch.device("meta"):
         model = DenseNet() if network == "densenet121" else create(network)
@@ -77,7 +86,8 @@ def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | Non
     start, worked = time.perf_counter(), time.process_time()
     found = search(graph, mesh.num_devices, Analytic(), on=[mesh], memory_limit=limit)
     seconds, worked = time.perf_counter() - start, time.process_time() - worked
-    return {
+    cut = _cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else {}
+    return cut | {
         "network": network,
         "seconds": seconds,
         "worked": worked,
@@ -90,28 +100,56 @@ def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | Non
     }
 
 
+def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> dict[str, object]:
+    """Search plans with stages."""
+    capturing = 0.0
+
+    @cache
+    def at(passes: int) -> InPasses:
+        nonlocal capturing
+        start, samples = time.perf_counter(), batch // passes
+        graph = capture(model, (torch.empty(samples, 3, 224, 224, device="meta"),), training=True)
+        capturing += time.perf_counter() - start
+        names = [ref.name for ref in leaves(graph.output, Ref)]
+        return InPasses(graph, names, passes, lambda count: balanced(samples, count), Analytic(passes=passes))
+
+    counts = [number for number in range(1, batch + 1) if batch % number == 0]
+    link = Rate(2e-5, 2e10 / 3)
+    links = Links(otherwise=lambda ranks: link.link(len(ranks), overlap=True, cpu_share=0.0))
+    start = time.perf_counter()
+    found = search_stages(at, counts, devices, links, memory_limit=limit, known=known)
+    seconds = time.perf_counter() - start - capturing
+    best = found[0] if found else None
+    plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
+    return {"stages": seconds, "capturing": capturing, "cut": plan}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--mesh", default="16x8")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
+    parser.add_argument("--stages", action="store_true", help="search plans with stages too")
     parser.add_argument("--here", action="store_true", help="in this process, printing JSON")
     options = parser.parse_args()
     sizes = tuple(map(int, options.mesh.split("x")))
     for network in options.networks:
         if options.here:
-            print(json.dumps(measure(network, sizes, options.batch, options.memory_limit)))
+            print(json.dumps(measure(network, sizes, options.batch, options.memory_limit, options.stages)))
             continue
         command = [sys.executable, __file__, "--here", "--networks", network, "--mesh", options.mesh]
         command += ["--batch", str(options.batch)]
         command += ["--memory-limit", str(options.memory_limit)] if options.memory_limit else []
+        command += ["--stages"] if options.stages else []
         row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         print(
             f"{row['network']:12} {options.mesh}: {row['seconds']:.2f} s ({row['worked']:.2f} s of a core), "
             f"peak {row['peak'] / 1e6:.0f} MB ({row['before'] / 1e6:.0f} MB before), "
             f"{'exact' if row['exact'] else 'not exact'}, predicted {row['predicted'] * 1e3:.2f} ms"
         )
+        if options.stages:
+            print(f"{'':12} stages: {row['stages']:.2f} s beside {row['capturing']:.2f} s of capture; {row['cut']}")
         for note in row["notes"]:
             print(f"{'':12} {note}")
         print(f"{'':12} {row['plan'][:300]}")

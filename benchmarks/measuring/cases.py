@@ -20,6 +20,8 @@ class Case:
         updates: timed in each round, after one or two that are not.
         plans: tried on two devices beside `sample=2`, by their names in the table.
         batch_norm: whether the network has batch norm.
+        dense: every pixel has a label, not every image.
+        passes: samples of a pass that are tried on one device, beside the whole batch.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     plans: Mapping[str, Plan] = field(default_factory=dict)
     batch_norm: bool = False
+    dense: bool = False
+    passes: tuple[int, ...] = (32, 64)
 
     def changed(self, batch: int | None, updates: int | None) -> "Case":
         """The case at another batch, or with another number of updates."""

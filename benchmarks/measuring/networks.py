@@ -1,4 +1,6 @@
-"""Networks that the package does not have and nothing in it was tuned on: what is said of plans is checked on them too."""
+"""Networks that the package does not have and nothing in it was tuned on: plans are tried on them too."""
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -216,7 +218,7 @@ class UNet(nn.Module):
     def __init__(self, num_classes: int, in_channels: int, width: int, depth: int, groups: int) -> None:
         super().__init__()
         channels = [width * 2**level for level in range(depth + 1)]
-        ways = list(zip(channels[:-1], channels[1:], strict=True))
+        ways = list(pairwise(channels))
         self.stem = _double_convolution(in_channels, width, groups)
         self.down = nn.ModuleList(
             nn.Sequential(nn.MaxPool2d(2), *_double_convolution(fine, coarse, groups)) for fine, coarse in ways

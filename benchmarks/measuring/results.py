@@ -17,6 +17,7 @@ class Row:
         seconds: of an update, in every round.
         first_loss: over the global batch, before any update.
         busy: the least part of the time that its process had the core in a round.
+        predicted: seconds of an update, before it was run; None where nothing was said.
     """
 
     label: str
@@ -25,6 +26,7 @@ class Row:
     first_loss: float | None = None
     plan: Any = None
     busy: float = 1.0
+    predicted: float | None = None
 
     def add(self, seconds: float, first_loss: float, busy: float) -> None:
         """Another round."""
@@ -45,6 +47,7 @@ class Results:
     Attributes:
         tried: seconds of an update in the trials that chose arrangements and plans; no part of the results.
         skipped: sides that could not be measured, and why.
+        share: of a core that the one device has.
     """
 
     case: str
@@ -53,6 +56,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     tried: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    share: float = 1.0
 
     def row(self, label: str) -> Row:
         """The row of a side."""
@@ -84,6 +88,7 @@ class Results:
                     "ratio": self.speedup(row),
                     "first_loss": row.first_loss,
                     "busy": row.busy,
+                    "predicted_s": row.predicted,
                 }
                 for row in self.rows
             ],
@@ -102,9 +107,20 @@ def markdown(results: Results) -> str:
         ratios = results.speedups(row)
         spread = f"{min(row.seconds):.3f}–{max(row.seconds):.3f} s, ×{min(ratios):.2f}–{max(ratios):.2f}"
         lines.append(f"| {row.label} | {row.median:.4f} | {results.speedup(row):.2f} | {spread} | {row.arrangement} |")
-    if results.row(SERIAL).busy < QUIET:
-        lines.append(
-            f"\nOther programs took {1 - results.row(SERIAL).busy:.0%} of the one device's core: measure again."
-        )
+    busy = results.row(SERIAL).busy / results.share
+    if busy < QUIET:
+        lines.append(f"\nOther programs took {1 - busy:.0%} of the one device's core: measure again.")
     lines += [f"\n{label}: skipped, {reason}" for label, reason in results.skipped.items()]
+    return "\n".join(lines)
+
+
+def predictions(results: Results) -> str:
+    """What the planner said of the sides, beside what was measured."""
+    lines = ["| plan | predicted s | measured s | error |", "| --- | --- | --- | --- |"]
+    rows = [row for row in results.rows if row.predicted is not None]
+    errors = [row.predicted / row.median - 1 for row in rows if row.predicted is not None]
+    for row, error in zip(rows, errors, strict=True):
+        lines.append(f"| {row.label} | {row.predicted:.3f} | {row.median:.3f} | {error:+.1%} |")
+    if errors:
+        lines.append(f"\nMean absolute error {statistics.mean(map(abs, errors)):.1%}.")
     return "\n".join(lines)

@@ -15,9 +15,6 @@ from convoy import models
 from measuring.cases import Case
 from measuring.sides import Arrangement, Side, Trained, set_up
 
-PASSES = (32, 64)
-"""Samples of a pass that are tried on one device, beside the whole batch."""
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -47,10 +44,14 @@ def train(side: Side, case: Case, warm_up: int) -> Timing:
     torch.set_num_threads(1)  # some libraries set it
     images, labels = batch(case, side.arrangement)
     images, labels = images[trained.samples].clone(), labels[trained.samples].clone()  # the others' are not kept
-    update = updater(trained, images, labels, side.arrangement)
+    return timed(updater(trained, images, labels, side.arrangement), warm_up, case.updates)
+
+
+def timed(update: Callable[[], Tensor], warm_up: int, updates: int) -> Timing:
+    """Some updates, each of which gives its mean loss over this rank's samples."""
     losses, seconds = [], []
     busy = 0.0
-    for _ in range(warm_up + case.updates):
+    for _ in range(warm_up + updates):
         start, used = time.perf_counter(), time.process_time()
         loss = update()
         seconds.append(time.perf_counter() - start)
@@ -83,7 +84,7 @@ def try_arrangements(case: Case) -> dict[Arrangement, float]:
 
     The memory format is chosen at passes of one size, unless the formats are near each other there.
     """
-    sizes = [size for size in PASSES if size < case.batch] + [case.batch]
+    sizes = [size for size in case.passes if size < case.batch] + [case.batch]
     first = sizes[min(1, len(sizes) - 1)]
     found = {}
     formats = [True, False]
@@ -129,7 +130,8 @@ def batch(case: Case, arrangement: Arrangement) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(1)
     channels = int(case.options.get("in_channels", 3))
     images = torch.randn(case.batch, channels, case.image_size, case.image_size, generator=random)
-    labels = torch.randint(case.num_classes, (case.batch,), generator=random)
+    shape = (case.batch, case.image_size, case.image_size) if case.dense else (case.batch,)
+    labels = torch.randint(case.num_classes, shape, generator=random)
     return images.contiguous(memory_format=_format(arrangement)), labels
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
+    from convoy.graph.deferred import deferred as deferred
+    from convoy.graph.deferred import materialize as materialize
     from convoy.planner.interface import plan as plan
     from convoy.plans import Mesh as Mesh
     from convoy.plans import Plan as Plan
@@ -48,6 +50,7 @@ _NAMES = {
     "engine.class_parallel": "cross_entropy",
     "engine.explain": "explain",
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
+    "graph.deferred": "deferred materialize",
     "planner.interface": "plan",
     "plans": "Mesh Plan",
     "script.checkpoint": "load save",

@@ -32,13 +32,13 @@ WORK = Work(batch=8, microbatch=2, size=64)
 FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)
 
 AT_MOST = {
-    "resnet50": {"microbatch": 1.2, "sync": 1.7, "local": 1.2},
-    "efficientnet_b0": {"microbatch": 1.2, "sync": 1.3, "local": 1.2},
+    "resnet50": {"microbatch": 0.95, "sync": 1.2, "local": 1.2},
+    "efficientnet_b0": {"microbatch": 1.2, "sync": 1.2, "local": 1.2},
     "convnext_t": {"microbatch": 1.2, "sync": 1.2, "local": 1.2},
     "alexnet": {"microbatch": 1.2, "sync": 1.2, "local": 1.2},
 }
-"""Operations beside the plain network's. One thing takes more than the 1.2 that is aimed at: over all ranks a batch
-norm layer is seven operations where it is two alone."""
+"""Operations beside the plain network's. A batch norm layer over all ranks is four where it is two alone; that a ReLU
+behind it is none of its own makes up for most of that."""
 
 
 def _rows(name: str, batch_norm: Any) -> tuple[Row, Row, Row]:

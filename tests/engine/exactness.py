@@ -29,7 +29,7 @@ class Distance:
 
     The loss, gradients and buffers are those of the first updates, as many as there are sizes of batches, the state is
     that after the last. A gradient that the perturbation changes by more than 1e-10 of itself is nothing but rounding,
-    as that of a bias before batch norm, which is zero; `rounding` is the worst of these, in such changes.
+    as that of a bias before batch norm, which is zero; `rounding` is the worst of these, in `rounding_of` it.
     """
 
     loss: float = 0.0
@@ -76,6 +76,21 @@ def narrowed(net: nn.Module) -> nn.Module:
 
 def relative(got: Tensor, want: Tensor, scale: float) -> float:
     return ((got - want).abs().max() / max(want.abs().max().item(), 1e-9 * scale, 1e-300)).item()
+
+
+def rounding_of(changed: Tensor, value: Tensor, largest: float) -> float:
+    """How much of a gradient is rounding, relative as its errors are; more than 1e-10 if it is nothing else.
+
+    What the perturbation changes, and all of a gradient that is zero in exact arithmetic: a sum over thousands of
+    elements is rounded according to its order, which a perturbation leaves as it is, and a plan does not.
+
+    Args:
+        changed: the gradient of the perturbed serial run.
+        value: that of the serial run.
+        largest: element of all gradients.
+    """
+    change, size = relative(changed, value, largest), value.abs().max().item()
+    return max(change, size / (1e-9 * largest)) if change > 1e-10 and size < 1e-13 * largest else change
 
 
 def distance(
@@ -256,7 +271,7 @@ def _compare(
     for name, value in _sent(want, got, images.device):
         errors.append((name, relative(got[name], value, largest)))
         changed = perturbed.net.get_parameter(name).grad if perturbed is not None else value
-        changes.append(relative(changed, value, largest))
+        changes.append(rounding_of(changed, value, largest))
     control = torch.tensor(changes, dtype=torch.float64)
     dist.broadcast(control, src=dist.get_world_size() - 1)
     for (name, error), change in zip(errors, control.tolist(), strict=True):

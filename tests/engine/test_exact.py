@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 import pytest
-from exactness import Distance, run
+import torch
+from exactness import Distance, rounding_of, run
 
 from convoy.plans.plan import Plan
 from ranks import RankFailed, replace_processes, run_ranks
@@ -100,6 +101,23 @@ def test_small_nets_are_exact_under_every_plan(net: str, plan: str) -> None:
     exact_or_refused(net, plan)
 
 
+def as_on_a_gpu(net: str, plan: str, options: dict[str, Any]) -> Distance:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("batch_norm", "shared_batch_norm"):
+            patch.setattr(f"convoy.ops.{module}.at_once", lambda x: True)
+        return run(net, plan, options)
+
+
+@pytest.mark.parametrize("plan", ["sample=3", "height=2", "sample=2,filter=2"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_batch_norm_as_on_a_gpu_is_exact(plan: str, microbatches: int) -> None:
+    """With the ReLU that follows in the same operation; the reference is the plain layer."""
+    world = Plan.parse(plan).mesh.num_devices
+    options = {"batches": (8, 7), "microbatches": microbatches}
+    for found in run_ranks(as_on_a_gpu, world, "dense", plan, options, timeout=150):
+        assert found.ok, found
+
+
 def through_gloo(net: str, plan: str, options: dict[str, Any]) -> Distance:
     os.environ["CONVOY_SHARED_MEMORY"] = "0"
     return run(net, plan, options)
@@ -186,3 +204,12 @@ def test_a_broken_engine_is_noticed(sabotage: str, net: str, plan: str, options:
     world = Plan.parse(plan).mesh.num_devices
     found = run_ranks(run, world, net, plan, {"sabotage": sabotage, "batches": (5, 7)} | options, timeout=150)
     assert not any(distance.ok for distance in found)
+
+
+def test_zero_but_for_rounding_is_told_from_small_and_right() -> None:
+    """What a rank sums in another order, as measured of a VGG's bias before batch norm, and gradients that are real."""
+    zero, real, largest = torch.tensor([9.6e-16]), torch.tensor([9.6e-11]), 0.6
+    scale = 1e-9 * largest
+    assert rounding_of(zero + 1e-16, zero, largest) * scale == pytest.approx(9.6e-16, rel=1e-3), "serial itself is off"
+    assert rounding_of(zero * (1 + 1e-15), zero, largest) < 1e-10, "tiny, and no rounding"
+    assert rounding_of(real + 1e-16, real, largest) * scale == pytest.approx(1e-16, rel=1e-3), "ill-conditioned"

@@ -1,5 +1,7 @@
 """What is said of a parallelized network: how it was captured, which layers fell back, what is sent."""
 
+from typing import Any
+
 import pytest
 import torch
 from test_coupled import UNSEEN, Coupled
@@ -47,12 +49,15 @@ class Own(nn.Conv2d):
 def explained(kind: str) -> tuple[str, str]:
     """In training and in evaluation mode."""
     example = torch.zeros(2, 3, 8, 8)
-    plan = "filter=2"
+    plan: Any = "filter=2"
     net: nn.Module
     if kind == "alexnet":
         net, plan, example = models.create("alexnet"), "owt=2", torch.zeros(16, 3, 224, 224)
     elif kind == "fallback":
         net = nn.Sequential(nn.Conv2d(3, 8, 3), Strange(), nn.Conv2d(8, 8, 3))
+    elif kind == "stages":
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+        plan = {"mesh": {"stage": 2}, "stages": ["3"]}
     elif kind == "own layer":
         net = nn.Sequential(nn.Conv2d(3, 8, 3), Own(8, 8, 3), nn.Conv2d(8, 8, 3))
     else:
@@ -75,6 +80,32 @@ def test_layers_that_fall_back_are_named_with_the_reason() -> None:
     training, _ = run_ranks(explained, 2, "own layer")[0]
     assert "captured layer by layer, as layer 1: it asks for the numbers in a tensor" in training
     assert "whole on every rank, as it asks for the numbers in a tensor: 1\n" in training
+
+
+STAGES = """\
+plan stage=2; stages begin at 3
+training, 2 samples, 2 ranks, captured as one program
+
+stage  layer  work    strategy  gives  sent for its input  forward  backward  gradients  parameters
+1      0      conv    -         whole  -                         -         -          -       896 B
+2      3      linear  -         whole  -                         -         -          -     11.6 kB
+
+stage  begins at  ranks  takes the output of  forward  backward  parameters  activations
+1      0          0      -                          -         -       896 B      3.84 kB
+2      3          1      2                     2.3 kB    2.3 kB     11.6 kB       2.3 kB
+
+2 other calls follow the layout given, without sending anything
+activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
+a rank sends 2.3 kB in the forward pass, 2.3 kB in the backward pass
+a rank holds 11.6 kB of 12.5 kB of parameters, 11.6 kB of gradients, 2.3 kB of activations kept for the backward pass
+"""
+
+
+def test_stages() -> None:
+    first, second = run_ranks(explained, 2, "stages")
+    assert first == second
+    assert first[0] == STAGES
+    assert "in the backward pass" not in first[1]
 
 
 def test_layer_by_layer() -> None:

@@ -12,7 +12,7 @@ from convoy.comm import collectives
 from convoy.comm.shared_memory import SWITCH
 from convoy.engine.network import network_of
 from convoy.plans.plan import Plan
-from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic
+from convoy.plans.traffic import all_reduce_elements, cut_traffic, gradient_traffic, transfer_traffic
 from plans.made_graph import same_net
 from ranks import run_ranks
 
@@ -69,8 +69,11 @@ def _sent(plan, steps=2):
     samples = [len(part) for part in network.placement([mine], _shares(network), True).batch.parts]
     assert sum(samples) == SAMPLES
     placement = network.placement([mine], tuple(samples), True)
-    traffic = [each.ranks[rank] for each in transfer_traffic(placement)]
-    gradients = sum(numbers[rank] for numbers in gradient_traffic(placement).values())
+    staged = network.staged(placement)
+    crossed = cut_traffic(placement, staged) if staged is not None else []
+    part = placement if staged is None else staged.part(placement, placement.mesh.stage_of(rank))
+    traffic = [each.ranks[rank] for each in (*transfer_traffic(part), *crossed)]
+    gradients = sum(numbers[rank] for numbers in gradient_traffic(part).values())
     said = sum(each.forward for each in traffic), sum(each.backward for each in traffic) + gradients
     return (forward, backward), said
 
@@ -111,3 +114,13 @@ def test_bytes(plan):
     for (forward, backward), (forward_said, backward_said) in run_ranks(_sent, world, plan):
         assert forward == forward_said
         assert backward == pytest.approx(backward_said, abs=64)
+
+
+@pytest.mark.parametrize("plan", ["stage=2", "stage=3", "stage=2,sample=2", "stage=2,filter=2"])
+def test_bytes_of_stages(plan):
+    sent = run_ranks(_sent, math.prod(Plan.parse(plan).mesh.sizes), plan)
+    for (forward, backward), (forward_said, backward_said) in sent:
+        assert forward == pytest.approx(forward_said, abs=64)
+        assert backward == pytest.approx(backward_said, abs=64)
+    assert sent[0][0][0] > 0
+    assert sent[-1][0][1] > 0

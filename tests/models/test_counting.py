@@ -16,6 +16,7 @@ def test_lenet_by_hand() -> None:
 
 # Billions of multiply-adds at 224x224, as torchvision's documentation gives them for its weights.
 PUBLISHED = {"alexnet": 0.71, "googlenet": 1.50, "resnet18": 1.81, "resnet50": 4.09, "resnet152": 11.51, "vgg16": 15.47}
+PUBLISHED |= {"densenet121": 2.83, "densenet201": 4.29}
 
 
 @pytest.mark.parametrize(("name", "multiply_adds"), PUBLISHED.items())

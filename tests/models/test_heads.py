@@ -15,6 +15,7 @@ HEADS = {
     "googlenet": ["aux1.fc2", "aux2.fc2", "fc"],
     "resnet": ["fc"],
     "squeezenet": ["classifier.1"],
+    "densenet": ["classifier"],
 }
 
 

@@ -29,6 +29,10 @@ TORCHVISION = {
     "resnet50": (25_557_032, "d7e4f8bb0a536344"),
     "resnet101": (44_549_160, "02c0f34f4842751f"),
     "resnet152": (60_192_808, "685c66205bc823aa"),
+    "densenet121": (7_978_856, "aa0fd9923b0003b8"),
+    "densenet161": (28_681_000, "82d337d48f910d3a"),
+    "densenet169": (14_149_480, "e2d0f02d9c0ce650"),
+    "densenet201": (20_013_928, "0d234ad7e9a31b95"),
 }
 
 # Multiplied out by hand from the layers' sizes.
@@ -52,6 +56,10 @@ SMALL = {
     "googlenet": (STEM_7 + 3 * 1025 * 1000, STEM_3 + 3 * 1025 * 10),
     **{f"resnet{depth}": (STEM_7 + 513 * 1000, STEM_3 + 513 * 10) for depth in (18, 34)},
     **{f"resnet{depth}": (STEM_7 + 2049 * 1000, STEM_3 + 2049 * 10) for depth in (50, 101, 152)},
+    **{
+        f"densenet{depth}": (7 * 7 * 3 * stem + (1 + last) * 1000, 3 * 3 * 3 * stem + (1 + last) * 10)
+        for depth, stem, last in ((121, 64, 1024), (161, 96, 2208), (169, 64, 1664), (201, 64, 1920))
+    },
 }
 
 

@@ -20,6 +20,7 @@ RUN = [
     "resnet18",
     "resnet50",
     "resnet152",
+    "densenet121",
 ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import interpreted
 from convoy.engine import MicrobatchNorm, StepContext
 from convoy.ops import microbatch_norm
+from convoy.ops.microbatch_norm import normalize_at_once
 
 SIZES = {"even": (3, 3, 3), "uneven": (4, 4, 3), "mixed": (3, 5, 3), "one": (9,), "many": (3,) * 12}
 SHAPES = {"images": (6, 5, 4), "vectors": (6,), "sequences": (70, 3), "volumes": (5, 2, 3, 2)}
@@ -21,7 +22,7 @@ def all_at_once(kernels: object = None) -> Iterator[None]:
     """Let the CPU do as a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.engine.layers.at_once", lambda x: True)
-        patch.setattr(microbatch_norm, "_kernels", lambda x: kernels)
+        patch.setattr(microbatch_norm, "batch_norm_kernels", lambda x: kernels)
         yield
 
 
@@ -80,6 +81,25 @@ def test_variants(affine: bool, momentum: float | None) -> None:
     with all_at_once():
         got = results((4, 4, 3), (6, 5, 4), affine=affine, momentum=momentum)
     compare(got, results((4, 4, 3), (6, 5, 4), affine=affine, momentum=momentum))
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_relu_in_the_same_operation(triton: bool, affine: bool) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(11, 5, 4, 3).double(), *(torch.randn(5).double() if affine else None for _ in range(2))
+    gradient, found = torch.randn(11, 5, 4, 3).double(), []
+    gradient[0, 0] = 0.0
+    for relu in (False, True):
+        tensors = [None if one is None else one.clone().requires_grad_() for one in given]
+        with all_at_once(interpreted.kernels()["microbatch"] if triton else None):
+            y, _ = normalize_at_once(*tensors, 1e-5, (4, 4, 3), relu=relu)  # type: ignore[misc, arg-type]
+            (y if relu else y.relu()).backward(gradient)
+        found.append({"y": y.detach().relu(), **{str(i): t.grad for i, t in enumerate(tensors) if t is not None}})
+    compare(found[1], found[0])
+    nothing = torch.full((2, 3), torch.nan)
+    with all_at_once(interpreted.kernels()["microbatch"] if triton else None):
+        assert normalize_at_once(nothing, None, None, 1e-5, (2,), relu=True)[0].isnan().all()
 
 
 def test_statistics_of_the_whole_pass_would_be_noticed() -> None:

@@ -125,6 +125,14 @@ def test_the_cost_depends_neither_on_the_ranks_nor_on_the_microbatches() -> None
     assert cost(64, 8, True) > cost(8, 1, True) > cost(8, 1, False)
 
 
+def test_the_sum_is_not_in_low_precision() -> None:
+    running, statistics = fresh(0, 0.1, ()), RunningStatistics()
+    statistics.record(running, STARTS, (0,) * 5, torch.stack([term(0, start) for start in STARTS]))
+    with torch.autocast("cpu", torch.bfloat16):
+        statistics.fold()
+    assert torch.allclose(running.mean, expected(0.1)[0], rtol=1e-6, atol=1e-7)
+
+
 def test_another_order_gives_other_bits() -> None:
     orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
     assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))

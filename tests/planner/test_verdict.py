@@ -233,3 +233,43 @@ def test_gpus_that_wait_for_their_host_are_bound_by_it() -> None:
     assert sum(part.seconds for part in found.parts) == pytest.approx(found.scored.seconds)
     assert all(change.kind != "compute" for change in found.changes)
     assert found.verdict.sentence in explanation_text(found)
+
+
+def test_stages_are_explained_each_by_its_own_ranks() -> None:
+    found = explain("stage=2,sample=2", costs())
+    first, second = found.stages
+    assert (first.layer, first.ranks, first.takes, first.sent > 0) == ("features.0", (0, 1), (), True)
+    assert second.ranks == (2, 3)
+    assert second.takes and second.received.forward == second.received.backward > 0
+    assert [layer.stage for layer in found.layers] == sorted(layer.stage or 0 for layer in found.layers)
+    computing = [layer for layer in found.layers if set(layer.ops) & {"conv", "linear"}]
+    assert {layer.stage for layer in computing} == {0, 1}
+    assert all(layer.forward > 0 and layer.parameters > 0 for layer in computing)
+    text = explanation_text(found)
+    for words in ("strategy (sample)", "takes the output of", "bubble", "\n2      features.", "with --schedule "):
+        assert words in text
+    assert "replicate" not in text
+    said = document(found)
+    assert [stage["begins"] for stage in said["stages"]] == [first.layer, second.layer]
+    assert said["stages"][1]["received_bytes"] == {
+        "forward": second.received.forward,
+        "backward": second.received.backward,
+    }
+    assert [layer["stage"] for layer in said["layers"]] == [(layer.stage or 0) + 1 for layer in found.layers]
+    assert all("stage" not in layer for layer in document(explain("sample=2", costs()))["layers"])
+
+
+def test_stages_of_unlike_work_hold_up_each_other() -> None:
+    plan = str(Plan.parse({"mesh": {"stage": 2}, "stages": ["classifier"]}).to_yaml())
+    found = explain(plan, costs())
+    assert found.verdict.kind == "stages"
+    assert "most is computed in stage 1, from features.0 on" in found.verdict.sentence
+    assert "strategy " in explanation_text(found) and "()" not in explanation_text(found)
+
+
+def test_what_crosses_a_cut_is_sent_for_the_layer_that_gives_it() -> None:
+    plan = Plan.parse({"mesh": {"stage": 2}, "stages": ["features.3"]}).to_yaml()
+    found = {layer.name: layer for layer in explain(plan, costs()).layers}
+    passes = 8  # of 4 samples, whose 6 × 14 × 14 numbers go forward, and their gradients back from another rank
+    assert found["features.2"].sent == passes * 4 * 6 * 14 * 14 * 4
+    assert found["features.0"].sent == found["classifier.0"].sent == 0

@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from convoy.graph.graph import Call, Graph, Ref, Value
-from convoy.ops import place
+from convoy.ops import place, work
 from convoy.plans.layout import balanced
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.stages import StagedGraph, Stages
 
 
 class Chain:
@@ -105,6 +106,16 @@ def same_net() -> nn.Module:
         nn.ReLU(),
         nn.Linear(20, 10),
     )
+
+
+def in_stages(graph: Graph, plan: Plan | str) -> tuple[Placement, StagedGraph]:
+    """A graph under a plan with stages, and the stages; even cuts are those of equal multiply-adds."""
+    plan = Plan.parse(plan)
+    placement = placed(graph, plan)
+    assert plan.mesh.stage_axis is not None
+    number = plan.mesh.sizes[plan.mesh.stage_axis]
+    stages = Stages.of(graph, number, plan.stages, work(graph))
+    return placement, StagedGraph(graph, tuple(placement.outputs), stages.of_calls(graph), number)
 
 
 def placed(graph: Graph, plan: Plan | str) -> Placement:

@@ -135,3 +135,25 @@ def test_rows():
 def test_axes_by_name():
     assert axis_names(Mesh(("node", "gpu"), (2, 2)), (0, 1)) == "node·gpu"
     assert axis_names(Mesh(("node", "gpu"), (2, 2)), (1,)) == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (["features.0", "clasifier.0"], "the network has no layer clasifier.0: did you mean classifier."),
+        (["feature", "classifier"], "the network has no layer feature: did you mean features."),
+        (["features.5"], "the network has no layer features.5: did you mean features."),
+        (["head"], "the network has no layer head: its layers are features, classifier"),
+    ],
+)
+def test_stages_that_begin_at_no_layer(stages: list[str], words: str) -> None:
+    plan = Plan.parse({"mesh": {"stage": 2}, "stages": stages})
+    with pytest.raises(ConvoyError, match=r"^stages: ") as caught:
+        check_patterns(plan, LAYERS)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("stages", [["features.2"], ["features", "classifier"], ["features.0", "features.1"], []])
+def test_stages_may_begin_at_layers_without_weights_and_at_containers(stages: list[str]) -> None:
+    modules = ["", "features", *(f"features.{number}" for number in range(4)), "classifier", *LAYERS]
+    check_patterns(Plan.parse({"mesh": {"stage": 2}, "stages": stages}), LAYERS, modules)

@@ -2,11 +2,13 @@
 
 import pytest
 
-from convoy.ops.memory import predict_memory
+from convoy.ops.memory import memory_in_stages, predict_memory
 from convoy.plans.explain import explain, explanation
+from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.traffic import Traffic
 from convoy.units import size, table
-from plans.made_graph import Chain, placed, small_net
+from plans.made_graph import Chain, in_stages, placed, small_net
 
 OWT = """\
 plan owt=2
@@ -25,10 +27,63 @@ a rank holds 35.6 kB of 66.8 kB of parameters, 35.6 kB of gradients, 82.9 kB of 
 """
 
 
+STAGED = """\
+plan stage=2,sample=2; stages begin at classifier
+training, 8 samples (4 + 4), 4 ranks
+
+stage  layer         work    strategy  gives                sent for its input  forward  backward  gradients  parameters
+1      features.0    conv    sample    samples over sample  -                         -         -      896 B       896 B
+1      features.2    conv    sample    samples over sample  -                         -         -     3.5 kB      3.5 kB
+2      classifier.0  linear  sample    samples over sample  -                         -         -    61.5 kB     61.5 kB
+2      classifier.2  linear  sample    samples over sample  -                         -         -      840 B       840 B
+
+stage  begins at     ranks  takes the output of  forward  backward  parameters  activations
+1      features.0    0, 1   -                          -         -      4.4 kB      57.3 kB
+2      classifier.0  2, 3   the network itself   12.3 kB   12.3 kB     62.4 kB      12.6 kB
+
+4 other calls follow the layout given, without sending anything
+activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
+a rank sends 12.3 kB in the forward pass, 12.3 kB in the backward pass, 62.4 kB for gradients of parameters
+a rank holds 62.4 kB of 66.8 kB of parameters, 62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
+"""
+
+
 def _explain(graph, plan, capture=""):
     plan = Plan.parse(plan)
+    if plan.mesh.stage_axis is not None:
+        placement, staged = in_stages(graph, plan)
+        return explain(placement, memory_in_stages(placement, staged), plan, capture, staged)
     placement = placed(graph, plan)
     return explain(placement, predict_memory(placement), plan, capture)
+
+
+def test_stages():
+    plan = Plan(Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("classifier",))
+    assert _explain(small_net(), plan) == STAGED
+
+
+@pytest.mark.parametrize("plan", ["stage=2", "stage=3,filter=2", "sample=2,stage=2", "stage=2,height=2"])
+def test_rows_of_stages_add_up(plan):
+    placement, staged = in_stages(small_net(), plan)
+    found = explanation(placement, memory_in_stages(placement, staged), None, staged)
+    whole = explanation(placement, predict_memory(placement))
+    key = lambda row: (row.layer, row.op, row.sent, row.traffic, row.gradients, row.parameters)  # noqa: E731
+    rows = {key(row) for row in found.rows}
+    assert {key(row) for row in whole.rows} == rows
+    assert [row.stage for row in found.rows] == sorted(row.stage for row in found.rows)
+    assert sum(held.parameters for held in found.held) == whole.memory.parameters
+    assert all(held.gradients == held.parameters for held in found.held)
+    assert sorted(rank for row in found.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
+    assert found.stages[0].received == Traffic()
+    assert all(row.takes and row.received.forward for row in found.stages[1:])
+    assert found.gradients <= whole.gradients
+    assert found.traffic.forward <= whole.traffic.forward + sum(row.received.forward for row in found.stages)
+
+
+def test_layers_that_only_stages_divide_are_not_called_replicated():
+    assert "pattern" not in _explain(small_net(), "stage=2")
+    plan = {"mesh": {"stage": 2, "gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
+    assert "replicated, as no pattern matches them: classifier.0, classifier.2\n" in _explain(small_net(), plan)
 
 
 def test_one_weird_trick():

@@ -9,8 +9,8 @@ import yaml
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan
-from convoy.plans.strategies import STRATEGIES
+from convoy.plans.plan import Plan, plan_text
+from convoy.plans.strategies import STRATEGIES, WORDS
 
 MIXED = """
 mesh: {node: 2, gpu: 3}
@@ -36,6 +36,14 @@ layers:                      # first match wins, patterns over module names
         ("sample=2,sample=2", ("sample", "sample2"), (2, 2), ("sample", "sample")),
         ("filter=2,sample=2,filter=2,filter=1", ("filter", "sample", "filter2", "filter3"), (2, 2, 2, 1), None),
         ("sample=1", ("sample",), (1,), ("sample",)),
+        ("stage=2", ("stage",), (2,), ("replicate",)),
+        ("stage=2,sample=3", ("stage", "sample"), (2, 3), ("replicate", "sample")),
+        (
+            "sample=2,filter=2,stage=3,sample=2",
+            ("sample", "filter", "stage", "sample2"),
+            (2, 2, 3, 2),
+            ("sample", "filter", "replicate", "sample"),
+        ),
         ("serial", (), (), ()),
         (" serial\n", (), (), ()),
     ],
@@ -46,7 +54,7 @@ def test_one_line(text, names, sizes, strategies):
     for layer in ("", "conv1", "features.0.conv"):
         for op in ("conv", "linear"):
             assert strategies is None or plan.strategy(layer, op) == strategies
-    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse(str(plan)) == Plan.parse(plan_text(plan)) == plan
     assert Plan.parse(plan.to_yaml()) == plan
 
 
@@ -177,19 +185,21 @@ def test_a_plan_without_a_text_of_its_own_is_one_line_for_people():
 
 
 def test_every_line_reads_back():
-    words = [strategy for strategy in STRATEGIES for _ in range(2)]
+    words = [*STRATEGIES, *WORDS]
     for count in (1, 2, 3):
         for chosen in set(itertools.permutations(words, count)):
             text = ",".join(f"{strategy}={size}" for size, strategy in enumerate(chosen, 1))
             plan = Plan.parse(text)
             assert str(plan) == text
             assert Plan.parse(plan.to_dict()) == plan
-            assert plan.strategy("a", "matmul") == tuple(s.replace("owt", "sample") for s in chosen)
+            assert plan.strategy("a", "matmul") == tuple(
+                {"owt": "sample", "stage": "replicate"}.get(s, s) for s in chosen
+            )
 
 
 def test_every_yaml_reads_back():
     rng = random.Random(3)
-    names = ["node", "gpu", "no", "yes", "null", "true", "x-1", "_", "E5", "owt"]
+    names = ["node", "gpu", "no", "yes", "null", "true", "x-1", "_", "E5", "owt", "stage"]
     pieces = [
         "features",
         "0",
@@ -217,9 +227,12 @@ def test_every_yaml_reads_back():
         layers = []
         for _ in range(rng.randint(0, 4)):
             pattern = "".join(rng.choices(pieces, k=rng.randint(1, 5)))
-            layers.append((pattern, {axis: rng.choice(list(STRATEGIES)) for axis in axes if rng.random() < 0.8}))
+            given = {axis: rng.choice(list(STRATEGIES)) for axis in axes if axis != "stage" and rng.random() < 0.8}
+            layers.append((pattern, given))
+        number = mesh.sizes[mesh.stage_axis] if mesh.stage_axis is not None and rng.random() < 0.8 else 0
+        stages = tuple(rng.choice(["", "7."]) + f"layer{place}.0" for place in range(number))
         try:
-            plan = Plan(mesh, tuple(layers))
+            plan = Plan(mesh, tuple(layers), stages[rng.randint(0, bool(stages)) :])
         except ConvoyError as error:
             assert any(words in str(error) for words in ("twice", "comes after", "must be text"))
             continue
@@ -241,11 +254,61 @@ def test_every_yaml_reads_back():
         ("filter=2,owt=3", 3),
         ("sample=2,height=2,sample=3", 6),
         ("filter=4", 1),
+        ("stage=3", 1),
+        ("stage=3,sample=2", 2),
         ({"mesh": {"a": 2, "b": 5}, "layers": {"conv": {"a": "filter"}, "*": {"a": "sample", "b": "filter"}}}, 2),
     ],
 )
 def test_parts_of_the_batch(plan, parts):
     assert Plan.parse(plan).parts == parts
+
+
+STAGED = """
+mesh: {stage: 3, gpu: 2}
+layers:
+  '*': {gpu: sample}
+stages: [conv1, layer2, 10]  # a layer's name may be a number
+"""
+
+
+def test_stages_begin_at_layers() -> None:
+    plan = Plan.parse(STAGED)
+    assert plan.stages == ("conv1", "layer2", "10")
+    assert plan.mesh.stage_axis == 0
+    assert plan.strategy("layer2.0", "conv") == ("replicate", "sample")
+    assert str(plan) == "stage=3 × gpu=2: * gpu:sample; stages begin at conv1, layer2, 10"
+    assert (
+        plan_text(plan)
+        == plan.to_yaml()
+        == ("mesh: {stage: 3, gpu: 2}\nlayers:\n  '*': {gpu: sample}\nstages: [conv1, layer2, '10']\n")
+    )
+    assert Plan.parse(plan_text(plan)) == Plan.parse(plan.to_dict()) == plan
+    assert hash(Plan.parse(plan_text(plan))) == hash(plan)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan != Plan(plan.mesh, plan.layers)
+    assert plan != Plan(plan.mesh, plan.layers, ("conv1", "layer3", "10"))
+
+
+def test_the_first_stage_begins_with_the_network() -> None:
+    plan = Plan.parse({"mesh": {"stage": 2}, "stages": ["layer3"]})
+    assert plan.stages == ("", "layer3")
+    assert plan.to_dict() == {"mesh": {"stage": 2}, "layers": {}, "stages": ["layer3"]}
+    assert Plan(plan.mesh, (), plan.stages) == Plan(plan.mesh, (), ("layer3",)) == plan
+    assert str(plan) == "stage=2; stages begin at layer3"
+    assert Plan.parse({"mesh": {"stage": 2}, "stages": [0, 3]}).stages == ("0", "3")
+
+
+def test_cuts_of_equal_work_are_not_written() -> None:
+    for text in ("mesh: {stage: 2}\n#", "mesh: {stage: 2}\nlayers: {}", "mesh: {stage: 2}\nstages: []"):
+        assert Plan.parse(text) == Plan.parse("stage=2")
+    assert Plan.parse("stage=2").stages == ()
+    assert Plan.parse({"mesh": {"stage": 1}, "stages": ["conv1"]}).stages == ("conv1",)
+
+
+def test_a_mesh_has_one_axis_of_stages_or_none() -> None:
+    assert Mesh(("sample", "stage"), (2, 3)).stage_axis == 1
+    assert Mesh(("sample", "filter"), (2, 3)).stage_axis is None
+    assert Mesh((), ()).stage_axis is None
 
 
 def test_plans_are_public() -> None:

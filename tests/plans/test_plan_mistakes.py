@@ -33,6 +33,16 @@ LINES = [
     ("cols=2", "did you mean width?"),
     ("weird=2", "did you mean owt?"),
     ("pipeline=2", "did you mean stage?"),
+    ("pp=2,dp=2", "did you mean stage?"),
+    ("sample=2,stages=2", "did you mean stage?"),
+    ("Stage=2", "did you mean stage?"),
+    ("stage", "write stage=2"),
+    ("sample=2,stage", "write stage=2"),
+    ("stage=", "the size of stage is empty"),
+    ("stage=0", "the size of stage is 0"),
+    ("stage:2", "write stage=2 instead"),
+    ("stage=2,sample=2,stage=2", "two axes stage: write one"),
+    ("nothing=2", "replicate, owt or stage"),
     ("=2", "empty is no strategy"),
     ("sample=2,", "nothing between two commas or at an end"),
     (",sample=2", "nothing between two commas or at an end"),
@@ -109,6 +119,25 @@ DOCUMENTS = [
     ("mesh: \x00\nlayers: {}\n", ["no YAML"]),
     ("a: &a [*a]\nb: *a\n", ["the key a is unknown"]),
     ("[" * 5000 + "\n", ["no YAML"]),
+    ("mesh: {stage: 2, a: 2}\n#\n", ["layers is missing", "{a: sample}"]),
+    ("mesh: {stage: 2, a: 2}\nlayers: {fc: filter}\n", ["fc has filter", "write {a: sample}"]),
+    ("mesh: {stage: 2}\nlayers:\n  '*': {stage: sample}\n", ["line 3", "* has sample on axis stage", "leave it out"]),
+    ("mesh: {a: 2}\nlayers:\n  fc: {a: stage}\n", ["line 3", "fc on axis a", "as in stage=2"]),
+    ("mesh: {a: 2}\nlayers:\n  fc: {a: pipeline}\n", ["line 3", "pipeline is no strategy of a layer", "stage=2"]),
+    ("mesh: {stage: 2}\nstage: [fc]\n", ["line 2", "the key stage is unknown: did you mean stages?"]),
+    ("mesh: {stage: 2}\nstages:\n", ["line 2", "stages is empty", "[conv1, layer3]"]),
+    ("mesh: {stage: 2}\nstages: fc\n", ["line 2", "stages is the word fc", "[conv1, layer3]"]),
+    ("mesh: {stage: 2}\nstages: {fc: 2}\n", ["line 2", "stages is a mapping"]),
+    ("mesh: {a: 2}\nlayers: {}\nstages: [x, y]\n", ["line 3", "needs an axis stage", "{stage: 2}"]),
+    ("mesh: {a: 2}\nlayers: {}\nstages: [fc]\n", ["line 3", "needs an axis stage", "{stage: 2}"]),
+    ("mesh: {stage: 2}\nstages: [a, b, c]\n", ["line 2", "names 3 layers", "has size 2", "2 of them, or 1 without"]),
+    ("mesh: {stage: 4}\nstages: [a, b]\n", ["line 2", "names 2 layers", "has size 4", "4 of them, or 3 without"]),
+    ("mesh: {stage: 1}\nstages: [a, b]\n", ["line 2", "names 2 layers", "has size 1"]),
+    ("mesh: {stage: 2}\nstages: [a, a]\n", ["line 2", "two stages begin at a"]),
+    ("mesh: {stage: 2}\nstages: [a, ~]\n", ["line 2", "a stage begins at empty", "e.g. layer3"]),
+    ("mesh: {stage: 2}\nstages: ['']\n", ["line 2", "a stage begins at empty"]),
+    ("mesh: {stage: 2}\nstages: [a, [b]]\n", ["line 2", "is no layer's name"]),
+    ("mesh: {stage: 2}\nstages: [a, 'b*']\n", ["line 2", "a stage begins at b*, which is no layer's name"]),
 ]
 
 MAPPINGS = [
@@ -123,6 +152,11 @@ MAPPINGS = [
     {"mesh": {"a": 2}, "layers": {"x": {"a": None}}},
     {"mesh": {"a": 2}, "layers": {"x": "filter"}},
     {1: 2},
+    {"mesh": {"stage": 2}, "stages": "fc"},
+    {"mesh": {"stage": 2}, "stages": [1.5]},
+    {"mesh": {"stage": 2}, "stages": [True]},
+    {"mesh": {"stage": 2}, "stages": {"fc"}},
+    {"mesh": {"stage": 2}, "layers": None},
 ]
 
 
@@ -187,11 +221,18 @@ def test_files_that_cannot_be_read(tmp_path):
         (Mesh(("a",), (2,)), (("*", {"a": "filters"}),), "did you mean filter?"),
         (Mesh(("a",), (2,)), (("x", {"a": "filter"}), ("x", {"a": "sample"})), "twice"),
         (Mesh(("a",), (2,)), (("x.*", {"a": "filter"}), ("x.y.*", {"a": "sample"})), "comes after"),
+        (Mesh(("stage",), (2,)), (("*", {"stage": "replicate"}),), "has replicate on axis stage"),
     ],
 )
 def test_wrong_plans_in_python(mesh, layers, words):
     with pytest.raises(ConvoyError, match=words):
         Plan(mesh, layers)
+
+
+@pytest.mark.parametrize("stages", [("a", "b", "c"), ("a", "a"), ("a", ""), (None,), "ab"])
+def test_wrong_stages_in_python(stages) -> None:
+    with pytest.raises(ConvoyError, match="stage"):
+        Plan(Mesh(("stage",), (2,)), (), stages)
 
 
 @pytest.mark.parametrize("patterns", [("x.?", "x.*"), ("x.[12]", "x.*"), ("x.*", "*"), ("a.*", "b.*"), ("a", "*a")])

@@ -9,9 +9,17 @@ import torch
 
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
-from convoy.plans.traffic import Traffic, all_reduce_elements, gradient_traffic, step_elements, transfer_traffic
+from convoy.plans.plan import Plan
+from convoy.plans.traffic import (
+    Traffic,
+    all_reduce_elements,
+    cut_traffic,
+    gradient_traffic,
+    step_elements,
+    transfer_traffic,
+)
 from convoy.plans.transfer import transfer
-from plans.made_graph import Chain, placed, small_net
+from plans.made_graph import Chain, in_stages, placed, small_net
 
 SHAPE = (4, 6, 5)
 
@@ -152,3 +160,27 @@ def test_bytes_follow_the_type():
     }
     wide = graph.__class__(graph.calls, double, graph.inputs, graph.output, {}, True)
     assert _sums(placed(wide, "filter=2")) == tuple(2 * number for number in _sums(placed(graph, "filter=2")))
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("stage=2", [(3072, 0), (0, 3072)]),
+        ("stage=2,sample=2", [(1536, 0), (1536, 0), (0, 1536), (0, 1536)]),
+        ("sample=2,stage=2", [(1536, 0), (0, 1536), (1536, 0), (0, 1536)]),
+        ("stage=2,replicate=2", [(3072, 0), (3072, 0), (0, 3072), (0, 3072)]),
+    ],
+)
+def test_stages_send_what_they_have_of_a_value_at_a_cut(plan, ranks):
+    """8 samples of 12 channels of 8 × 8 numbers, in the layout in which they are made."""
+    sizes = Plan.parse(plan)
+    placement, staged = in_stages(small_net(), Plan(sizes.mesh, sizes.layers, ("classifier",)))
+    (crossed,) = cut_traffic(placement, staged)
+    assert (crossed.crossing.source, crossed.crossing.target) == (0, 1)
+    expected = tuple(Traffic(8 * forward, 8 * backward) for forward, backward in ranks)
+    assert crossed.ranks == expected
+
+
+def test_what_needs_no_gradient_has_none_to_send_back():
+    placement, staged = in_stages(Chain(8, 4, 9, 9, training=False).conv("a", 6).conv("b", 6).graph(), "stage=2")
+    assert [crossed.ranks for crossed in cut_traffic(placement, staged)] == [(Traffic(8 * 6 * 81 * 4), Traffic())]

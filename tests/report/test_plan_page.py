@@ -5,8 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from convoy.models import create
-from convoy.planner import workload_of
+from convoy.planner import Planned, score, workload_of
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.times import Times
+from convoy.planner.verdict import explained
+from convoy.plans.plan import Plan
 from convoy.report.network_drawing import MOST_LANES, Grid, grid_of, name_in, shown_height
+from convoy.report.plan_page import plan_page
 from convoy.report.timeline_drawing import short, ticks
 
 
@@ -36,6 +42,40 @@ def test_what_follows_a_layer_joins_its_box() -> None:
     ]  # fmt: skip
     assert [box.depth for box in found.boxes] == list(range(7))
     assert {box.lane for box in found.boxes} == {0}
+
+
+def test_no_box_is_in_two_stages() -> None:
+    graph = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 4).graph
+    stages = tuple(int(call.layer not in ("features.0", "features.1")) for call in graph.calls)
+    whole, cut = grid_of(graph), grid_of(graph, stages)
+    assert [box.stage for box in cut.boxes] == sorted(box.stage for box in cut.boxes)
+    assert {box.stage for box in whole.boxes} == {0}
+    relu = tuple(int(place > 0) for place in range(len(graph.calls)))  # cut off from the convolution before it
+    assert [call.layer for call in whole.boxes[0].calls] == ["features.0", "features.1"]
+    assert [call.layer for call in grid_of(graph, relu).boxes[0].calls] == ["features.0"]
+
+
+def staged_page(plan: str) -> str:
+    costs = Costs(
+        lambda one: Times(one.flops.forward / 1e10, one.flops.backward / 1e10), Assumed(Rate(0.0, 1e9)).links()
+    )
+    workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 32, name="lenet")
+    serial, scored = (score(workload, Plan.parse(text), costs) for text in ("serial", plan))
+    planned = Planned(workload, scored.plan.mesh.num_devices, (scored,), serial, None, costs)
+    return plan_page(explained(planned))
+
+
+def test_the_page_shows_stages_and_what_crosses_cuts() -> None:
+    page = staged_page("stage=2,sample=2")
+    assert '<h2 id="stages">Stages</h2>' in page
+    assert "rank 0, stage 1" in page and "rank 2, stage 2" in page
+    assert "<title>stage 1 to stage 2: " in page
+    assert page.count('class="edge cut"') == page.count('class="crossing"') == 1
+    assert "chip stage" in page and "chip replicate" not in page
+    assert "stage: 2 of 2" in page
+    plain = staged_page("sample=2")
+    for words in ('id="stages"', "chip stage", "edge cut", ", stage 1"):
+        assert words not in plain.split("</style>")[-1]
 
 
 def test_branches_stand_side_by_side() -> None:

@@ -14,9 +14,11 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
+from convoy.planner.planner import score
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan, load_recipe
 from convoy.training.environment import join_ranks
+from convoy.training.parallel import StagedTraining
 from convoy.training.set_up import set_up
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -78,6 +80,39 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     own, plain = weights(found), weights(session(data, cache, "sample=2"))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
     return plan, notes, distance
+
+
+def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
+    """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, **options)  # type: ignore[arg-type]
+        assert 4 in planned.workload.counts
+        workload = replace(planned.workload.through(2, passes), schedule=schedule)
+        best = score(replace(planned.workload, in_passes=lambda number: workload), STAGES, planned.costs, passes)
+        return replace(planned, candidates=(best,))
+
+    small = "microbatch=4"
+    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
+        found = session(data, cache, "auto", small)
+    network = found.network
+    assert isinstance(network, StagedTraining)
+    num = len(found.division.passes(found.merge))
+    own, plain = weights(found), weights(session(data, cache, "sample=2", small))
+    distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
+    return num, network._schedule, distance
+
+
+STAGES = Plan.parse("stage=2")
+
+
+@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "1f1b")])
+def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
+    data: Path, tmp_path: Path, passes: int, schedule: str
+) -> None:
+    for num, order, distance in run_ranks(in_stages, 2, data, tmp_path, passes, schedule):
+        assert (num, order) == (passes, schedule)
+        assert distance < 1e-5
 
 
 def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:

@@ -17,7 +17,7 @@ Examples:
   convoy plan alexnet --devices 2 --batch 64
   convoy plan resnet50 --devices 4 --batch 256 --out plan.yaml --html plan.html
   convoy plan vgg11 --devices 4 --batch 64 --fix 'classifier.*=filter' --memory-limit 8GB
-  convoy plan alexnet --score sample=2 --score owt=2 --score my.yaml --batch 64
+  convoy plan alexnet --score sample=2 --score stage=2 --score my.yaml --batch 64
   convoy plan my.networks:small --devices 2 --image-size 28
   convoy plan resnet50 --devices 16 --batch 512 --link 10gbit --trace step.json
 """,

@@ -18,6 +18,7 @@ from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
 from convoy.planner.search.layers import Layers
@@ -115,7 +116,9 @@ def _check_plans(request: PlanRequest, recipe: Recipe, model: nn.Module, workloa
         try:
             if recipe.batch_norm == "microbatch":
                 divide(sizes, plan.mesh.size(sample_axes(calls, plan)))
-            workload.place(plan)
+            own = workload.through(plan.num_stages, parts=plan.parts)
+            own.place(plan)
+            Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
         except ConvoyError as error:
             raise ConvoyError(f"--score {plan}: {error}") from error
 

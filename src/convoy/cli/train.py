@@ -51,7 +51,7 @@ Examples:
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @click.option("--devices", metavar="N", type=int, help="Train on so many devices. [default: those of --plan, or 1]")
-@click.option("--plan", metavar="TEXT|FILE", help="How they divide the work, e.g. sample=4. [default: sample=N]")
+@click.option("--plan", metavar="TEXT|FILE", help="How to divide the work, e.g. sample=4, stage=2. [default: sample=N]")
 @click.option(
     "--shares",
     metavar="A,B,…",

@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -410,18 +410,21 @@ class Groups:
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
         self._kept: list[dist.ProcessGroup] = []
         if _temporary and is_joined:
-            _temporary[-1].meet()
-            self._make_all()
+            self._make_all(_temporary[-1].meet)
         elif mesh.stage_axis is not None and is_joined:  # ranks of different stages would ask for different ones
-            self._make_all()
+            self._make_all(lambda: None)
             self._kept = list(self._made.values())
         self._back: dist.ProcessGroup | None = None
         if mesh.stage_axis is not None and is_joined:
             self._back = self._second((mesh.stage_axis,))
 
-    def _make_all(self) -> None:
-        # all are made before the first is connected: an alarm ends who waits in NCCL, not who waits in the store
-        for axes in [axes for axes in _all_subsets(self.mesh) if self._make(axes)]:
+    def _make_all(self, meet: Callable[[], None]) -> None:
+        # all ranks make all groups before the first is connected: an alarm, or the end of one that has failed, reaches
+        # who waits in a group, not who still waits in the store or for a rank's first message to make it
+        meet()
+        made = [axes for axes in _all_subsets(self.mesh) if self._make(axes)]
+        meet()
+        for axes in made:
             _connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:

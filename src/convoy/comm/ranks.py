@@ -9,6 +9,7 @@ import pickle
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, p
 from convoy.comm.groups import everyone, forget, num_local, temporary
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import lazy
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
@@ -38,15 +40,24 @@ def broadcast_object(value: T, group: Group) -> T:
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """The named tensors of rank 0, on the CPU; others give None."""
+    """The named tensors of rank 0, on the CPU; others give None.
+
+    With several ranks they are deferred: each is sent when it is evaluated (`convoy.graph.deferred`), so that no rank
+    has to have more than one of them. All ranks evaluate the same ones in the same order.
+    """
     if group is None:
         assert tensors is not None
         return tensors
     shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()} if tensors is not None else None
+
+    def sent(name: str, like: Tensor) -> Tensor:
+        here = torch.empty_like(like, device="cpu")
+        return broadcast(here if tensors is None else here.copy_(tensors[name]), group)
+
     found: dict[str, Tensor] = {}
     for name, (shape, dtype) in (broadcast_object(shapes, group) or {}).items():
-        tensor = tensors[name].cpu().contiguous() if tensors is not None else torch.empty(shape, dtype=dtype)
-        found[name] = broadcast(tensor, group)
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        found[name] = lazy(partial(sent, name, like), like)
     return found
 
 

@@ -7,6 +7,8 @@ a training step on a CPU. Every step frees and asks for the same blocks, so they
 import ctypes
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +20,7 @@ except ImportError:  # not on Windows
 PAGE = 4096
 SWITCH = "CONVOY_KEEP_MEMORY"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
+_LARGE = 2**20
 _OTHERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 
@@ -35,6 +38,20 @@ def keep_freed_memory(device: torch.device) -> bool:
     if mallopt is None:  # another C library
         return False
     return bool(mallopt(_MMAP_THRESHOLD, 2**31 - 1) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+@contextmanager
+def without_holes(device: torch.device) -> Iterator[None]:
+    """Within it large freed blocks do go back to the kernel: whole tensors of which a part is kept would leave holes
+    that nothing fits."""
+    keeps = keep_freed_memory(device)
+    if keeps:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        if keeps:
+            keep_freed_memory(device)
 
 
 def release_freed_memory(device: torch.device) -> None:

@@ -18,14 +18,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.comm.groups import Groups
-from convoy.engine.layers import MicrobatchNorm, SampleDropout
+from convoy.engine.layers import DROPOUT_LAYERS, MicrobatchNorm, SampleDropout
 from convoy.engine.layerwise import Layerwise, random_state
 from convoy.engine.network import Network, network_of
-from convoy.graph.graph import Call, CaptureError, Graph
+from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
-from convoy.ops import place
+from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.context import StepContext
+from convoy.ops.memory import predict_memory
 from convoy.ops.placing import sharing_axes
+from convoy.ops.precision import under_autocast
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, PlacedCall
@@ -218,6 +220,42 @@ def probe(
         separable = _separable(model, model, context, images, [each.detach() for each in together])
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
     return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
+
+
+def probe_of_graph(
+    model: nn.Module,
+    image_shape: tuple[int, ...],
+    device: torch.device,
+    samples: int = PROBE_SAMPLES,
+    precision: torch.dtype | None = None,
+) -> Probe:
+    """What `probe` and `owns_draws` show, read off the network's calls, for one that is nowhere as a whole.
+
+    Args:
+        model: the plain network, which may be deferred.
+        image_shape, device, samples, precision: as for `probe`.
+
+    Raises:
+        CaptureError: the network does something that a graph cannot say.
+    """
+    inputs = [torch.empty(2 * samples, *image_shape, device="meta")]
+    graph = under_autocast(capture(model, inputs, training=True), precision, device.type)
+    batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
+    kept = predict_memory(place(graph, _ALONE, batch, [ref.name for ref in leaves(graph.output, Ref)]))[0].activations
+    layers = dict(model.named_modules())
+    drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
+    normed = Counter(call.layer for call in graph.calls if call.op == "batch_norm")
+    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
+    together = coupling(graph)
+    alone = coupling(capture(model, inputs, training=False)) if draws else together
+    return Probe(
+        separable=alone is None,
+        draws=draws,
+        bytes_per_sample=kept // (2 * samples),
+        normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
+        outputs=len(leaves(graph.output, Ref)),
+        owned=draws and together is None,
+    )
 
 
 def _is_of_weight(x: Tensor) -> bool:

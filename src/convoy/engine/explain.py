@@ -7,7 +7,7 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.ops.memory import predict_memory, what_is_recomputed
+from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
@@ -42,9 +42,11 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     if isinstance(network, Layerwise):
         return _layer_by_layer(network, plan, net.training, samples)
     placement = network.example_placement(net.training, samples)
-    said = None if network.undivided else what_is_recomputed(placement)
+    staged = network.staged(placement)
+    memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
+    said = None if network.undivided else what_is_recomputed(placement, staged)
     notes = [] if said is None else [said]
-    return text_of_placement(placement, predict_memory(placement), plan, network.captured, notes)
+    return text_of_placement(placement, memory, plan, network.captured, staged, notes)
 
 
 def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:

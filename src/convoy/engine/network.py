@@ -31,6 +31,7 @@ from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, Placement, Strategies, sample_axes
+from convoy.plans.stages import StagedGraph
 
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
@@ -402,6 +403,10 @@ class Network:
                 compile = self.compile and signature.training
             found = self._programs[signature] = placement, self._made(placement, compile)
         return found
+
+    def staged(self, placement: Placement) -> StagedGraph | None:
+        """The stages of a graph of this network; None where every rank runs all of it."""
+        return None
 
     def _made(self, placement: Placement, compile: bool) -> Program:
         return Program(placement, self.groups, self.context, self.channels_last, compile)

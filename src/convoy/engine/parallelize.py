@@ -7,6 +7,7 @@ been loaded in silence.
 """
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from convoy.comm.collectives import broadcast, gather_ints
 from convoy.comm.groups import Groups, join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
-from convoy.engine.allocation import keep_freed_memory
+from convoy.engine.allocation import keep_freed_memory, without_holes
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.guard import Guard
@@ -27,6 +28,7 @@ from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
 from convoy.engine.stages import Schedule, StagedNetwork
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, as_recompute
@@ -135,7 +137,9 @@ def parallelize(
     >>> optimizer.step()
 
     Args:
-        model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count.
+        model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count. Of one
+            that was built within `convoy.deferred` no rank makes more than its own part, and one whole tensor at a
+            time.
         plan: text such as `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
         example: one rank's batch, [samples, channels, height, width], as the network is called with it: a tensor, a
             tuple of arguments, or a dict of keyword arguments; only the tensors' shapes and types matter.
@@ -204,6 +208,7 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
+        materialize(model, all_but=named_tensors(model).values())
         network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
         network.compile = compile
         _take_shards(network)
@@ -387,6 +392,7 @@ def _network(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
                 "itself recompute by torch.utils.checkpoint"
             ) from error
+        materialize(model)  # its own code is to run
         network = Layerwise(
             model,
             plan,
@@ -421,8 +427,32 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
 
 
 def _take_shards(network: Network) -> None:
+    """Cut this rank's parts of rank 0's tensors.
+
+    Of deferred ones each rank makes its own, one tensor at a time and those alone of which it has a part, where all
+    would make the same; else rank 0 makes them and sends them.
+    """
     world = network.groups.of(tuple(network.groups.mesh.axes))
-    with torch.no_grad():
-        for name, tensor in named_tensors(network.model).items():
-            first = broadcast(tensor.data.contiguous(), world)
-            tensor.data = network.part(name, tensor.data.copy_(first))
+    tensors = named_tensors(network.model)
+    deferred = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Deferred)}
+    alike = len({tuple(row) for row in gather_ints(_digest(deferred), world)}) == 1
+    with torch.no_grad(), without_holes(network.device) if deferred else contextlib.nullcontext():
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Deferred):
+                first = broadcast(tensor.data.contiguous(), world)
+                tensor.data = network.part(name, tensor.data.copy_(first))
+            elif alike:
+                fill(tensor, evaluate(network.part(name, tensor)))
+            else:
+                whole = evaluate(tensor) if network.groups.rank == 0 else _blank(tensor)
+                fill(tensor, network.part(name, whole.copy_(broadcast(whole.contiguous(), world))))
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _digest(deferred: dict[str, Deferred]) -> list[int]:
+    """Which tensors have no numbers, and which they will get."""
+    digest = fingerprint(deferred.values())
+    return [zlib.crc32(repr(list(deferred)).encode()), *(int.from_bytes(digest[i : i + 4]) for i in range(0, 16, 4))]

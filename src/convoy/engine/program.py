@@ -26,7 +26,7 @@ from convoy.comm.redistribution import redistribute
 from convoy.engine.shards import cut
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
@@ -57,9 +57,24 @@ def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None
     return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
+def _as_it_is(x: Tensor) -> Sequence[Tensor]:
+    return [x]
+
+
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     alike = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
     return [x.add_(y) if alike else x + y]
+
+
+def inside(placed: Sequence[PlacedCall], readers: Readers) -> dict[str, str]:
+    """ReLUs that the batch norm before them does, in one kernel on a GPU; and which that is."""
+    producers = {name: one.call for one in placed for name in one.call.outputs if one.call.op == "batch_norm"}
+    return {
+        one.call.name: producers[source].name
+        for one in placed
+        for source in one.call.inputs
+        if len(one.call.inputs) == 1 and source in producers and overwriting(one, readers) is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -301,33 +316,43 @@ class Program:
             if placed.call.op not in LOW_PRECISION
         }
         readers = Readers(placement.graph, [*placement.outputs, *crossing])
-        found = stretches(replace(placement, calls=calls), at_once=staged is None)
-        again = {number: stretch for stretch in found for number in stretch}
-        places: dict[range, list[int]] = {}
-        own: set[str] = set()
+        relus = inside(calls, readers)
+        part = placement if staged is None else staged.part(placement, stage)
+        again = {number: stretch for stretch in stretches(part) for number in stretch}
+        places: dict[range, range] = {}
+        made: set[str] = set()
         for number, placed in enumerate(calls):
-            stretch = again.get(number)
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
             layouts = {**placed.placed.inputs, **placed.placed.outputs}
-            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts)
+            relu = placed.call.name in relus.values()
+            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts, relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
+            stretch, start = again.get(number), len(self._instructions)
             if stretch is not None and stretch.start == number:
-                own = set()
-            kernel = overwriting(placed, readers, None if stretch is None else own)
+                made = set()
+            kernel: Kernel | None = _as_it_is
+            if placed.call.name not in relus:
+                kernel = overwriting(placed, readers, None if stretch is None else made)
             kernel = kernel or OPERATIONS[site.call.op].build(site)
+            made.update(placed.call.outputs)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
+            elif compile and isinstance(kernel, Exchanging):
+                own, moments = self._new_slot(), self._new_slot()
+                name, buffers = placed.call.name, tuple(inputs[place] for place in kernel.buffers)
+                self._add(kernel.before, inputs, [own], name=name)
+                self._add(kernel.exchange, [*buffers, own], [moments], True, name)
+                self._add(kernel.after, [*inputs, moments], outputs, name=name)
             else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
-            own.update(placed.call.outputs)
+                self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
             if stretch is not None:
-                places.setdefault(stretch, []).append(len(self._instructions) - 1)
+                places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
         layouts = placement.output_layouts if returns else placement.layouts
         for name, steps in placement.outputs.items() if returns else ():
             self._transfer(name, layouts[name], steps, "the output")
@@ -337,7 +362,7 @@ class Program:
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
         if places:
-            self._fold([range(numbers[0], numbers[-1] + 1) for numbers in places.values()], compile)
+            self._fold(list(places.values()), compile)
         if compile:
             self._instructions = compiled(self._instructions, self._outputs, self._gradients())
         self._program = freeing(self._instructions, {*self._outputs, *self._constants})

@@ -8,8 +8,6 @@ update in all stages, so that the result is that of one device.
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,9 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Group, Pending, all_reduce, broadcast, gather_ints, start_receive, start_send
+from convoy.comm.collectives import (
+    all_reduce,
+    broadcast,
+    gather_ints,
+)
+from convoy.comm.stage_links import Arriving, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
 from convoy.engine.network import Network
@@ -42,9 +44,6 @@ Schedule = Literal["gpipe", "1f1b"]
 Action = tuple[Literal["forward", "backward"], int]
 PARTS_PER_STAGE = 4
 """Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
-_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
-_DTYPES += [torch.uint8, torch.int8, torch.int16]
-_MOST_DIMS = 8
 
 
 def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
@@ -73,95 +72,27 @@ def bubble(parts: int, stages: int) -> float:
     return (stages - 1) / (parts + stages - 1)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How a value at a cut lies in memory, which a graph does not say, as autocast and kernels decide it. It arrives as
-    it was: on other strides a kernel may add in another order."""
-
-    dtype: torch.dtype
-    needs_gradient: bool
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def of(x: Tensor) -> "_Kind":
-        return _Kind(x.dtype, x.requires_grad, x.stride())
-
-    def numbers(self) -> list[int]:
-        """As many for every kind."""
-        rest = [0] * (_MOST_DIMS - len(self.strides))
-        return [_DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
-
-    @staticmethod
-    def read(numbers: Sequence[int]) -> "_Kind":
-        dtype, needs_gradient, dims, *strides = numbers
-        return _Kind(_DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
-
-    def to_send(self, x: Tensor) -> Tensor:
-        """The numbers of a tensor as they are sent: flat, in the order in which they lie."""
-        held = self._held(x.shape)
-        if held is None:
-            return x.to(self.dtype).contiguous().flatten()
-        if x.stride() != self.strides or x.dtype != self.dtype:
-            x = x.new_empty(held, dtype=self.dtype).as_strided(x.shape, self.strides).copy_(x)
-        return x.as_strided((held,), (1,))
-
-    def to_receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Where they are received."""
-        return torch.empty(self._held(shape) or math.prod(shape), dtype=self.dtype, device=device)
-
-    def received(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor with these numbers."""
-        if self._held(shape) is not None:
-            return numbers.as_strided(shape, self.strides)
-        return torch.empty_strided(shape, self.strides, dtype=self.dtype, device=numbers.device).copy_(
-            numbers.view(shape)
-        )
-
-    def _held(self, shape: Sequence[int]) -> int | None:
-        """How many numbers a tensor of this shape has in memory, fewer than elements where it was expanded; None if
-        others lie between them."""
-        own = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
-        extent = 1 + sum((size - 1) * stride for size, stride in own)
-        return extent if extent == math.prod(size for size, _ in own) else None
-
-
 @dataclass
 class Flight:
     """A part of the batch on its way through this rank's stage: what its backward pass needs.
 
     Attributes:
-        received: what earlier stages sent, and how.
+        received: what earlier stages sent.
         sent: what was sent on.
         outputs: of the network, by name; in the last stage alone.
         placement: of the network at this part's size.
         inputs: the network's.
-        signature: of the pass, with what else decides how values are sent.
-        arriving: the gradients of what was sent, if they are expected already; in the order of `sent`.
+        key: what decides how values lie.
+        arriving: the gradients of what was sent, if they are expected already.
     """
 
-    received: list[tuple[Crossing, Tensor, _Kind]]
-    sent: list[tuple[Crossing, Tensor, _Kind]]
+    received: list[tuple[Crossing, Tensor]]
+    sent: list[tuple[Crossing, Tensor]]
     outputs: dict[str, Tensor]
     placement: Placement
     inputs: tuple[Tensor, ...]
-    signature: Any
-    arriving: "list[Arriving] | None" = None
-
-
-@dataclass
-class Arriving:
-    """A value that may still be on its way; None for one that nobody sends."""
-
-    kind: _Kind
-    shape: Sequence[int]
-    numbers: Tensor
-    pending: Pending | None
-
-    def wait(self) -> Tensor:
-        """The value."""
-        if self.pending is not None:
-            self.pending.wait()
-        return self.kind.received(self.numbers, self.shape)
+    key: Any
+    arriving: list[Arriving] | None = None
 
 
 @dataclass
@@ -182,13 +113,13 @@ class StagedNetwork(Network):
         axis = self.plan.mesh.stage_axis
         assert axis is not None
         self._axis = axis
-        self.stage = self.groups.coordinates[axis]
+        self.links = StageLinks(self.groups)
+        self.stage = self.links.stage
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
         self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
-        self._kinds: dict[tuple[Any, str], dict[str, _Kind]] = {}
-        self._sending: deque[Pending] = deque()
         self._expected: list[Arriving] | None = None
+        self._used: list[bool] | None = None  # which parameters had a gradient in any stage
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -251,29 +182,22 @@ class StagedNetwork(Network):
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
-        staged, device = self._staged[id(placement)], self._device_of(inputs)
+        key, device = self._key(signature), inputs[0].device
         arriving, self._expected = self._expected or self._begin_receiving(signature, device), None
         soon = None if then is None else self._signature(then, inputs, form)
-        if (
-            soon is not None and (self._key(soon), "<") in self._kinds
-        ):  # else it is asked first how the next one is sent
+        if soon is not None and self.links.knows(self._key(soon)):  # else it is asked first how the next values lie
             self._expected = self._begin_receiving(soon, device)
+        staged = self._staged[id(placement)]
         received = [
-            (crossing, each.wait().requires_grad_(kind.needs_gradient), kind)
-            for (crossing, kind), each in zip(self._receives(signature), arriving, strict=True)
+            (crossing, each.wait().requires_grad_(each.kind.needs_gradient))
+            for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
         ]
-        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x, _ in received})
-        key = self._key(signature)
-        flight = Flight(received, [], found if self.is_last else {}, placement, tuple(inputs), key)
-        values = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        kinds = self._say_kinds(key, ">", [(each.target, each.value, x) for each, x in values])
-        for (crossing, x), kind in zip(values, kinds, strict=True):
-            if x.numel():
-                self._send(kind.to_send(x.detach()), crossing.target)
-            flight.sent.append((crossing, x, kind))
+        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
+        sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
+        self.links.send(key, sent)
         if not torch.is_grad_enabled():
-            flight.received, flight.sent = [], []
-        return flight
+            received, sent = [], []
+        return Flight(received, sent, found if self.is_last else {}, placement, tuple(inputs), key)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -299,28 +223,21 @@ class StagedNetwork(Network):
             if output.requires_grad and gradient is not None:
                 roots.append(output)
                 given.append(gradient)
-        self._expect_gradients(flight, ask=True)
-        if then is not None:
-            self._expect_gradients(then, ask=False)
-        for (_, x, kind), arriving in zip(flight.sent, flight.arriving or [], strict=True):
-            if kind.needs_gradient:
-                roots.append(x)
-                given.append(arriving.wait())
+        if flight.arriving is None:
+            flight.arriving = self._begin_receiving_gradients(flight)
+        if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
+            then.arriving = self._begin_receiving_gradients(then)
+        roots += [x for _, x in flight.sent if x.requires_grad]
+        given += [each.wait() for each in flight.arriving]
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
-        values = [
-            (crossing, torch.zeros_like(x) if x.grad is None else x.grad)
-            for crossing, x, kind in flight.received
-            if kind.needs_gradient
-        ]
-        kinds = self._say_kinds(flight.signature, "}", [(each.source, each.value, x) for each, x in values])
-        for (crossing, gradient), kind in zip(values, kinds, strict=True):
-            if gradient.numel():
-                self._send(kind.to_send(gradient), crossing.source)
+        received = [(crossing, x) for crossing, x in flight.received if x.requires_grad]
+        gradients = [(crossing, torch.zeros_like(x) if x.grad is None else x.grad) for crossing, x in received]
+        self.links.send(flight.key, gradients, back=True)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
     @property
@@ -328,106 +245,43 @@ class StagedNetwork(Network):
         """Whether this rank's stage gives the network's outputs."""
         return self.stage == self.stages.number - 1
 
-    def finish_sending(self) -> None:
-        """Wait until all is sent."""
-        while self._sending:
-            self._sending.popleft().wait()
-
     def complete_gradients(self) -> None:
-        """Give the parameters of other stages a gradient, which is empty as they are: an optimizer then keeps as much
-        of each, under the same names, on all ranks."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not self.owns(name) and parameter.grad is None:
+        """Give the parameters of other stages a gradient, which is empty as they are, where they have one there: an
+        optimizer then keeps as much of each, under the same names, on all ranks."""
+        parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
+            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
+            self._used = [any(column) for column in zip(*gather_ints(own, self.links.group), strict=True)]
+        for (name, parameter), used in zip(parameters, self._used, strict=True):
+            if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _expect_gradients(self, flight: Flight, ask: bool) -> None:
-        """Begin to receive what the backward pass of a part will need; `ask` how it lies, if that is not known."""
-        if flight.arriving is not None:
-            return
-        wanted = [(crossing.target, crossing.value) for crossing, _, kind in flight.sent if kind.needs_gradient]
-        kinds = self._ask_kinds(flight.signature, "{", wanted, ask)
-        if kinds is None:
-            return
-        known = dict(zip((name for _, name in wanted), kinds, strict=True))
-        flight.arriving = []
-        for crossing, x, kind in flight.sent:
-            shape = x.shape if kind.needs_gradient else (0,) * x.dim()
-            flight.arriving.append(self._receive(known.get(crossing.value, kind), shape, crossing.target, x.device))
-
     def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
-        return [
-            self._receive(kind, self._local_shape(signature, crossing.value), crossing.source, device)
-            for crossing, kind in self._receives(signature)
+        placement, _ = self._program(signature)
+        wanted = [
+            (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
+            for crossing in self._staged[id(placement)].received(self.stage)
         ]
+        return self.links.receive(self._key(signature), wanted, device)
 
-    def _receive(self, kind: _Kind, shape: Sequence[int], source: int, device: torch.device) -> Arriving:
-        numbers = kind.to_receive(shape, device)
-        sends = bool(math.prod(shape))
-        return Arriving(
-            kind, shape, numbers, start_receive(numbers, source, self._way(source > self.stage)) if sends else None
-        )
+    def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving]:
+        wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
+        return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
 
-    def _receives(self, signature: Signature) -> list[tuple[Crossing, _Kind]]:
-        """What this stage is sent, and how."""
-        placement, _ = self._program(signature)
-        received = self._staged[id(placement)].received(self.stage)
-        kinds = self._ask_kinds(self._key(signature), "<", [(each.source, each.value) for each in received], True)
-        assert kinds is not None
-        return list(zip(received, kinds, strict=True))
-
-    def _say_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str, Tensor]]) -> list[_Kind]:
-        """How values for other stages lie; each stage is told once, before the first of them."""
-        if (key, way) not in self._kinds:
-            self._kinds[key, way] = {name: _Kind.of(x) for _, name, x in values}
-            for stage in dict.fromkeys(stage for stage, _, _ in values):
-                rows = [self._kinds[key, way][name].numbers() for to, name, _ in values if to == stage]
-                self._send(torch.tensor(rows), stage)
-        return [self._kinds[key, way][name] for _, name, _ in values]
-
-    def _ask_kinds(self, key: Any, way: str, values: Sequence[tuple[int, str]], ask: bool) -> list[_Kind] | None:
-        """How values from other stages lie; None where they have not said it yet and are not to be waited for."""
-        if (key, way) not in self._kinds:
-            if not ask:
-                return None
-            known: dict[str, _Kind] = {}
-            for stage in dict.fromkeys(stage for stage, _ in values):
-                names = [name for source, name in values if source == stage]
-                rows = torch.empty(len(names), _MOST_DIMS + 3, dtype=torch.int64)
-                start_receive(rows, stage, self._way(stage > self.stage)).wait()
-                known |= zip(names, map(_Kind.read, rows.tolist()), strict=True)
-            self._kinds[key, way] = known
-        return [self._kinds[key, way][name] for _, name in values]
-
-    def _local_shape(self, signature: Signature, name: str) -> tuple[int, ...]:
-        placement, _ = self._program(signature)
-        mesh, coordinates = self.groups.mesh, self.groups.coordinates
-        return placement.layouts[name].local_shape(placement.graph.shape(name), mesh, coordinates)
-
-    def _send(self, x: Tensor, target: int) -> None:
-        while self._sending and self._sending[0].done:
-            self._sending.popleft()
-        self._sending.append(start_send(x, target, self._way(target < self.stage)))
-
-    def _way(self, back: bool) -> ProcessGroup:
-        """The ranks by which values go to later stages, or gradients back."""
-        group = self.groups.back if back else self._group()
-        assert group is not None
-        return group
-
-    def _group(self) -> Group:
-        return self.groups.of((self._axis,))
+    def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
+        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
 
     def _key(self, signature: Signature) -> Any:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return signature, autocast, torch.is_grad_enabled()
 
-    def _device_of(self, inputs: Sequence[Tensor]) -> torch.device:
-        return inputs[0].device
+    def staged(self, placement: Placement) -> StagedGraph:
+        graph = placement.graph
+        return StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
 
     def _made(self, placement: Placement, compile: bool) -> Program:
-        graph = placement.graph
-        staged = StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+        staged = self.staged(placement)
         self._staged = {id(known): self._staged[id(known)] for known, _ in self._programs.values()}
         self._staged[id(placement)] = staged
         return Program(
@@ -502,7 +356,7 @@ class StagedNetwork(Network):
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
         if wanted:
             torch.autograd.backward([inputs[place] for place in wanted], self._input_gradients(given, wanted))
-        return broadcast(total, self._group(), self.stages.number - 1).to(inputs[0].device)
+        return broadcast(total, self.links.group, self.stages.number - 1).to(inputs[0].device)
 
     def _loss_of(
         self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
@@ -557,8 +411,8 @@ class StagedNetwork(Network):
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
         """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
         names = list(dict.fromkeys(ref.name for ref in leaves(flights[0].placement.graph.output, Ref)))
-        values, kinds = self._outputs(names, flights)
-        if not torch.is_grad_enabled() or not any(kind.needs_gradient for kind in kinds):
+        values, differentiable = self._outputs(names, flights)
+        if not torch.is_grad_enabled() or not any(differentiable):
             return dict(zip(names, values, strict=True))
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
 
@@ -567,7 +421,7 @@ class StagedNetwork(Network):
             flights.clear()
             return found
 
-        delivered = _Delivered.apply(run, values, kinds, self._anchor, *(inputs[place] for place in wanted))
+        delivered = _Delivered.apply(run, values, differentiable, self._anchor, *(inputs[place] for place in wanted))
         return dict(zip(names, delivered, strict=True))
 
     def _backward(
@@ -580,6 +434,9 @@ class StagedNetwork(Network):
                 "backward was called a second time for one pass of a network in stages, which keeps nothing for that: "
                 "add the losses up and call it once"
             )
+        reducer = self.reducer
+        if reducer is not None:
+            reducer.flush()  # what terms of the loss beside the network have given
         for number, flight in enumerate(flights):
             own: dict[str, Tensor | None] = {}
             for name, gradient in gradients.items():
@@ -590,7 +447,7 @@ class StagedNetwork(Network):
                 else:
                     own[name] = gradient
             then = flights[number + 1] if number + 1 < len(flights) else None
-            with nullcontext() if then is None or self.reducer is None else self.reducer.paused():
+            with nullcontext() if then is None or reducer is None else reducer.paused():
                 self.backward_pass(flight, own, then)
         self.finish_update()
         return self._input_gradients([flight.inputs for flight in flights], wanted)
@@ -600,12 +457,12 @@ class StagedNetwork(Network):
         found = []
         for place in wanted:
             parts = [torch.zeros_like(x) if x.grad is None else x.grad for x in (each[place] for each in given)]
-            found.append(all_reduce(torch.cat(parts).contiguous(), self._group()))
+            found.append(all_reduce(torch.cat(parts).contiguous(), self.links.group))
         return found
 
     def finish_update(self) -> None:
         """After the last backward pass: all is sent, and every parameter has a gradient."""
-        self.finish_sending()
+        self.links.finish()
         self.complete_gradients()
         if self.guard is not None:
             self.guard.mark_gradients()
@@ -614,31 +471,20 @@ class StagedNetwork(Network):
         """Whether each part of the batch has its own part of an output."""
         return len(flights) > 1
 
-    def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[_Kind]]:
-        """What the last stage gives, on all ranks."""
-        group, device, values, kinds = self._group(), flights[0].inputs[0].device, [], []
+    def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[bool]]:
+        """What the last stage gives, on all ranks, and what of it has a gradient."""
+        values, differentiable = [], []
         for name in names:
-            parts = [flight.outputs[name].detach() for flight in flights] if self.is_last else []
-            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]) if self.is_last else None
-            if whole is not None:
-                whole.requires_grad_(flights[0].outputs[name].requires_grad)
-            numbers = _Kind.of(whole).numbers() if whole is not None else [0] * (_MOST_DIMS + 3)
-            kind = _Kind.read(gather_ints(numbers, group)[self.stages.number - 1])
-            if whole is None:
-                shapes = [self._output_shape(flight, name) for flight in flights]
-                shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
-                received = broadcast(kind.to_receive(shape, device), group, self.stages.number - 1)
-                whole = kind.received(received, shape)
-            else:
-                broadcast(kind.to_send(whole), group, self.stages.number - 1)
-            values.append(whole.detach())
-            kinds.append(kind)
-        return values, kinds
-
-    def _output_shape(self, flight: Flight, name: str) -> tuple[int, ...]:
-        placement = flight.placement
-        layout = placement.output_layouts[name]
-        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
+            parts = [flight.outputs[name] for flight in flights] if self.is_last else []
+            own = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
+            shapes = [
+                self._local_shape(flight.placement, flight.placement.output_layouts[name], name) for flight in flights
+            ]
+            shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
+            value, has_gradient = self.links.from_last(own, shape, flights[0].inputs[0].device)
+            values.append(value)
+            differentiable.append(has_gradient)
+        return values, differentiable
 
 
 class _Delivered(torch.autograd.Function):
@@ -646,12 +492,11 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Any, values: Sequence[Tensor], kinds: Sequence[_Kind], anchor: Tensor, *inputs: Tensor
+        ctx: Any, run: Any, values: Sequence[Tensor], differentiable: Sequence[bool], anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        fixed = (x for x, kind in zip(values, kinds, strict=True) if not kind.needs_gradient)
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(*(x for x, has in zip(values, differentiable, strict=True) if not has))
         return tuple(values)
 
     @staticmethod

@@ -126,6 +126,9 @@ def _table() -> Iterator[Registered]:
         yield from _both_sizes(
             f"squeezenet{version.replace('.', '_')}", title, "squeezenet.SqueezeNet", version=version
         )
+    for depth in (121, 161, 169, 201):
+        title = f"DenseNet-{depth} (Huang et al., 2016)"
+        yield from _both_sizes(f"densenet{depth}", title, "densenet.DenseNet", depth=depth)
 
 
 REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}

@@ -4,6 +4,7 @@ Nothing in a file is executed: safetensors hold numbers only, and `.pth` files a
 """
 
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
 from convoy.files import expanded
+from convoy.graph.deferred import deferred_tensors, held
 from convoy.models.heads import auxiliary_names, classifier_names
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
@@ -65,6 +67,8 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     wrong = [key for key in own.keys() & found.keys() if key not in fresh and not _fits(found[key], own[key])]
     _refuse(path, model, own, found, missing, unexpected, wrong)
 
+    if deferred_tensors(model):
+        found = {key: held(tensor) for key, tensor in found.items()}
     model.load_state_dict({key: found[key] for key in own if key in found and key not in fresh}, strict=False)
     if path.stem == "googlenet-1378be20" and getattr(model, "transform_input", True) is False:
         notes.append(
@@ -83,7 +87,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConvoyError(
             f"{path} cannot be read as weights ({_why(path, error)}): give a whole .safetensors file, or a .pth or .pt "

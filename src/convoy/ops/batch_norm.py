@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,18 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
+from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
 from convoy.ops.microbatch_norm import at_once, new_term, normalize_at_once, normalize_by_itself
 from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
+from convoy.ops.shared_batch_norm import (
+    Following,
+    Holders,
+    all_moments,
+    normalize_by,
+    normalize_together,
+    own_moments,
+)
 from convoy.ops.shared_statistics import affine
 from convoy.ops.statistics import Running, add_term
 from convoy.plans.layout import Layout
@@ -70,19 +77,29 @@ def _build(site: Site) -> Kernel:
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
+    kept = [attributes[name] for name in ARGUMENTS[3:]]
+    buffers = tuple(names.index(name) for name in kept if name is not None)
+
+    def held(tensors: Iterable[Tensor]) -> Buffers:
+        found = iter(tensors)
+        return Buffers(*[None if name is None else next(found) for name in kept])
+
     if not site.graph.training or site.context.batch_norm == "sync":
-        return Alone(whole(layer.by_whole_pass))
+        if layer.passing is None or site.local_shape(layer.source)[1] == 0:
+            return Alone(whole(layer.by_whole_pass))
+        return Exchanging(
+            whole(layer.by_whole_pass),
+            whole(lambda t: own_moments(t.x)),
+            lambda *tensors: [layer.exchange(held(tensors[:-1]), tensors[-1])],
+            lambda *tensors: [layer.normalize_by(Tensors(*pick(tensors[:-1])), tensors[-1])],
+            buffers,
+        )
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    kept = [attributes[name] for name in ARGUMENTS[3:]]
-    buffers = [names.index(name) for name in kept if name is not None]
-
-    def note(tensors: Sequence[Tensor], terms: list[Tensor]) -> None:
-        found = iter(tensors)
-        record(Buffers(*[None if name is None else next(found) for name in kept]), terms)
-
-    kernel = Recorded(lambda *tensors: compute(Tensors(*pick(tensors))), note, tuple(buffers))
+    kernel = Recorded(
+        lambda *tensors: compute(Tensors(*pick(tensors))), lambda given, terms: record(held(given), terms), buffers
+    )
     return kernel if layer.own is None else Alone(kernel)
 
 
@@ -97,6 +114,7 @@ class _Layer:
     def __init__(self, site: Site) -> None:
         attributes = site.call.attributes
         self.site = site
+        self.relu = site.relu
         self.source: str = attributes["input"]
         self.eps: float = attributes["eps"]
         self.momentum: float | None = attributes["momentum"]
@@ -114,19 +132,27 @@ class _Layer:
     def by_running_statistics(self, t: Tensors) -> Tensor:
         if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
             return _nothing(t)
-        return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
+        return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps))
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        recording = self.site.context.recording
-        weight = self._count(t.count, 1) if recording else 0.0
-        if t.x.shape[1] == 0:
-            return _nothing(t)
-        if self.passing is None:  # what is computed again keeps buffers in the same places, but not these
-            mean, var = (b if recording or b is None else b.clone() for b in (t.mean, t.var))
-            return F.batch_norm(t.x, mean, var, t.weight, t.bias, True, weight, self.eps)
-        following = None if t.mean is None or t.var is None or not recording else Following(t.mean, t.var, weight)
-        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing)
+        if self.passing is None or t.x.shape[1] == 0:
+            weight = self._count(t.count, 1)
+            if t.x.shape[1] == 0:
+                return _nothing(t)
+            mean, var = self._to_follow(t)
+            return self._ended(F.batch_norm(t.x, mean, var, t.weight, t.bias, True, weight, self.eps))
+        following = self._following(Buffers(t.mean, t.var, t.count))
+        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing, self.relu)
+
+    def exchange(self, buffers: Buffers, own: Tensor) -> Tensor:
+        """The moments of all ranks, where `by_whole_pass` is taken apart."""
+        assert self.passing is not None
+        return all_moments(own, self._following(buffers), self.passing)
+
+    def normalize_by(self, t: Tensors, moments: Tensor) -> Tensor:
+        """By these."""
+        return normalize_by(t.x, t.weight, t.bias, moments, self.eps, self.relu)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are.
@@ -135,11 +161,12 @@ class _Layer:
         """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
-        compiling, recording = torch.compiler.is_compiling(), self.site.context.recording
-        if self.own is None and self.momentum is not None and at_once(t.x) and not compiling and recording:
-            return F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps), []
+        if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
+            mean, var = self._to_follow(t)
+            y = F.batch_norm(t.x, mean, var, t.weight, t.bias, True, self.momentum, self.eps)
+            return self._ended(y), []
         y, term = self._normalize(t, t.x)
-        return y, [term]
+        return self._ended(y), [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
@@ -161,12 +188,12 @@ class _Layer:
             return _nothing(t), []
         if len(sizes) == 1:
             y, term = self._normalize(t, t.x)
-            return y, [term[None]]
+            return self._ended(y), [term[None]]
         if self.own is None and at_once(t.x):
-            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes)
+            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, relu=self.relu)
             return y, [terms]
         pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
-        return torch.cat([y for y, _ in pieces]), [torch.stack([term for _, term in pieces])]
+        return self._ended(torch.cat([y for y, _ in pieces])), [torch.stack([term for _, term in pieces])]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
@@ -178,6 +205,27 @@ class _Layer:
         if running is None or running.mean.numel() == 0:
             return
         context.statistics.record(running, context.starts, self._division().owners, *terms)
+
+    def _ended(self, y: Tensor) -> Tensor:
+        """With the ReLU that follows, if one does."""
+        return y.relu_() if self.relu else y
+
+    def _to_follow(self, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        """The buffers that torch's own batch norm brings up to date: others of the same kind where it runs again."""
+        if self.site.context.recording or t.mean is None or t.var is None:
+            return t.mean, t.var
+        return t.mean.clone(), t.var.clone()
+
+    def _following(self, buffers: Buffers) -> Following | None:
+        """The buffers, of which one more term is counted; None where nobody keeps them."""
+        if not self.site.context.recording:
+            return None
+        if buffers.count is not None:
+            buffers.count.add_(1)
+        if buffers.mean is None or buffers.var is None:
+            return None
+        momentum = 0.0 if self.momentum is None and buffers.count is None else self.momentum
+        return Following(buffers.mean, buffers.var, momentum, buffers.count)
 
     def _running(self, buffers: Buffers) -> Running | None:
         if buffers.mean is None or buffers.var is None:
@@ -196,7 +244,7 @@ class _Layer:
 
     def _count(self, count: Tensor | None, terms: int) -> float:
         """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""
-        if count is not None:
+        if count is not None and self.site.context.recording:
             count.add_(terms)
         if self.momentum is not None:
             return self.momentum

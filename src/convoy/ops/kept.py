@@ -32,6 +32,7 @@ class KeptTensors:
 
     Attributes:
         calls: those that each call keeps, in order.
+        held: those that stay whether a call keeps them or not: all that crosses a cut between stages.
         producers: for those that a call gives, as it gives them, its number; all others come from other ranks, are the
             network's inputs, or are made inside of the call that keeps them.
     """
@@ -55,6 +56,7 @@ class KeptTensors:
                 if value.origin in ("call", "input") or is_cast:
                     found.add(replace(kept, value=self._roots.get((kept.value, kept.layout), kept.value)))
             self.calls.append(found)
+        self.held = {self.tensor(name, placement.layouts[name]) for name in placement.held}
 
     def tensor(self, name: str, layout: Layout) -> Kept:
         """A value in a layout, as it is kept."""

@@ -52,11 +52,34 @@ class Recorded:
 
 
 @dataclass(frozen=True)
+class Exchanging:
+    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled.
+
+    Attributes:
+        kernel: all of it.
+        before: takes the tensors of `call.inputs`; gives what is to be exchanged.
+        exchange: takes the tensors of some inputs and this; gives what was found, with a gradient of its own.
+        after: takes the tensors of `call.inputs` and what was found; gives the output.
+        buffers: which inputs the exchange takes.
+    """
+
+    kernel: Kernel
+    before: Kernel
+    exchange: Kernel
+    after: Kernel
+    buffers: tuple[int, ...]
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.kernel(*tensors)
+
+
+@dataclass(frozen=True)
 class Site:
     """A call on one rank.
 
     Attributes:
         layouts: of every input and output of the call, as its rule asked for them.
+        relu: whether its result is that of the ReLU that follows, which alone reads it.
     """
 
     graph: Graph
@@ -66,6 +89,7 @@ class Site:
     context: StepContext
     call: Call
     layouts: Mapping[str, Layout]
+    relu: bool = False
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""

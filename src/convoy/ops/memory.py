@@ -17,6 +17,7 @@ from convoy.ops.kept import Kept, KeptTensors
 from convoy.ops.recompute import inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.place import Memory, PlacedCall, Placement
+from convoy.plans.stages import StagedGraph
 from convoy.units import size
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
@@ -64,14 +65,25 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     return None
 
 
-def predict_memory(placement: Placement) -> list[Memory]:
+def predict_memory(placement: Placement, in_flight: int = 1) -> list[Memory]:
     """Memory of every rank in one forward and backward pass over the whole batch that was captured.
 
     Of activations that are computed again, as much is counted as is there at once: at the end of the forward pass, or
     while the backward pass computes one of the stretches again.
+
+    Args:
+        placement: the network on its mesh, or what some ranks run of it.
+        in_flight: passes whose activations are kept at once.
     """
     moments = _moments(placement)
-    return [_of_rank(placement, moments, rank) for rank in range(placement.mesh.num_devices)]
+    return [_of_rank(placement, moments, rank, in_flight) for rank in range(placement.mesh.num_devices)]
+
+
+def memory_in_stages(placement: Placement, staged: StagedGraph) -> list[Memory]:
+    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it."""
+    of_stages = [predict_memory(staged.part(placement, stage)) for stage in range(staged.number)]
+    mesh = placement.mesh
+    return [of_stages[mesh.stage_of(rank)][rank] for rank in range(mesh.num_devices)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class _Moment:
 
 def _moments(placement: Placement) -> list[_Moment]:
     tensors = KeptTensors(placement)
-    found, end = [], 0
+    found, end = [_Moment(tensors.held, set())], 0
     for stretch in stretches(placement, tensors):
         found.append(_Moment(kept_in(tensors, range(end, stretch.start)), set()))
         found.append(_Moment(inputs_of(placement, tensors, stretch), set()))
@@ -122,28 +134,38 @@ def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
     return readers.is_spare(name, placed.transfers)
 
 
-def what_is_recomputed(placement: Placement) -> str | None:
-    """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is."""
+def what_is_recomputed(placement: Placement, staged: StagedGraph | None = None) -> str | None:
+    """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is.
+
+    Args:
+        placement: the network on its mesh.
+        staged: its stages, if it has any.
+    """
     asked = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
     if not asked:
         return None
-    found = stretches(placement)
+    parts = [placement] if staged is None else [staged.part(placement, stage) for stage in range(staged.number)]
+    found = [[part.calls[number].call.layer for number in stretch] for part in parts for stretch in stretches(part)]
     if not found:
         return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
-    layers = {placement.calls[number].call.layer for stretch in found for number in stretch}
+    layers = {layer for stretch in found for layer in stretch}
     every = {placed.call.layer for placed in placement.calls}
     now, before = (
-        max(memory.activations for memory in predict_memory(one))
+        max(memory.activations for memory in _memory(one, staged))
         for one in (placement, with_recomputed(placement, False))
     )
-    parts = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
+    number = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
     return (
-        f"the backward pass computes {len(layers)} of {len(every)} layers again, in {parts}: activations take "
+        f"the backward pass computes {len(layers)} of {len(every)} layers again, in {number}: activations take "
         f"{size(now)} at most, not {size(before)} (predicted)"
     )
 
 
-def _of_rank(placement: Placement, moments: list[_Moment], rank: int) -> Memory:
+def _memory(placement: Placement, staged: StagedGraph | None) -> list[Memory]:
+    return predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
+
+
+def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight: int) -> Memory:
     mesh, graph = placement.mesh, placement.graph
     place = mesh.coordinates(rank)
     of_origin = {"parameter": 0, "buffer": 0}
@@ -175,4 +197,5 @@ def _of_rank(placement: Placement, moments: list[_Moment], rank: int) -> Memory:
         inside = dict(map(sized, moment.inside))
         most = max(most, sum(held.values()) + sum(size for key, size in inside.items() if key not in held))
     gradients = of_origin["parameter"] if graph.training else 0
-    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most)
+    others = (in_flight - 1) * sum(held.values())
+    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most + others)

@@ -56,6 +56,7 @@ def normalize_at_once(
     eps: float,
     sizes: Sequence[int],
     running: Running | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Normalize every microbatch by its own mean and variance.
 
@@ -65,6 +66,7 @@ def normalize_at_once(
         eps: added to the variance.
         sizes: samples of each microbatch.
         running: brought up to date by the terms, in order; None where that comes later.
+        relu: whether a ReLU follows at once.
 
     Returns:
         The normalized microbatches, and their terms of the running statistics: mean and unbiased variance,
@@ -79,9 +81,9 @@ def normalize_at_once(
         y, mean, var, _ = _normalized(x, weight, bias, eps, sizes)
         terms = torch.stack([mean, var * _corrections(x, sizes)], 1).detach()
         if running is not None:
-            _follow(running.mean, running.var, running.count, running.momentum, terms)
-        return y, terms
-    found: tuple[Tensor, Tensor] = _AtOnce.apply(x, weight, bias, eps, tuple(sizes), running)
+            follow(running.mean, running.var, running.count, running.momentum, terms)
+        return y.relu() if relu else y, terms
+    found: tuple[Tensor, Tensor] = _AtOnce.apply(x, weight, bias, eps, tuple(sizes), running, relu)
     return found
 
 
@@ -95,14 +97,15 @@ class _AtOnce(torch.autograd.Function):
         eps: float,
         sizes: tuple[int, ...],
         running: Running | None,
+        relu: bool,
     ) -> tuple[Tensor, Tensor]:
         x = arranged(x)
         followed: tuple[Any, ...] = (None, None, None, None)
         if running is not None:
             followed = running.mean, running.var, running.count, running.momentum
-        y, statistics, terms = torch.ops.convoy.normalize_microbatches(x, weight, bias, *followed, sizes, eps)
-        ctx.save_for_backward(x, weight, statistics)
-        ctx.sizes = sizes
+        y, statistics, terms = torch.ops.convoy.normalize_microbatches(x, weight, bias, *followed, sizes, eps, relu)
+        ctx.save_for_backward(x, weight, bias, statistics)
+        ctx.sizes, ctx.relu = sizes, relu
         ctx.mark_non_differentiable(terms)
         ctx.set_materialize_grads(False)  # that of the terms would be zeros
         return y, terms
@@ -111,13 +114,13 @@ class _AtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
         if gradient is None:
-            return (None,) * 6
-        x, weight, statistics = ctx.saved_tensors
-        if gradient.stride() != x.stride():
-            gradient = torch.empty_like(x).copy_(gradient)
-        dx, slope, shift = torch.ops.convoy.normalize_microbatches_backward(gradient, x, weight, statistics, ctx.sizes)
+            return (None,) * 7
+        x, weight, bias, statistics = ctx.saved_tensors
+        dx, slope, shift = torch.ops.convoy.normalize_microbatches_backward(
+            arranged_as(x, gradient), x, weight, bias, statistics, ctx.sizes, ctx.relu
+        )
         needed = ctx.needs_input_grad
-        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None
+        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None, None
 
 
 def arranged(x: Tensor) -> Tensor:
@@ -125,6 +128,11 @@ def arranged(x: Tensor) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     as_it_is = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
     return x if as_it_is else x.contiguous()
+
+
+def arranged_as(x: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient in the order of memory of `x`."""
+    return gradient if gradient.stride() == x.stride() else torch.empty_like(x, dtype=gradient.dtype).copy_(gradient)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -135,11 +143,12 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 torch.library.define(
     "convoy::normalize_microbatches",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? count, "
-    "float? momentum, int[] sizes, float eps) -> (Tensor, Tensor, Tensor)",
+    "float? momentum, int[] sizes, float eps, bool relu) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "convoy::normalize_microbatches_backward",
-    "(Tensor gradient, Tensor x, Tensor? weight, Tensor statistics, int[] sizes) -> (Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -154,44 +163,74 @@ def _forward(
     momentum: float | None,
     sizes: Sequence[int],
     eps: float,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result; mean and 1 / √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
-    kernels = _kernels(x)
+    kernels = batch_norm_kernels(x)
     if kernels is not None:
-        starts = _starts(tuple(sizes)).like(x, torch.int64)
+        starts = starts_of(tuple(sizes)).like(x, torch.int64)
         found: tuple[Tensor, Tensor, Tensor] = kernels.forward(
-            x, weight, bias, running_mean, running_var, count, momentum, starts, eps
+            x, weight, bias, running_mean, running_var, count, momentum, starts, eps, relu
         )
         return found
     y, mean, var, inverse = _normalized(x, weight, bias, eps, sizes)
     terms = torch.stack([mean, var * _corrections(x, sizes)], 1)
     if running_mean is not None and running_var is not None:
-        _follow(running_mean, running_var, count, momentum, terms)
-    return y, torch.stack([mean, inverse], 1), terms
+        follow(running_mean, running_var, count, momentum, terms)
+    return y.relu_() if relu else y, torch.stack([mean, inverse], 1), terms
 
 
 @torch.library.impl("convoy::normalize_microbatches_backward", "default")
 def _backward(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, sizes: Sequence[int]
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    sizes: Sequence[int],
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias."""
-    kernels = _kernels(x)
+    kernels, given = batch_norm_kernels(x), (gradient, x, weight, bias, statistics)
     if kernels is not None:
-        dx, sums = kernels.backward(gradient, x, weight, statistics, _starts(tuple(sizes)).like(x, torch.int64))
+        starts = starts_of(tuple(sizes)).like(x, torch.int64)
+        sums = kernels.gradient_sums(*given, starts, relu)
+        dx = kernels.input_gradient(*given, sums, starts, None, relu)
     else:
-        dx, sums = _input_gradient(gradient, x, weight, statistics, sizes)
+        dx, sums = _by_torch(*given, sizes, relu)
     shift, slope = sums.sum(0).unbind(0)
     return dx, slope, shift.clone()  # results of an operation must not share memory
 
 
+def _by_torch(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    sizes: Sequence[int],
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    results, sums = [], []
+    runs = [number for number, _ in _runs(sizes)]
+    for dy, part, numbers in zip(_by_run(gradient, sizes), _by_run(x, sizes), statistics.split(runs), strict=True):
+        given = dy, part, weight, bias, numbers
+        sums.append(gradient_sums(*given, relu))
+        count = part.shape[1] * math.prod(part.shape[3:])
+        results.append(input_gradient(*given, sums[-1] / count, relu).flatten(0, 1))
+    return (results[0], sums[0]) if len(results) == 1 else (torch.cat(results), torch.cat(sums))
+
+
 def _fake_forward(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, count: Any, m: Any, sizes: Any, eps: Any
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, count: Any, m: Any, sizes: Any, eps: Any, relu: Any
 ) -> Any:
     shape = len(sizes), 2, x.shape[1]
     return torch.empty_like(x), *(x.new_empty(shape, dtype=wide_type(x.dtype)) for _ in range(2))
 
 
-def _fake_backward(gradient: Tensor, x: Tensor, weight: Any, statistics: Tensor, sizes: Any) -> Any:
+def _fake_backward(
+    gradient: Tensor, x: Tensor, weight: Any, bias: Any, statistics: Tensor, sizes: Any, relu: Any
+) -> Any:
     return torch.empty_like(x), *(statistics.new_empty(x.shape[1]) for _ in range(2))
 
 
@@ -199,12 +238,13 @@ torch.library.register_fake("convoy::normalize_microbatches", _fake_forward)
 torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_backward)
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    return triton_kernels("microbatch_kernels", "batch norm by microbatch", x)
+def batch_norm_kernels(x: Tensor) -> ModuleType | None:
+    """Those of Triton, where they run."""
+    return triton_kernels("microbatch_kernels", "batch norm", x)
 
 
 @functools.lru_cache(maxsize=64)
-def _starts(sizes: tuple[int, ...]) -> Constants:
+def starts_of(sizes: tuple[int, ...]) -> Constants:
     """Of each microbatch its first sample, and the end of the last."""
     return Constants(list(itertools.accumulate(sizes, initial=0)))
 
@@ -238,52 +278,90 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result; mean, biased variance and 1 / √(variance + eps), [microbatches, channels] each."""
     dims = [1, *range(3, x.dim() + 1)]
-    view = (-1, *[1] * (x.dim() - 2))
     results, found = [], []
     for part in _by_run(x, sizes):
         wide = part.to(wide_type(x.dtype))
-        var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        var, mean = (one.flatten(1) for one in torch.var_mean(wide, dims, correction=0, keepdim=True))
         inverse = (var + eps).rsqrt()
-        y = (wide - mean) * (inverse if weight is None else inverse * weight.view(view))
-        y = y if bias is None else y + bias.view(view)
-        results.append(y.to(x.dtype).flatten(0, 1))
-        found.append([one.flatten(1) for one in (mean, var, inverse)])
+        results.append(normalized(wide, mean, inverse, weight, bias).to(x.dtype).flatten(0, 1))
+        found.append((mean, var, inverse))
     if len(results) == 1:
-        return results[0], found[0][0], found[0][1], found[0][2]
+        return results[0], *found[0]
     mean, var, inverse = (torch.cat(one) for one in zip(*found, strict=True))
     return torch.cat(results), mean, var, inverse
 
 
-def _input_gradient(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """dx; for each microbatch the sums of dy and of dy · x̂: [microbatches, 2, channels]."""
-    dims = [1, *range(3, x.dim() + 1)]
-    view = (-1, *[1] * (x.dim() - 2))
-    results, sums = [], []
-    runs = [number for number, _ in _runs(sizes)]
-    for dy, part, numbers in zip(_by_run(gradient, sizes), _by_run(x, sizes), statistics.split(runs), strict=True):
-        mean, inverse = (one.view(len(one), 1, *view) for one in numbers.unbind(1))
-        dy = dy.to(inverse.dtype)
-        normal = (part - mean) * inverse
-        shift, slope = dy.sum(dims, keepdim=True), (dy * normal).sum(dims, keepdim=True)
-        count = part.shape[1] * math.prod(part.shape[3:])
-        dx = dy - torch.addcmul(shift / count, normal, slope / count)
-        dx = dx * (inverse if weight is None else inverse * weight.view(view))
-        results.append(dx.to(x.dtype).flatten(0, 1))
-        sums.append(torch.stack([shift.flatten(1), slope.flatten(1)], 1))
-    if len(results) == 1:
-        return results[0], sums[0]
-    return torch.cat(results), torch.cat(sums)
+def normalized(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x − mean) · inverse · weight + bias in the wide type.
+
+    Args:
+        x: [microbatches, samples, channels, ...].
+        mean, inverse: [microbatches, channels].
+        weight, bias: [channels] or None.
+    """
+    scale = inverse if weight is None else inverse * weight
+    y = (x - _over(mean, x)) * _over(scale, x)
+    return y if bias is None else y + _over(bias[None], x)
 
 
-def _follow(mean: Tensor, var: Tensor, count: Tensor | None, momentum: float | None, terms: Tensor) -> None:
+def gradient_sums(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    relu: bool,
+) -> Tensor:
+    """The sums of dy and of dy · x̂ over each microbatch: [microbatches, 2, channels].
+
+    Args:
+        gradient, x: [microbatches, samples, channels, ...].
+        weight, bias: [channels] or None.
+        statistics: mean and 1 / √(variance + eps), [microbatches, 2, channels].
+        relu: whether the gradient is that of the ReLU that follows.
+    """
+    mean, inverse = statistics.unbind(1)
+    dy = _behind_relu(gradient, x, mean, inverse, weight, bias) if relu else gradient.to(mean.dtype)
+    dims = [1, *range(3, x.dim())]
+    return torch.stack([dy.sum(dims), (dy * normalized(x, mean, inverse, None, None)).sum(dims)], 1)
+
+
+def input_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    means: Tensor,
+    relu: bool,
+) -> Tensor:
+    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)).
+
+    `means` are the two in this formula, [microbatches, 2, channels], the others those of `gradient_sums`.
+    """
+    mean, inverse = statistics.unbind(1)
+    shift, slope = means.unbind(1)
+    dy = _behind_relu(gradient, x, mean, inverse, weight, bias) if relu else gradient.to(mean.dtype)
+    dx = dy - torch.addcmul(_over(shift, x), normalized(x, mean, inverse, None, None), _over(slope, x))
+    return (dx * _over(inverse if weight is None else inverse * weight, x)).to(x.dtype)
+
+
+def _behind_relu(gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, *affine: Tensor | None) -> Tensor:
+    return gradient.to(mean.dtype).masked_fill(normalized(x, mean, inverse, *affine) <= 0, 0)
+
+
+def _over(numbers: Tensor, x: Tensor) -> Tensor:
+    """[microbatches or 1, channels] as it broadcasts to [microbatches, samples, channels, ...]."""
+    return numbers.view(len(numbers), 1, -1, *[1] * (x.dim() - 3))
+
+
+def follow(mean: Tensor, var: Tensor, count: Tensor | None, momentum: float | None, terms: Tensor) -> None:
     """r ← (1 − m)·r + m·s for all terms: their sum with the weights that one after the other gives them."""
     number, buffers = len(terms), [mean, var]
     if momentum is None:
         assert count is not None
         for buffer, found in zip(buffers, terms.mean(0).unbind(0), strict=True):
-            buffer.lerp_(found.to(buffer.dtype), (number / count).to(buffer.dtype))
+            buffer.lerp_(found.to(buffer.dtype), (number / count.to(terms.dtype)).to(buffer.dtype))
         return
     following = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
     weights = momentum * (1.0 - momentum) ** following

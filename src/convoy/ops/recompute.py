@@ -75,24 +75,23 @@ def recomputing(graph: Graph, recompute: Recompute) -> Graph:
 def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
     """The same placement with all of its calls recomputed, or none."""
     calls = tuple(replace(placed, call=replace(placed.call, recomputed=recomputed)) for placed in placement.calls)
-    graph = replace(placement.graph, calls=tuple(placed.call for placed in calls))
-    return replace(placement, graph=graph, calls=calls)
+    graph_calls = (replace(call, recomputed=recomputed) for call in placement.graph.calls)
+    return replace(placement, graph=replace(placement.graph, calls=tuple(graph_calls)), calls=calls)
 
 
-def stretches(placement: Placement, tensors: KeptTensors | None = None, at_once: bool = True) -> tuple[range, ...]:
+def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple[range, ...]:
     """The calls of each stretch that is computed again, by their numbers; the same on every rank.
 
-    There are none where that would free nothing.
+    There are none where that would free nothing. The backward pass of a whole network follows its forward pass, so that
+    it needs the activations at its end at once: these are not dropped. That of a stage follows when others have run.
 
     Args:
         placement: the network on its mesh, or a stage of it.
         tensors: what it keeps, where that is known.
-        at_once: whether the backward pass follows the forward pass, so that it needs the activations at the end of the
-            network at once: these are not dropped.
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
-    return _Stretches(placement, tensors or KeptTensors(placement), at_once).found
+    return _Stretches(placement, tensors or KeptTensors(placement)).found
 
 
 def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
@@ -120,8 +119,8 @@ class _Stretches:
     (`first`, the first that keeps it), and has to stay where a cut lies before the `last` one that needs it.
     """
 
-    def __init__(self, placement: Placement, tensors: KeptTensors, at_once: bool) -> None:
-        self._placement, self._tensors, self._at_once = placement, tensors, at_once
+    def __init__(self, placement: Placement, tensors: KeptTensors) -> None:
+        self._placement, self._tensors = placement, tensors
         self._runs = list(_runs(placement))
         self._count = len(placement.calls)
         self._begins = {number: run.start for run in self._runs for number in run}
@@ -153,7 +152,7 @@ class _Stretches:
         inside, crossing, self._stays = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
         self._last: dict[Kept, int] = {}
         self._total = 0.0
-        for tensor in {**keepers, **readers}:
+        for tensor in (one for one in {**keepers, **readers} if one not in tensors.held):
             num_bytes = self._bytes(tensor)
             keep, read = keepers.get(tensor, []), readers.get(tensor, [])
             self._total += num_bytes
@@ -206,9 +205,10 @@ class _Stretches:
 
     def _frees(self, stretch: range) -> bool:
         """Whether something in a stretch need not stay, and is not needed at once."""
-        if stretch.stop == self._count and self._at_once:
+        if stretch.stop == self._count and not self._placement.is_part:
             return False
         inside = kept_in(self._tensors, stretch) - inputs_of(self._placement, self._tensors, stretch)
+        inside -= self._tensors.held
         return any(self._last[tensor] < stretch.stop for tensor in inside)
 
     def _bytes(self, tensor: Kept) -> int:

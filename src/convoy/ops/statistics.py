@@ -136,9 +136,12 @@ class RunningStatistics:
         """Each rank its own terms, then the sum over the ranks; all layers of a type at once."""
         for dtype in sorted({vector.dtype for vector in vectors}, key=str):
             some = [vector for vector in vectors if vector.dtype == dtype]
-            sums = [vector.summed(self._weights_of(vector)) for vector in some]
-            flat = all_reduce(sums[0] if len(sums) == 1 else torch.cat(sums), group)
-            for vector, found in zip(some, flat.split([len(one) for one in sums]), strict=True):
+            numbers = [sum(vector.sizes) for vector in some]
+            flat = torch.empty(sum(numbers), dtype=dtype, device=some[0].buffers[0].device)
+            for vector, found in zip(some, flat.split(numbers), strict=True):
+                vector.sum_into(found, self._weights_of(vector))
+            flat = all_reduce(flat, group)
+            for vector, found in zip(some, flat.split(numbers), strict=True):
                 vector.follow(found)
 
     def _weights_of(self, vector: "_Vector") -> Constants:
@@ -190,16 +193,29 @@ class _Vector:
         self.counts = [layer.running.count for layer in layers for _ in range(2)]
         self.sizes = [buffer.numel() for buffer in self.buffers]
         self.dtype = torch.promote_types(first.mean.dtype, torch.float32)
-        by_pass = zip(*[layer.own for layer in layers], strict=True)
-        own = [torch.cat([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
-        own = own or [first.mean.new_empty(0, sum(self.sizes))]
-        self.own = (own[0] if len(own) == 1 else torch.cat(own)).to(self.dtype)
+        self._own = [layer.own for layer in layers]
 
-    def summed(self, weights: Constants) -> Tensor:
-        """This rank's terms in the sum of all: one number for each of the buffers'."""
-        if len(self.own) == 0:
-            return self.own.new_zeros(self.own.shape[1])
-        return (self.own * weights.like(self.own)[:, None]).sum(0)
+    def own(self) -> Tensor:
+        """This rank's terms: [terms, numbers]."""
+        if not self._own[0]:
+            return self.buffers[0].new_empty(0, sum(self.sizes), dtype=self.dtype)
+        by_pass = zip(*self._own, strict=True)
+        found = [_joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
+        return _joined(found, 0).to(self.dtype)
+
+    def sum_into(self, out: Tensor, weights: Constants) -> None:
+        """Write this rank's terms in the sum of all: one number for each of the buffers'.
+
+        A GPU takes all layers at once, for its launches, and a CPU one after the other, for its caches.
+        """
+        if not self._own[0]:
+            out.zero_()
+            return
+        by_layer = (_joined(own, 0).flatten(1).to(self.dtype) for own in self._own)
+        begin = 0
+        for own in by_layer if out.is_cpu else [self.own()]:
+            torch.mv(own.t(), weights.like(own), out=out[begin : begin + own.shape[1]])
+            begin += own.shape[1]
 
     def follow(self, total: Tensor) -> None:
         """Bring the buffers up to date by the sum of all ranks' terms."""
@@ -210,7 +226,7 @@ class _Vector:
             return
         for buffer, mean, count in zip(self.buffers, found, self.counts, strict=True):
             assert count is not None
-            buffer.lerp_(mean.to(buffer.dtype), (terms / count).to(buffer.dtype))
+            buffer.lerp_(mean.to(buffer.dtype), (terms / count.to(mean.dtype)).to(buffer.dtype))
 
     def follow_in_order(self, gathered: Tensor) -> None:
         """Bring the buffers up to date by one term after the other, from all ranks' [ranks, terms, numbers]."""
@@ -232,12 +248,17 @@ def _apply_in_order(vectors: list[_Vector], group: ProcessGroup | None, ranks: i
     rows = []
     for vector, number in zip(vectors, most, strict=True):
         order = _own_rows(vector.passes, vector.rank)
-        own = vector.own if order == sorted(order) else vector.own[order]
+        own = vector.own()
+        own = own if order == sorted(order) else own[order]
         rows.append(F.pad(own, (0, 0, 0, number - len(own))).flatten())
     gathered = all_gather(torch.cat(rows), group)
     parts = gathered.split([len(one) for one in rows], 1)
     for vector, part, number in zip(vectors, parts, most, strict=True):
         vector.follow_in_order(part.view(ranks, number, sum(vector.sizes)))
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 @functools.lru_cache(maxsize=64)

@@ -58,11 +58,8 @@ class FoundPlan(Plan):
     __hash__ = Plan.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (
-            self.mesh,
-            self.layers,
-            self.stages,
-        )  # copies go to other processes and files, without the reasons
+        # copies go to other processes and files, without the reasons
+        return Plan, (self.mesh, self.layers, self.stages)
 
     def _planned(self) -> Planned:
         if self.planned is None:

@@ -2,17 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.step import Scored, predict
+from convoy.planner.cost.memory import RankMemory
+from convoy.planner.cost.step import Scored
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
+from convoy.plans.explain import StageRow, rows_of_stages
 from convoy.plans.layout import WHOLE
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
-from convoy.plans.traffic import gradient_traffic, transfer_traffic
+from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
 _PREDICTIONS = 30
 """Strategies that are tried one by one, where no search says what they would cost."""
@@ -42,6 +45,7 @@ class Layer:
         sent: bytes that a rank sends for it in an update, of the rank that sends most.
         parameters: bytes that the rank holds.
         other: the next best strategy; None where there is none, or it was not looked for.
+        stage: in which it is called first; None where the network is in one piece.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Layer:
     sent: int
     parameters: int
     other: Other | None
+    stage: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -64,24 +69,60 @@ class Layer:
         return self.forward + self.backward + self.copies + self.exposed
 
 
+@dataclass(frozen=True)
+class Stage(StageRow):
+    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest.
+
+    Attributes:
+        computes: forward and backward passes, and packing.
+        waits: with nothing to compute, for what other stages send.
+        sent: bytes that a rank sends to other stages in an update.
+        memory: of the rank that needs most.
+    """
+
+    computes: float
+    waits: float
+    sent: int
+    memory: RankMemory
+
+
+def stages_of(scored: Scored) -> tuple[Stage, ...]:
+    """The stages of a plan, in order; none where it has none."""
+    if scored.staging is None:
+        return ()
+    found, timeline = [], scored.timeline
+    rows = rows_of_stages(scored.placement, scored.staging.staged)
+    for row, rank, memory in zip(rows, busiest_ranks(scored), scored.by_stage, strict=True):
+        kinds = timeline.by_kind(rank)
+        computes = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
+        sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == rank and s.task.stream == "stages")
+        found.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
+    return tuple(found)
+
+
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
-    """The layers of a plan in the order of the network."""
+    """The layers of a plan in the order of the network, each on the rank of its stage that computes longest."""
     placement, timeline = scored.placement, scored.timeline
-    rank, passes = timeline.busiest, planned.workload.passes
+    passes = scored.passes
+    stages, ranks = stages_of_calls(scored), busiest_ranks(scored)
+    first: dict[str, int] = {}
+    for placed, stage in zip(placement.calls, stages, strict=True):
+        first.setdefault(placed.call.layer, stage)
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans:
-        if span.task.rank == rank:
+        if span.task.rank == ranks[first.get(span.task.layer, 0)]:
             kind = span.task.kind if span.task.stream == "compute" else "messages"
             spent[span.task.layer, kind] += span.end - span.start
-    exposed = timeline.exposed()
-    sent, held = _sent(placement, passes), _held(placement, rank)
+    exposed = [timeline.exposed(rank) for rank in ranks]
+    sent, held = _sent(scored, passes), [_held(placement, rank) for rank in ranks]
     calls: dict[str, list[int]] = {}
     for place, placed in enumerate(placement.calls):
         calls.setdefault(placed.call.layer, []).append(place)
     others = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
     found = []
     for name, places in calls.items():
-        own = [placement.calls[place] for place in places]
+        own, stage = [placement.calls[place] for place in places], first[name]
+        rank = ranks[stage]
         strategy = next((placed.strategy for placed in own if is_choosing(placed.call)), ())
         found.append(
             Layer(
@@ -93,14 +134,28 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 forward=spent[name, "forward"],
                 backward=spent[name, "backward"],
                 copies=spent[name, "copy"],
-                exposed=exposed.get(name, 0.0),
+                exposed=exposed[stage].get(name, 0.0),
                 messages=spent[name, "messages"],
                 sent=sent.get(name, 0),
-                parameters=held.get(name, 0),
+                parameters=held[stage].get(name, 0),
                 other=others.get(name),
+                stage=stage if len(ranks) > 1 else None,
             )
         )
     return tuple(found)
+
+
+def stages_of_calls(scored: Scored) -> tuple[int, ...]:
+    """The stage of every call; 0 where the network is in one piece."""
+    return scored.staging.staged.stages if scored.staging is not None else (0,) * len(scored.placement.calls)
+
+
+def busiest_ranks(scored: Scored) -> tuple[int, ...]:
+    """For each stage the rank that computes longest; for a network in one piece the one of all."""
+    mesh, timeline = scored.placement.mesh, scored.timeline
+    number = scored.staging.number if scored.staging is not None else 1
+    of_stages = ([rank for rank in timeline.ranks if mesh.stage_of(rank) == stage] for stage in range(number))
+    return (timeline.busiest,) if number == 1 else tuple(map(timeline.busiest_of, of_stages))
 
 
 def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
@@ -111,7 +166,8 @@ def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, Other]:
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
-    placement, workload = scored.placement, planned.workload
+    placement, plan = scored.placement, scored.plan
+    workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
     mesh = placement.mesh
     given: dict[str, Strategy] = {}
     for placed in placement.calls:
@@ -119,21 +175,22 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
             given.setdefault(placed.call.layer, placed.strategy)
     found: dict[str, Other] = {}
     for layer in layers:
-        for strategy in _one_other(given[layer]) if layer in given else ():
+        for strategy in _one_other(given[layer], mesh) if layer in given else ():
             try:
-                other = workload.place(compact(mesh, {**given, layer: strategy}))
+                plan = compact(mesh, {**given, layer: strategy})
+                other = replace(scored, placement=workload.place(plan))
             except ConvoyError:
                 continue
-            seconds = predict(other, planned.costs, workload.passes).total - scored.seconds
+            seconds = other.again(planned.costs) - scored.seconds
             if layer not in found or seconds < found[layer].seconds:
                 found[layer] = Other(strategy, seconds)
     return found
 
 
-def _one_other(given: Strategy) -> Iterator[Strategy]:
+def _one_other(given: Strategy, mesh: Mesh) -> Iterator[Strategy]:
     """Strategies that differ on one axis."""
     for axis, own in enumerate(given):
-        for other in AXIS_STRATEGIES:
+        for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
             if other != own:
                 yield (*given[:axis], other, *given[axis + 1 :])
 
@@ -156,8 +213,9 @@ def _others(planned: Planned, scored: Scored, computing: Mapping[str, float]) ->
     }
 
 
-def _sent(placement: Placement, passes: int) -> dict[str, int]:
-    """Bytes by layer."""
+def _sent(scored: Scored, passes: int) -> dict[str, int]:
+    """Bytes by layer; what crosses a cut is sent for the layer that gives it."""
+    placement = scored.placement
     layers = {placed.call.name: placed.call.layer for placed in placement.calls}
     by_rank: dict[str, list[int]] = {}
 
@@ -167,6 +225,10 @@ def _sent(placement: Placement, passes: int) -> dict[str, int]:
 
     for each in transfer_traffic(placement):
         add(layers.get(each.call, ""), [passes * (one.forward + one.backward) for one in each.ranks])
+    if scored.staging is not None:
+        makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
+        for crossed in cut_traffic(placement, scored.staging.staged):
+            add(makers[crossed.crossing.value], [passes * (one.forward + one.backward) for one in crossed.ranks])
     first: dict[str, str] = {}
     for placed in placement.calls:
         for name in placed.call.inputs:

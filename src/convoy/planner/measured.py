@@ -206,8 +206,15 @@ def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] =
     return jobs
 
 
-def plan_job(workload: Workload, plan: Plan) -> Job:
-    """The profiling of a plan on all devices."""
+def plan_job(workload: Workload, plan: Plan, passes: int | None = None) -> Job:
+    """The profiling of a plan on all devices. With stages, each runs the whole network on a pass of theirs.
+
+    Args:
+        workload: what is to be trained.
+        plan: the plan.
+        passes: through its stages; None for as many as go well through them.
+    """
+    workload = workload.through(plan.num_stages, passes, plan.parts)
     return Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False)
 
 

@@ -1,10 +1,11 @@
 """The planner's one entry: from a workload and a number of devices to the plans that are predicted to be fastest."""
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
@@ -14,6 +15,7 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
 from convoy.planner.cost.memory import most, rank_memory
+from convoy.planner.cost.pipeline import SCHEDULES, Staging
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
@@ -25,9 +27,10 @@ from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
+from convoy.planner.search.stages import InPasses, search_stages
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import sample_axes
+from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 
 _PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
@@ -41,7 +44,7 @@ class Planned:
     """What the planner has found.
 
     Attributes:
-        workload: the training that was planned.
+        workload: the training that was planned; with stages, in other passes (`Workload.through`).
         devices: number of ranks.
         candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
         serial: one device.
@@ -80,13 +83,34 @@ class Planned:
         return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
-def score(workload: Workload, plan: Plan, costs: Costs) -> Scored:
+Proposal = tuple[Plan, int | None]
+"""A plan, and the number of passes through its stages; None for as many as go well through them."""
+
+
+def score(
+    workload: Workload, plan: Plan, costs: Costs, passes: int | None = None, memory_limit: float | None = None
+) -> Scored:
     """The prediction for a plan.
 
+    Args:
+        workload: what is to be trained.
+        plan: any plan for it.
+        costs: of the devices.
+        passes: through its stages; None for as many as go well through them.
+        memory_limit: bytes that a rank has; stages take the faster of the schedules that fit.
+
     Raises:
-        ConvoyError: a layer cannot be divided as the plan says.
+        ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
     """
-    return scored(plan, workload.place(plan), costs, workload.passes)
+    workload = workload.through(plan.num_stages, passes, plan.parts)
+    placement = workload.place(plan)
+    staging = Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
+    if staging is None:
+        return scored(plan, placement, costs, workload.passes)
+    schedules = SCHEDULES if workload.schedule is None else (workload.schedule,)
+    found = [scored(plan, placement, costs, workload.passes, staging.scheduled(one)) for one in schedules]
+    fitting = [one for one in found if memory_limit is None or one.memory.total <= memory_limit]
+    return min(fitting or found, key=lambda one: one.seconds if fitting else one.memory.total)
 
 
 @reusing()
@@ -176,26 +200,27 @@ def make_plan(
     workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
     uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
     results: list[SearchResult] = []  # of rank 0; the others hear of the plans
-    proposed: list[Plan] = []
+    proposed: list[Proposal] = []
     while True:
         costs = measured.costs(alone=devices == 1)
         costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
         if not plans:
             progress("searching", 0, 1)
-        candidates = plans or ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
-        found = [score(workload, plan, costs) for plan in candidates]
+        given: list[Proposal] = [(plan, None) for plan in plans]
+        candidates = given or ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
+        found = [score(workload, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
         found = _ordered(found)
-        best = ranks.broadcast(found[0].plan)
-        job = plan_job(workload, best)
+        best = ranks.broadcast((found[0].plan, found[0].passes))
+        job = plan_job(workload, *best)
         settled = ranks.broadcast(best in proposed or measured.lacking(job) <= _SETTLED)
         if plans or devices == 1 or uneven or settled or not is_in_time():
             break
         proposed.append(best)
         measured.profile([job])
-    found.sort(key=lambda one: one.plan != best)  # rank 0's best comes first on every rank
+    found.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
     measured.give_back_memory()
     progress("profiling", 1, 1)
     if measured.is_empty:
@@ -225,13 +250,18 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
         TooLargeError: none fits.
     """
     too_large = [one for one in scored if one.memory.total > limit]
-    errors = [
-        nothing_fits(one.placement, costs, one.memory.total, limit, f"the plan {one.plan} does not fit: it")
-        for one in sorted(too_large, key=lambda one: one.memory.total)
-    ]
+    errors = []
+    for one in sorted(too_large, key=lambda one: one.memory.total):
+        needs = partial(_needs, costs.costs, one.staging)
+        what = f"the plan {one.plan} does not fit: it"
+        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
+
+
+def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
+    return most(rank_memory(placement, costs, staging)).total
 
 
 def _ordered(scored: Sequence[Scored]) -> list[Scored]:
@@ -242,8 +272,14 @@ def _ordered(scored: Sequence[Scored]) -> list[Scored]:
     """
     found = sorted(scored, key=lambda one: one.seconds)
     near = [one for one in found if one.seconds <= (1 + TOLERANCE) * found[0].seconds]
-    best = min(near, key=lambda one: len(redistributions(one.placement)), default=None)
+    best = min(near, key=_num_sent, default=None)
     return [one for one in found if one is best] + [one for one in found if one is not best]
+
+
+def _num_sent(scored: Scored) -> int:
+    """How many tensors are sent on their way through the network."""
+    crossings = scored.staging.staged.crossings if scored.staging is not None else ()
+    return len(redistributions(scored.placement)) + len(crossings)
 
 
 def _search(
@@ -253,23 +289,65 @@ def _search(
     fixes: Sequence[str],
     memory_limit: float | None,
     results: list[SearchResult],
-) -> list[Plan]:
-    """The plans that the search finds, and in `results` all that it says of them."""
-    found = search(
-        workload.graph,
-        devices,
-        Additive(costs, workload.graph, workload.passes),
-        parts=workload.parts,
-        outputs=workload.outputs,
-        fixes=fixes,
-        memory_limit=memory_limit,
-    )
-    results[:] = [found]
-    plans = [candidate.plan for candidate in found.candidates]
+) -> list[Proposal]:
+    """The plans that the searches find, and in `results` all that is said of those without stages.
+
+    Raises:
+        ConvoyError: there is none, or none fits into memory.
+    """
+    plans: list[Plan] = []
+    refused: ConvoyError | None = None
+    try:
+        found = search(
+            workload.graph,
+            devices,
+            Additive(costs, workload.graph, workload.passes),
+            parts=workload.parts,
+            outputs=workload.outputs,
+            fixes=fixes,
+            memory_limit=memory_limit,
+        )
+        results[:] = [found]
+        plans += [candidate.plan for candidate in found.candidates]
+    except ConvoyError as error:
+        refused = error
+    cut = _search_stages(workload, devices, costs, fixes, memory_limit, found.best.seconds if plans else math.inf)
+    if refused is not None and not cut:
+        raise refused
     plain = Plan.by_samples(devices)
     if plain not in plans and not fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             placement = workload.place(plain)
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:
                 plans.append(plain)
-    return plans
+    return [*((plan, None) for plan in plans), *cut]
+
+
+def _search_stages(
+    workload: Workload,
+    devices: int,
+    costs: Costs,
+    fixes: Sequence[str],
+    memory_limit: float | None,
+    known: float,
+) -> list[Proposal]:
+    """The fastest plans with stages, if they may be as fast as what is known."""
+    if not workload.counts or devices == 1:
+        return []
+
+    def at(passes: int) -> InPasses:
+        own = workload.through(devices, passes)
+        equal = replace(costs, slowdowns=())
+        return InPasses(own.graph, own.outputs, own.passes, own.parts, Additive(equal, own.graph, own.passes))
+
+    found = search_stages(
+        cache(at),
+        workload.counts,
+        devices,
+        costs.links,
+        slowdowns=costs.slowdowns,
+        fixes=fixes,
+        memory_limit=memory_limit,
+        known=known,
+    )
+    return [(one.plan, one.passes) for one in found]

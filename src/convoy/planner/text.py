@@ -5,8 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from convoy.planner.cost.step import Scored
-from convoy.planner.layers import Layer
+from convoy.planner.layers import Layer, Stage
 from convoy.planner.verdict import Explained
+from convoy.plans.explain import listed, some_ranks
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.units import extra, per_second, rough_percent, seconds, shape, shorten, size, table
 
@@ -27,17 +29,22 @@ def explanation_text(found: Explained, first: Sequence[str] = ()) -> str:
 def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
     planned, scored = found.planned, found.scored
     workload = planned.workload
-    batch = workload.samples * workload.passes
-    passes = f" in {workload.passes} passes of {workload.samples}" if workload.passes > 1 else ""
+    passes = ""
+    if scored.passes > 1:
+        passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}"
     devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
     warning = planned.warning(scored.seconds)
-    lead = f"{workload.name} on {devices}, {batch} samples an update{passes}, images of {shape(workload.sample)}"
+    lead = (
+        f"{workload.name} on {devices}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    )
     yield f"{lead}; {warning}" if warning else lead
     yield ""
     yield f"plan {scored.plan}"
     shares = planned.shares(scored.plan)
     if shares is not None:
         yield f"with --shares {','.join(map(str, shares))}"
+    if scored.staging is not None:
+        yield f"with --schedule {scored.staging.schedule}"
     yield found.verdict.sentence
     if found.verdict.advice:
         yield found.verdict.advice
@@ -52,6 +59,9 @@ def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
     if len(planned.candidates) > 1 or planned.devices > 1:
         yield ""
         yield from _candidates(found)
+    if found.stages:
+        yield ""
+        yield from _stages(found)
     if planned.devices > 1:
         yield ""
         yield from _layers(found)
@@ -76,6 +86,8 @@ def _figures(found: Explained) -> Iterator[str]:
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
         rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
+    if found.stages:
+        rows.append(("bubble", f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"))
     parts = ", ".join(f"{name} {size(number)}" for number, name in held if number)
     rows.append(("memory", f"{size(memory.total)} on the rank that needs most: {parts}"))
     width = max(len(name) for name, _ in rows)
@@ -112,12 +124,33 @@ def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
     return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
 
 
+def _stages(found: Explained) -> Iterator[str]:
+    headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
+    total = found.scored.seconds or 1.0
+    rows = [
+        (
+            str(number),
+            stage.layer or "-",
+            some_ranks(stage.ranks),
+            listed(stage.takes) or "-",
+            seconds(stage.computes),
+            seconds(stage.waits),
+            rough_percent(stage.waits / total),
+            size(stage.sent),
+            size(stage.memory.total),
+        )
+        for number, stage in enumerate(found.stages, 1)
+    ]
+    yield from table(headers, rows, headers[4:])
+
+
 def _layers(found: Explained) -> Iterator[str]:
-    names = ",".join(found.scored.placement.mesh.names)
-    headers = (
+    mesh = found.scored.placement.mesh
+    axes = ",".join(mesh.beside_stages(mesh.names))
+    headers: tuple[str, ...] = (
         "layer",
         "work",
-        f"strategy ({names})",
+        f"strategy ({axes})" if axes else "strategy",
         "gives",
         "computes",
         "waits",
@@ -129,7 +162,7 @@ def _layers(found: Explained) -> Iterator[str]:
     rows, others = [], []
     for layer in found.layers:
         if layer.strategy or layer.seconds >= _WORTH_A_ROW * found.scored.seconds:
-            rows.append(_row(layer))
+            rows.append(_row(layer, mesh))
         else:
             others.append(layer)
     if others:
@@ -137,23 +170,30 @@ def _layers(found: Explained) -> Iterator[str]:
         waits = seconds(sum(layer.exposed for layer in others))
         name = "1 other" if len(others) == 1 else f"{len(others)} others"
         rows.append((name, "", "", "", seconds(rest), waits, size(sum(layer.sent for layer in others)), "", ""))
+    if found.stages:
+        headers, stages = ("stage", *headers), {layer.name or "-": layer.stage for layer in found.layers}
+        rows = [(_numbered(stages.get(row[0])), *row) for row in rows]
     yield from table(headers, rows, right)
 
 
-def _row(layer: Layer) -> tuple[str, ...]:
+def _row(layer: Layer, mesh: Mesh) -> tuple[str, ...]:
     work = next((op for op in layer.ops if op in COMPUTE), layer.ops[0] if layer.ops else "")
     other = layer.other
     return (
         layer.name or "-",
         work,
-        ",".join(layer.strategy) or "-",
+        ",".join(mesh.beside_stages(layer.strategy)) or "-",
         shape(layer.gives),
         seconds(layer.forward + layer.backward + layer.copies),
         seconds(layer.exposed),
         size(layer.sent),
-        ",".join(other.strategy) if other is not None else "-",
+        ",".join(mesh.beside_stages(other.strategy)) if other is not None else "-",
         extra(other.seconds) if other is not None else "-",
     )
+
+
+def _numbered(stage: int | None) -> str:
+    return "" if stage is None else str(stage + 1)
 
 
 def document(found: Explained) -> dict[str, Any]:
@@ -163,8 +203,8 @@ def document(found: Explained) -> dict[str, Any]:
     return {
         "model": workload.name,
         "devices": planned.devices,
-        "batch": workload.samples * workload.passes,
-        "passes": workload.passes,
+        "batch": workload.batch,
+        "passes": scored.passes,
         "sample": list(workload.sample),
         "plan": _plan(scored),
         "shares": planned.shares(scored.plan),
@@ -195,6 +235,9 @@ def document(found: Explained) -> dict[str, Any]:
             }
             for one in planned.candidates
         ],
+        "schedule": scored.staging.schedule if scored.staging is not None else None,
+        "bubble": scored.bubble,
+        "stages": [_stage_document(stage) for stage in found.stages],
         "layers": [_layer_document(layer) for layer in found.layers],
         "exact": search.exact if search is not None else None,
         "notes": list(found.notes),
@@ -209,10 +252,24 @@ def _memory(scored: Scored) -> dict[str, int]:
     return {"total": scored.memory.total, **asdict(scored.memory)}
 
 
+def _stage_document(stage: Stage) -> dict[str, Any]:
+    return {
+        "begins": stage.layer,
+        "ranks": list(stage.ranks),
+        "takes": list(stage.takes),
+        "received_bytes": {"forward": stage.received.forward, "backward": stage.received.backward},
+        "computes_s": stage.computes,
+        "waits_s": stage.waits,
+        "sent_bytes": stage.sent,
+        "memory": {"total": stage.memory.total, **asdict(stage.memory)},
+    }
+
+
 def _layer_document(layer: Layer) -> dict[str, Any]:
     other = layer.other
     return {
         "layer": layer.name,
+        **({} if layer.stage is None else {"stage": layer.stage + 1}),
         "ops": list(layer.ops),
         "strategy": list(layer.strategy),
         "takes": list(layer.takes),

@@ -8,7 +8,7 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Collective, Curve, Link, Links
 from convoy.planner.cost.step import Scored, predict
-from convoy.planner.layers import Layer, alternatives, layers_of
+from convoy.planner.layers import Layer, Stage, alternatives, layers_of, stages_of
 from convoy.planner.planner import Planned
 from convoy.plans.timeline import ENGINE, is_engine
 from convoy.units import rough_percent, seconds, times_as_fast
@@ -41,10 +41,10 @@ def changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> tupl
 
 
 def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterator[Change]:
-    workload, costs, total = planned.workload, planned.costs, scored.seconds
+    costs, total = planned.costs, scored.seconds
 
     def again(kind: ChangeKind, text: str, other: Costs) -> Change:
-        seconds = predict(scored.placement, other, workload.passes).total
+        seconds = scored.again(other)
         return Change(kind, text, total / seconds if seconds else 1.0, seconds)
 
     if any(span.task.stream != "compute" for span in scored.timeline.spans):
@@ -53,7 +53,8 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     waiting = sorted((layer for layer in layers if layer.exposed > 0), key=lambda layer: -layer.exposed)
     for name, other in alternatives(planned, scored, [layer.name for layer in waiting[:_LAYERS]]).items():
         seconds = total + other.seconds
-        yield Change("strategy", f"{name or 'the network'} by {','.join(other.strategy)}", total / seconds, seconds)
+        strategy = ",".join(scored.placement.mesh.beside_stages(other.strategy))
+        yield Change("strategy", f"{name or 'the network'} by {strategy}", total / seconds, seconds)
     yield again(
         "compute",
         "devices that compute the layers twice as fast",
@@ -71,8 +72,8 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
 def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
     """Twice the batch: in twice as many passes where there are several, in a larger pass where there is one."""
     workload, costs = planned.workload, planned.costs
-    if workload.passes > 1:
-        seconds = predict(scored.placement, costs, 2 * workload.passes).total
+    if scored.passes > 1:
+        seconds = scored.again(costs, 2 * scored.passes)
     elif workload.resized is not None:
         try:
             seconds = predict(workload.resized(2 * workload.samples).place(scored.plan), costs).total
@@ -80,7 +81,7 @@ def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
             return
     else:
         return
-    batch = 2 * workload.samples * workload.passes
+    batch = 2 * workload.batch
     yield Change("batch", f"a batch of {batch} (another training)", 2 * scored.seconds / seconds, seconds)
 
 
@@ -101,10 +102,12 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
-Bottleneck = Literal["compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host"]
+Bottleneck = Literal[
+    "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
+]
 """`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
-for work to be issued."""
+for work to be issued, `stages` that these wait for each other."""
 _ISSUING = 0.25
 """Part of an update in which a GPU waits for its host, from which on that is what holds it up."""
 _SPENT_WELL = 0.9
@@ -121,6 +124,7 @@ _TOO_SLOW = 1.5
 """A device's computing beside all of it on one device, beyond what a plan explains."""
 _AGAIN = "measure again when it is quiet (convoy profile --clear)"
 HOST = "waiting for the host"
+OTHERS = "waiting for other stages"
 _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 
 
@@ -170,6 +174,7 @@ class Explained:
         scored: the plan that is explained.
         parts: its time, in the order of a step; they add up to it.
         layers: the layers in the order of the network.
+        stages: the stages in their order, if it has any.
         changes: what would make it faster, the most helpful first.
     """
 
@@ -179,6 +184,7 @@ class Explained:
     layers: tuple[Layer, ...]
     changes: tuple[Change, ...]
     verdict: Verdict
+    stages: tuple[Stage, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -209,8 +215,7 @@ class Explained:
     @property
     def samples_per_second(self) -> float:
         """Of all devices together."""
-        workload = self.planned.workload
-        return workload.samples * workload.passes / self.scored.seconds if self.scored.seconds else 0.0
+        return self.planned.workload.batch / self.scored.seconds if self.scored.seconds else 0.0
 
 
 def explained(planned: Planned, scored: Scored | None = None) -> Explained:
@@ -219,7 +224,8 @@ def explained(planned: Planned, scored: Scored | None = None) -> Explained:
     parts = parts_of(planned, scored)
     layers = layers_of(planned, scored)
     possible = changes(planned, scored, layers)
-    return Explained(planned, scored, parts, layers, possible, _verdict(planned, scored, parts, layers, possible))
+    verdict = _verdict(planned, scored, parts, layers, possible)
+    return Explained(planned, scored, parts, layers, possible, verdict, stages_of(scored))
 
 
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
@@ -247,7 +253,7 @@ def _seconds(scored: Scored) -> dict[str, float]:
         "optimizer": kinds.get("update", 0.0),
         ENGINE: engine,
         HOST: kinds.get("issuing", 0.0),
-        "idle": kinds["idle"],
+        "idle" if scored.staging is None else OTHERS: kinds["idle"],
     }
 
 
@@ -264,7 +270,19 @@ def _verdict(
     if total > planned.serial.seconds:
         alone = f"One device alone is predicted to be faster, {seconds(planned.serial.seconds)} an update."
         advice = f"{alone} {advice}".rstrip()
-    return Verdict(kind, layer.name if layer else None, _sentence(kind, layer, planned, total, by_name), change, advice)
+    sentence = _waiting(scored) if kind == "stages" else _sentence(kind, layer, planned, total, by_name)
+    return Verdict(kind, layer.name if layer else None, sentence, change, advice)
+
+
+def _waiting(scored: Scored) -> str:
+    stages, total = stages_of(scored), scored.seconds or 1.0
+    longest = max(range(len(stages)), key=lambda number: stages[number].computes)
+    waits = rough_percent(stages[longest].waits / total)
+    return (
+        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those "
+        f"that compute longest for {waits}; most is computed in stage {longest + 1}, from "
+        f"{stages[longest].layer or 'the beginning'} on."
+    )
 
 
 def _kind(
@@ -287,6 +305,7 @@ def _kind(
         "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass", ENGINE) - contention,
         "optimizer": _lost(parts, "optimizer"),
         "input": _lost(parts, "input"),
+        "stages": _lost(parts, OTHERS),
     }
     most = max(lost, key=lambda name: lost[name])
     if most == "communication":
@@ -295,8 +314,12 @@ def _kind(
         return "optimizer", None
     if most == "input":
         return "input", None
+    computes = [stage.computes for stage in stages_of(scored)] or [0.0]
+    uneven = max(computes) - sum(computes) / len(computes)
+    if most == "stages" or uneven > lost["compute"] / 2:
+        return "stages", None
     slower = _slower(planned, layers)
-    if slower is not None and set(slower.strategy) == {"replicate"}:
+    if slower is not None and set(scored.placement.mesh.beside_stages(slower.strategy)) == {"replicate"}:
         return "repeated", slower
     if _too_slow(planned, tuple(parts.values())):
         return "division", slower
@@ -372,6 +395,8 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
                 f"Bound by the host: for {share(HOST)} of an update the device waits for work to be issued, so that a "
                 "larger batch takes hardly longer."
             )
+        case "stages":
+            raise AssertionError("has a sentence of its own")
         case "input":
             return f"Input-bound: {share('input')} of an update is getting the input ready."
 

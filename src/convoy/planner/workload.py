@@ -4,13 +4,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from convoy.engine.coupling import coupling
+from convoy.engine.stages import PARTS_PER_STAGE, Schedule
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import Deferred
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
@@ -53,6 +57,11 @@ class Workload:
         alone: the update as one device by itself does it, in passes of its own; None where they are the same.
         contents: parameters and buffers by name, and images of any number, as far as they are at hand.
         resized: the same at another number of samples of a pass; None where the network is not at hand.
+        total: samples of an update; 0 for passes that are all equal.
+        counts: numbers of passes that an update may have where they go through stages one after the other, ascending;
+            empty where stages are out of the question.
+        in_passes: the same in one of these numbers of passes.
+        schedule: the order of passes through stages, where it is given.
     """
 
     name: str
@@ -72,11 +81,40 @@ class Workload:
     alone: "Workload | None" = field(default=None, repr=False, compare=False)
     contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
+    total: int = 0
+    counts: tuple[int, ...] = ()
+    in_passes: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
+    schedule: Schedule | None = None
 
     @property
     def samples(self) -> int:
         """Of a pass, on all devices together."""
         return self.graph.shape(self.graph.inputs[0])[0]
+
+    @property
+    def batch(self) -> int:
+        """Samples of an update."""
+        return self.total or self.samples * self.passes
+
+    @property
+    def samples_of_passes(self) -> list[int]:
+        """Of every pass of an update."""
+        return [len(part) for part in balanced(self.batch, self.passes)]
+
+    def through(self, stages: int, passes: int | None = None, parts: int = 1) -> "Workload":
+        """The same in as many passes as go well through so many stages, or in a number of them.
+
+        Args:
+            stages: of the plan.
+            passes: through them.
+            parts: ranks that share the samples of every pass.
+        """
+        if stages == 1 or not self.counts or self.in_passes is None:
+            return self
+        wanted = passes or PARTS_PER_STAGE * stages
+        counts = [number for number in self.counts if self.counts[-1] // number >= parts] or self.counts[:1]
+        count = next((number for number in counts if number >= wanted), counts[-1])
+        return self if count == self.passes else self.in_passes(count)
 
     @property
     def sample(self) -> tuple[int, ...]:
@@ -196,6 +234,22 @@ def workload_of(
             recompute=recompute,
         )
 
+    @cache
+    def in_passes(number: int) -> Workload:
+        return workload_of(
+            model,
+            examples,
+            global_batch,
+            name=name,
+            passes=number,
+            channels_last=channels_last,
+            batch_norm=batch_norm,
+            microbatch=microbatch,
+            precision=precision,
+            optimizer=optimizer,
+            optimizer_name=optimizer_name,
+        )
+
     return Workload(
         name=name or type(model).__name__,
         graph=under_autocast(graph, precision, examples[0].device.type),
@@ -210,11 +264,27 @@ def workload_of(
         optimizer_name=optimizer_name,
         contents=_contents(model, dict(zip(graph.inputs, examples, strict=True))),
         resized=resized,
+        total=global_batch,
+        counts=_counts(graph, global_batch, microbatch, passes, batch_norm),
+        in_passes=in_passes,
     )
+
+
+def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: BatchNorm) -> tuple[int, ...]:
+    """Into how many passes an update can be divided, each of whole microbatches if there are any; only as it is where
+    samples of a pass are computed with together."""
+    normed = any(call.op == "batch_norm" and call.attributes["training"] for call in graph.calls)
+    is_whole = normed and (batch_norm != "microbatch" or not microbatch)
+    if is_whole or (graph.shape(graph.inputs[0])[0] > 1 and coupling(graph) is not None):
+        return (passes,)
+    pieces = -(-batch // (microbatch or 1))
+    return tuple(sorted({-(-pieces // together) for together in range(1, pieces + 1)}))
 
 
 def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What is at hand: nothing of what has only a shape, and no images that are all of one color."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
-    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}
+    return {
+        name: tensor.detach() for name, tensor in found.items() if not (tensor.is_meta or isinstance(tensor, Deferred))
+    }

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.plans.fit import axis_names
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
-from convoy.plans.traffic import Sent, Traffic, gradient_traffic, transfer_traffic
+from convoy.plans.stages import StagedGraph
+from convoy.plans.traffic import Crossed, Sent, Traffic, cut_traffic, gradient_traffic, transfer_traffic
 from convoy.units import size, table
 
 
@@ -18,13 +20,14 @@ class Row:
     Attributes:
         layer: name of the module.
         op: kind of work.
-        strategy: its strategy on each mesh axis; empty for calls that follow their input.
+        strategy: its strategy on each mesh axis but that of stages; empty for calls that follow their input.
         gives: layout of the output, for people.
         sent: the steps for its inputs in which something is sent, each as `kind over axes`.
         traffic: what a rank sends in these steps.
         gradients: what a rank sends to add up the gradients of its parameters.
         parameters: held by a rank.
         note: why it runs whole on every rank.
+        stage: that it is in; None where the network is in one piece.
     """
 
     layer: str
@@ -36,6 +39,25 @@ class Row:
     gradients: int
     parameters: int
     note: str
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage, and what crosses the cuts before it.
+
+    Attributes:
+        layer: at which it begins.
+        ranks: that run it.
+        takes: the values that earlier stages send it, by the layers that give them.
+        received: bytes of them that a rank is sent in the forward pass, and of their gradients that it sends back; of
+            the rank that has most.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    takes: tuple[str, ...]
+    received: Traffic
 
 
 @dataclass(frozen=True)
@@ -51,6 +73,8 @@ class Explanation:
         memory: bytes on the rank that needs most.
         whole: bytes of all parameters.
         unmatched: layers with work to divide that no pattern matches.
+        stages: none where the network is in one piece.
+        held: bytes on the rank of each stage that needs most.
     """
 
     rows: tuple[Row, ...]
@@ -61,40 +85,82 @@ class Explanation:
     memory: Memory
     whole: int
     unmatched: tuple[str, ...]
+    stages: tuple[StageRow, ...] = ()
+    held: tuple[Memory, ...] = ()
 
 
-def explanation(placement: Placement, memory: Sequence[Memory], plan: Plan | None = None) -> Explanation:
+def explanation(
+    placement: Placement, memory: Sequence[Memory], plan: Plan | None = None, staged: StagedGraph | None = None
+) -> Explanation:
     """What a plan does with a network, in numbers.
 
     Args:
         placement: the network on the mesh.
         memory: bytes on each rank.
         plan: the plan, to say which layers no pattern matches.
+        staged: the network's stages, if it has any; ranks of each run only their part of it.
     """
-    graph = placement.graph
-    sent = transfer_traffic(placement)
-    gradients = gradient_traffic(placement)
+    graph, mesh = placement.graph, placement.mesh
+    crossed = cut_traffic(placement, staged) if staged is not None else []
     used: set[str] = set()
-    rows = []
-    for placed in placement.calls:
-        own = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in used]
-        used |= set(own)
-        mine = [each for each in sent if each.call == placed.call.name]
-        row = _row(placement, placed, mine, own, gradients)
-        if row.sent or own or row.note or row.op in COMPUTE:
-            rows.append(row)
-    last = [each for each in sent if not each.call]
-    steps = _steps(placement, last)
+    rows: list[Row] = []
+    output, most, reduced = None, Traffic(), 0
+    for stage in range(staged.number) if staged is not None else (None,):
+        part = placement if staged is None or stage is None else staged.part(placement, stage)
+        ranks = [rank for rank in range(mesh.num_devices) if staged is None or mesh.stage_of(rank) == stage]
+        sent, gradients = transfer_traffic(part), gradient_traffic(part)
+        for placed in part.calls:
+            own = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in used]
+            used |= set(own)
+            row = _row(part, placed, [each for each in sent if each.call == placed.call.name], own, gradients)
+            if row.sent or own or row.note or row.op in COMPUTE:
+                rows.append(replace(row, stage=stage))
+        last = [each for each in sent if not each.call]
+        steps = _steps(part, last)
+        if steps:
+            output = Row("", "output", (), "", steps, _most(last), 0, 0, "", stage)
+        sends = _most([*sent, *crossed], ranks)
+        most = Traffic(max(most.forward, sends.forward), max(most.backward, sends.backward))
+        reduced = max(reduced, *(sum(numbers[rank] for numbers in gradients.values()) for rank in ranks))
     return Explanation(
         tuple(rows),
         len(placement.calls) - len(rows),
-        Row("", "output", (), "", steps, _most(last), 0, 0, "") if steps else None,
-        _most(sent),
-        max(sum(numbers[rank] for numbers in gradients.values()) for rank in range(placement.mesh.num_devices)),
+        output,
+        most,
+        reduced,
         max(memory, key=lambda each: each.total),
         sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
         _unmatched(placement, plan),
+        rows_of_stages(placement, staged) if staged is not None else (),
+        tuple(_most_held(memory, mesh, stage) for stage in range(staged.number)) if staged is not None else (),
     )
+
+
+def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow, ...]:
+    """A network's stages, each with what it is sent in a pass over the batch that was placed."""
+    graph, mesh, found = placement.graph, placement.mesh, []
+    makers = {name: call.layer or "the network itself" for call in graph.calls for name in call.outputs}
+    crossed = cut_traffic(placement, staged)
+    for stage in range(staged.number):
+        ranks = tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)
+        taken = [each for each in crossed if each.crossing.target == stage]
+        forward = max(
+            sum(each.ranks[_peer(rank, each.crossing.source, mesh)].forward for each in taken) for rank in ranks
+        )
+        layer = next((graph.calls[number].layer for number in staged.calls(stage) if graph.calls[number].layer), "")
+        takes = tuple(dict.fromkeys(makers[each.crossing.value] for each in taken))
+        found.append(StageRow(layer, ranks, takes, Traffic(forward, _most(taken, ranks).backward)))
+    return tuple(found)
+
+
+def _most_held(memory: Sequence[Memory], mesh: Mesh, stage: int) -> Memory:
+    own = (held for rank, held in enumerate(memory) if mesh.stage_of(rank) == stage)
+    return max(own, key=lambda each: each.total)
+
+
+def _peer(rank: int, stage: int, mesh: Mesh) -> int:
+    """The rank of another stage at the same place on the other axes."""
+    return mesh.rank([stage if axis == mesh.stage_axis else at for axis, at in enumerate(mesh.coordinates(rank))])
 
 
 def together(parts: Sequence[tuple[str, Explanation]], rest: int) -> Explanation:
@@ -126,7 +192,7 @@ def together(parts: Sequence[tuple[str, Explanation]], rest: int) -> Explanation
 
 
 def _unmatched(placement: Placement, plan: Plan | None) -> tuple[str, ...]:
-    if plan is None or plan.mesh.num_devices == 1:
+    if plan is None or all(plan.mesh.sizes[axis] == 1 for axis in plan.mesh.axes if axis != plan.mesh.stage_axis):
         return ()
     layers = dict.fromkeys(placed.call.layer for placed in placement.calls if placed.call.op in COMPUTE)
     return tuple(layer for layer in layers if plan.pattern(layer) is None)
@@ -152,7 +218,9 @@ def _row(
     return Row(
         placed.call.layer,
         placed.call.op,
-        placed.strategy if placed.call.op in COMPUTE else (),
+        tuple(
+            each for axis, each in enumerate(placed.strategy) if placed.call.op in COMPUTE and axis != mesh.stage_axis
+        ),
         _gives(placement, placed),
         _steps(placement, sent),
         _most(sent),
@@ -167,12 +235,13 @@ def _steps(placement: Placement, sent: Sequence[Sent]) -> tuple[str, ...]:
     return tuple(f"{step.kind} over {axis_names(placement.mesh, step.axes)}" for step in busy)
 
 
-def _most(sent: Sequence[Sent]) -> Traffic:
+def _most(sent: Sequence[Sent | Crossed], ranks: Sequence[int] | None = None) -> Traffic:
     """What the rank sends that sends most forward, and the one that sends most backward."""
     if not sent:
         return Traffic()
     sums = [sum(numbers, Traffic()) for numbers in zip(*(each.ranks for each in sent), strict=True)]
-    return Traffic(max(traffic.forward for traffic in sums), max(traffic.backward for traffic in sums))
+    of_ranks = sums if ranks is None else [sums[rank] for rank in ranks]
+    return Traffic(max(traffic.forward for traffic in of_ranks), max(traffic.backward for traffic in of_ranks))
 
 
 def _gives(placement: Placement, placed: PlacedCall) -> str:
@@ -200,6 +269,8 @@ def _dim(dim: int, count: int) -> str:
 
 _NUMBERS = ("forward", "backward", "gradients", "parameters")
 _HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
+_STAGE_NUMBERS = ("forward", "backward", "parameters", "activations")
+_STAGE_HEADERS = ("stage", "begins at", "ranks", "takes the output of", *_STAGE_NUMBERS)
 
 
 def explain(
@@ -207,6 +278,7 @@ def explain(
     memory: Sequence[Memory],
     plan: Plan | None = None,
     capture: str = "",
+    staged: StagedGraph | None = None,
     notes: Iterable[str] = (),
 ) -> str:
     """A table of the layers of a plan, and what it costs in all.
@@ -216,12 +288,13 @@ def explain(
         memory: bytes on each rank.
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
+        staged: the network's stages, if it has any.
         notes: lines about layers.
     """
     ranks = placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
-    return text_of(explanation(placement, memory, plan), setting, name, notes)
+    return text_of(explanation(placement, memory, plan, staged), setting, name, notes)
 
 
 def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = ()) -> str:
@@ -234,10 +307,20 @@ def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = 
         notes: lines about layers that the plan does not divide.
     """
     rows = [*found.rows, *([found.output] if found.output else [])]
-    lines = [name, setting, "", *table(_HEADERS, [_cells(row) for row in rows], _NUMBERS), ""]
+    of_stages = [[_numbered(row.stage), *_cells(row)] for row in rows] if found.stages else []
+    headers, cells = (("stage", *_HEADERS), of_stages) if found.stages else (_HEADERS, [_cells(row) for row in rows])
+    lines = [name, setting, "", *table(headers, cells, _NUMBERS), ""]
+    if found.stages:
+        rows_of = zip(found.stages, found.held, strict=True)
+        cells = [_stage_cells(number, row, held) for number, (row, held) in enumerate(rows_of)]
+        lines += [*table(_STAGE_HEADERS, cells, _STAGE_NUMBERS), ""]
     if found.others:
         follow = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
         lines.append(f"{follow} the layout given, without sending anything")
+    if found.stages:
+        number = len(found.stages)
+        fewer = f"at most those of {number} parts in stage 1, down to 1 in stage {number}"
+        lines.append(f"activations are GPipe's, of all parts of a pass; 1F1B keeps {fewer}")
     lines += notes
     for note in dict.fromkeys(row.note for row in found.rows if row.note):
         lines.append(f"{note}: {listed([row.layer for row in found.rows if row.note == note])}")
@@ -288,3 +371,18 @@ def _cells(row: Row) -> list[str]:
         "; ".join(row.sent) or "-",
         *map(size, numbers),
     ]
+
+
+def _stage_cells(number: int, row: StageRow, held: Memory) -> list[str]:
+    numbers = (row.received.forward, row.received.backward, held.parameters, held.activations)
+    return [_numbered(number), row.layer or "-", some_ranks(row.ranks), listed(row.takes) or "-", *map(size, numbers)]
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, the first eight of them."""
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def _numbered(stage: int | None) -> str:
+    """How a stage is called: the first is 1."""
+    return "-" if stage is None else str(stage + 1)

@@ -13,6 +13,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.strategies import STRATEGIES
+from convoy.terminal import did_you_mean
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -20,7 +21,7 @@ _OF_THE_NETWORK = "its weights are used by the network itself, which only * matc
 def check_patterns(
     plan: Plan, layers: Iterable[str], modules: Iterable[str] = (), borrowed: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse patterns that match no layer, and so would change nothing.
+    """Refuse patterns that match no layer, and so would change nothing, and stages that begin at none.
 
     Args:
         plan: the plan.
@@ -30,7 +31,7 @@ def check_patterns(
         borrowed: modules whose parameters another layer computes with, and the name of that one, which counts.
 
     Raises:
-        ConvoyError: the sentence names the pattern and the nearest that would match.
+        ConvoyError: the sentence names the pattern or the layer, and the nearest that there are.
     """
     modules, layers = list(modules), list(layers)
     containers = {name.rpartition(".")[0] for name in modules if name}
@@ -46,6 +47,11 @@ def check_patterns(
         else:
             hint = nearest(pattern, names) or f"its layers are {_some(names)}"
         raise ConvoyError(f"the plan's pattern {pattern} matches no layer of this network: {hint}")
+    known = [name for name in dict.fromkeys([*names, *modules]) if name]
+    for name in plan.stages:
+        if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
+            hint = did_you_mean(name, known, otherwise=f"its layers are {_some(names)}")
+            raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
@@ -148,35 +154,55 @@ def fit(plan: Plan, num_devices: int) -> Fit:
 
     Axes on which layers are divided by samples, and by nothing else, take up the difference: `sample=4,filter=2` is
     `sample=3,filter=2` on six devices. Where that does not come out even the model groups become smaller, as little as
-    can be: `sample=2,filter=4` is `sample=2,filter=3` on six. The only axis of a plan has all devices, whatever it
-    divides.
+    can be, and rather by a stage than in the strategies of layers: `sample=2,filter=4` is `sample=2,filter=3` on six,
+    `stage=4,filter=2` is `stage=2,filter=2` on four. Stages that are named stay where they are while their number does,
+    and are cut to equal work after. The only axis of a plan has all devices, whatever it divides; but stages are
+    computed by samples where they can be, `stage=2,sample=2` for `stage=2` on four.
     """
     mesh = plan.mesh
     by_samples = [
         {given[name] for _, given in plan.layers if name in given} - {"replicate"} == {"sample"} for name in mesh.names
     ]
-    if len(mesh.sizes) == 1:
+    if len(mesh.sizes) == 1 and (mesh.stage_axis is None or num_devices % mesh.num_devices):
         group = (1, 1) if by_samples[0] else (mesh.num_devices, num_devices)
-        return Fit(Plan(Mesh(mesh.names, (num_devices,)), plan.layers), group)
-    others = [size for size, is_sample in zip(mesh.sizes, by_samples, strict=True) if not is_sample]
-    before = math.prod(others)
-    choices = itertools.product(*(range(1, size + 1) for size in others))
-    chosen = max((sizes for sizes in choices if num_devices % math.prod(sizes) == 0), key=lambda s: (math.prod(s), s))
-    rest, left = num_devices // math.prod(chosen), iter(chosen)
+        return Fit(_resized(plan, (num_devices,)), group)
+    others = [axis for axis in mesh.axes if not by_samples[axis]]
+    before = mesh.size(tuple(others))
+    chosen = dict(zip(others, _model_group(mesh, others, num_devices), strict=True))
+    after = math.prod(chosen.values())
+    rest = num_devices // after
     if not any(by_samples) and rest > 1:
-        names = ("sample", *mesh.names)
-        layers = tuple((pattern, {"sample": "sample", **given}) for pattern, given in plan.layers)
-        return Fit(Plan(Mesh(names, (rest, *chosen)), layers), (before, math.prod(chosen)))
-    sizes: list[int] = []
-    for size, is_sample in reversed(list(zip(mesh.sizes, by_samples, strict=True))):
-        sizes.append(math.gcd(size, rest) if is_sample else 0)
-        rest //= sizes[-1] or 1
-    sizes.reverse()
-    outermost = by_samples.index(True) if any(by_samples) else None
-    found = tuple(size if is_sample else next(left) for size, is_sample in zip(sizes, by_samples, strict=True))
-    if outermost is not None:
-        found = (*found[:outermost], found[outermost] * rest, *found[outermost + 1 :])
-    return Fit(Plan(Mesh(mesh.names, found), plan.layers), (before, math.prod(chosen)))
+        at = 1 if mesh.stage_axis == 0 else 0
+        names, sizes = list(mesh.names), list(chosen.values())
+        names.insert(at, "sample")
+        sizes.insert(at, rest)
+        layers = tuple((pattern, {"sample": "sample", **given}) for pattern, given in plan.layers or (("*", {}),))
+        stages = _resized(plan, tuple(chosen.values())).stages
+        return Fit(Plan(Mesh(tuple(names), tuple(sizes)), layers, stages), (before, after))
+    for axis in reversed([axis for axis in mesh.axes if by_samples[axis]]):
+        chosen[axis] = math.gcd(mesh.sizes[axis], rest)
+        rest //= chosen[axis]
+    if any(by_samples):
+        chosen[by_samples.index(True)] *= rest
+    return Fit(_resized(plan, tuple(chosen[axis] for axis in mesh.axes)), (before, after))
+
+
+def _model_group(mesh: Mesh, axes: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Sizes for these axes, none larger than it is, whose product divides the number of devices and is the largest."""
+    choices = itertools.product(*(range(1, mesh.sizes[axis] + 1) for axis in axes))
+
+    def worth(sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        of_layers = tuple(size for axis, size in zip(axes, sizes, strict=True) if axis != mesh.stage_axis)
+        return math.prod(sizes), of_layers
+
+    return max((sizes for sizes in choices if num_devices % math.prod(sizes) == 0), key=worth)
+
+
+def _resized(plan: Plan, sizes: tuple[int, ...]) -> Plan:
+    """The plan on a mesh of other sizes; other numbers of stages begin elsewhere."""
+    axis = plan.mesh.stage_axis
+    kept = axis is not None and sizes[axis] == plan.mesh.sizes[axis]
+    return Plan(Mesh(plan.mesh.names, sizes), plan.layers, plan.stages if kept else ())
 
 
 def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
@@ -194,26 +220,36 @@ def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
 
 
 def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
-    """A sentence, where another order of the axes would keep the layers' communication inside hosts.
+    """A sentence, where another order of the axes would keep communication inside hosts.
+
+    Stages are the axis to lie across hosts, as they send each other only what crosses a cut; then come axes on which
+    samples are divided, which add up gradients, and inside hosts those on which layers communicate.
 
     Args:
         plan: as it is to run.
         per_host: ranks of each host.
     """
-    if plan.mesh.num_devices % per_host:
+    mesh = plan.mesh
+    if mesh.num_devices % per_host:
         return []
-    busy = {
-        axis: sorted({given[axis] for _, given in plan.layers if axis in given and STRATEGIES[given[axis]].exchanges})
-        for axis in plan.mesh.names
-    }
-    order = sorted(range(len(plan.mesh.names)), key=lambda axis: bool(busy[plan.mesh.names[axis]]))
-    other = Mesh(tuple(plan.mesh.names[axis] for axis in order), tuple(plan.mesh.sizes[axis] for axis in order))
-    slow, slow_otherwise = ([name for name in across(mesh, per_host) if busy[name]] for mesh in (plan.mesh, other))
-    if len(slow_otherwise) >= len(slow):
-        return []
-    name = next(name for name in slow if name not in slow_otherwise)
-    size = plan.mesh.sizes[plan.mesh.names.index(name)]
-    return [
-        f"axis {name} of {plan} ({', '.join(busy[name])} over {size}) lies across hosts of {per_host}, and its layers "
-        f"communicate over the network: as {Plan(other, plan.layers)} it would lie inside them"
-    ]
+    given_on = {axis: {given[axis] for _, given in plan.layers if axis in given} for axis in mesh.names}
+    busy = {axis: sorted(each for each in given if STRATEGIES[each].exchanges) for axis, given in given_on.items()}
+    order = sorted(mesh.axes, key=lambda axis: (bool(busy[mesh.names[axis]]), axis != mesh.stage_axis))
+    other = Mesh(tuple(mesh.names[axis] for axis in order), tuple(mesh.sizes[axis] for axis in order))
+    now, otherwise = across(mesh, per_host), across(other, per_host)
+    instead = Plan(other, plan.layers, plan.stages)
+    slow, slow_otherwise = ([name for name in names if busy[name]] for names in (now, otherwise))
+    if len(slow_otherwise) < len(slow):
+        name = next(name for name in slow if name not in slow_otherwise)
+        size = mesh.sizes[mesh.names.index(name)]
+        return [
+            f"axis {name} of {plan} ({', '.join(busy[name])} over {size}) lies across hosts of {per_host}, and its "
+            f"layers communicate over the network: as {instead} it would lie inside them"
+        ]
+    reduced = next((name for name in now if name not in otherwise and "sample" in given_on[name]), None)
+    if mesh.stage_axis is not None and reduced is not None:
+        return [
+            f"axis {reduced} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
+            f"stages, which send only what crosses a cut, would lie across them as {instead}"
+        ]
+    return []

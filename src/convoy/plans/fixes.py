@@ -20,7 +20,8 @@ class Fix:
 
     Attributes:
         pattern: over the names of modules.
-        strategies: one for all axes of whatever mesh, or one for each axis.
+        strategies: one for all axes of whatever mesh, or one for each; that of stages, where layers have none, is not
+            among them.
     """
 
     pattern: str
@@ -28,8 +29,12 @@ class Fix:
 
     def on(self, mesh: Mesh, op: str) -> tuple[str, ...] | None:
         """The strategy on a mesh, None where it has another number of axes."""
-        given = self.strategies * len(mesh.sizes) if len(self.strategies) == 1 else self.strategies
-        return tuple(of_layer(strategy, op) for strategy in given) if len(given) == len(mesh.sizes) else None
+        axes = [axis for axis in mesh.axes if axis != mesh.stage_axis]
+        given = self.strategies * len(axes) if len(self.strategies) == 1 else self.strategies
+        if len(given) != len(axes):
+            return None
+        on_axes = dict(zip(axes, given, strict=True))
+        return tuple(of_layer(on_axes.get(axis, "replicate"), op) for axis in mesh.axes)
 
     def __str__(self) -> str:
         return f"{self.pattern}={','.join(self.strategies)}"

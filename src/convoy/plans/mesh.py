@@ -5,7 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+T = TypeVar("T")
 Axes = tuple[int, ...]
 Coordinates = tuple[int, ...]
 
@@ -55,6 +57,14 @@ class Mesh:
             rank, remainder = divmod(rank, size)
             place.append(remainder)
         return tuple(reversed(place))
+
+    def beside_stages(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Of a value for every axis, those of all but the stage axis."""
+        return tuple(value for axis, value in enumerate(values) if axis != self.stage_axis)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank runs; 0 where there are none."""
+        return self.coordinates(rank)[self.stage_axis] if self.stage_axis is not None else 0
 
     def rank(self, coordinates: Sequence[int]) -> int:
         """The rank at these coordinates."""

@@ -5,12 +5,13 @@ A stage is a run of consecutive calls of the graph, so that no value ever goes b
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
+from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
 
 
@@ -66,11 +67,18 @@ class Crossing:
 
     Where several later stages use a value, each sends it on to the next. So the gradients of all its uses are added in
     the order in which one device adds them.
+
+    Attributes:
+        value: its name in the graph.
+        source: the stage that sends it.
+        target: the one that receives it.
+        layer: that gives it.
     """
 
     value: str
     source: int
     target: int
+    layer: str
 
 
 @dataclass(frozen=True)
@@ -163,17 +171,19 @@ class StagedGraph:
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """What stages send each other, in the order in which it is made; outputs end up in the last stage."""
-        made = {name: stage for call, stage in zip(self.graph.calls, self.stages, strict=True) for name in call.outputs}
-        used: dict[str, set[int]] = {name: {stage} for name, stage in made.items()}
+        layers: dict[str, str] = {}
+        used: dict[str, set[int]] = {}
         for call, stage in zip(self.graph.calls, self.stages, strict=True):
             for name in call.inputs:
                 if name in used:
                     used[name].add(stage)
+            used |= {name: {stage} for name in call.outputs}
+            layers |= dict.fromkeys(call.outputs, call.layer)
         for name in self.outputs:
             if name in used:
                 used[name].add(self.number - 1)
         return tuple(
-            Crossing(name, source, target)
+            Crossing(name, source, target, layers[name])
             for name, stages in used.items()
             for source, target in pairwise(sorted(stages))
         )
@@ -181,6 +191,16 @@ class StagedGraph:
     def calls(self, stage: int) -> tuple[int, ...]:
         """The numbers of a stage's calls."""
         return tuple(number for number, own in enumerate(self.stages) if own == stage)
+
+    def part(self, placement: Placement, stage: int) -> Placement:
+        """What the ranks of a stage run of the network under a plan."""
+        calls = tuple(placement.calls[number] for number in self.calls(stage))
+        outputs = placement.outputs if stage == self.number - 1 else {}
+        used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
+        held = tuple(dict.fromkeys(one.value for one in (*self.received(stage), *self.sent(stage))))
+        used.update(outputs, held)
+        layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
+        return replace(placement, calls=calls, layouts=layouts, outputs=outputs, held=held)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent."""

@@ -56,18 +56,7 @@ STRATEGIES = {
 WORDS = (*STRATEGIES, STAGE)
 """What an axis of a plan in one line may be."""
 
-_STAGE_WORDS = (
-    "stages",
-    "pipeline",
-    "pipelining",
-    "pipelined",
-    "pipe",
-    "pp",
-    "gpipe",
-    "pipedream",
-    "submodel",
-    "submodels",
-)
+_STAGE_ALIASES = "stages pipeline pipelining pipelined pipe pp gpipe pipedream submodel submodels"
 
 
 def of_layer(strategy: str, op: str) -> str:
@@ -89,7 +78,7 @@ def strategy_error(word: Any, words: Sequence[str] = tuple(STRATEGIES)) -> str:
     text = show(word)
     plain = text.lower()
     close = [name for name, strategy in STRATEGIES.items() if plain in strategy.aliases.split()]
-    if plain == STAGE or plain in _STAGE_WORDS:
+    if plain == STAGE or plain in _STAGE_ALIASES.split():
         if STAGE not in words:
             return (
                 f"{text} is no strategy of a layer: to divide the network, give the plan an axis {STAGE}, as in stage=2"
@@ -197,23 +186,27 @@ def check_stages(stages: Any, mesh: Mesh, at: Place) -> tuple[str, ...]:
     """
     here = at(("stages",))
     if not isinstance(stages, list | tuple):
-        has = "empty" if stages is None else f"{show(stages)}"
-        raise ConvoyError(f"{here}stages is {has}, but must be a list of layers: write e.g. stages: [conv1, layer3]")
-    names = tuple(str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in stages)
-    if not names:
+        kind = "a mapping" if isinstance(stages, Mapping) else "empty" if stages is None else f"the word {show(stages)}"
+        raise ConvoyError(f"{here}stages is {kind}, but must be a list of layers: write e.g. stages: [conv1, layer3]")
+    if not stages:
         return ()
     if mesh.stage_axis is None:
-        raise ConvoyError(f"{here}stages needs an axis {STAGE} in the mesh: write e.g. mesh: {{stage: {len(names)}}}")
+        example = f"mesh: {{{STAGE}: {max(2, len(stages))}}}"
+        raise ConvoyError(f"{here}stages needs an axis {STAGE} in the mesh: write e.g. {example}")
     size = mesh.sizes[mesh.stage_axis]
-    if len(names) not in (size, size - 1):
-        first = f", or {size - 1} without the first" if size > 2 else ""
+    if len(stages) not in (size, size - 1):
+        rest = f", or {size - 1} without the first" if size > 1 else ""
         raise ConvoyError(
-            f"{here}stages names {len(names)} layers, but axis {STAGE} has size {size}: name the layer at which each "
-            f"stage begins, {size} of them{first}"
+            f"{here}stages names {len(stages)} layer{'s'[: len(stages) > 1]}, but axis {STAGE} has size {size}: name "
+            f"the layer at which each stage begins, {size} of them{rest}"
         )
+    names = tuple(str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in stages)
     for place, name in enumerate(names):
-        if not isinstance(name, str) or (not name.strip() and (place or len(names) < size)):
-            raise ConvoyError(f"{here}a stage begins at {show(name)}: write the name of a layer, e.g. layer3")
+        is_first = place == 0 and len(names) == size
+        if not isinstance(name, str) or set("*?[…") & set(name) or not (name.strip() or is_first):
+            raise ConvoyError(
+                f"{here}a stage begins at {show(name)}, which is no layer's name: write that of a module, e.g. layer3"
+            )
         if name in names[:place]:
             raise ConvoyError(f"{here}two stages begin at {name}: name another layer for one of them")
     return names if len(names) == size else ("", *names)

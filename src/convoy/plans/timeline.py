@@ -5,14 +5,15 @@ A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convo
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Literal
 
-Stream = Literal["compute", "transfers", "gradients"]
-"""`transfers` carries what layers wait for, `gradients` what is added while others compute."""
+Stream = Literal["compute", "transfers", "gradients", "stages"]
+"""`transfers` carries what layers wait for, `gradients` what is added while others compute, `stages` what a rank sends
+to other stages."""
 
 Kind = Literal["around", "forward", "backward", "copy", "transfer", "gradient", "update"]
 """What a task is for. `around`: input and loss, outside of the network. `copy`: packing and adding on the rank itself,
@@ -34,6 +35,7 @@ class Task:
             end together. -1 for what a rank does by itself.
         cpu_share: the part of the rank's computing that it takes while it runs.
         num_bytes: size of the tensor, for messages.
+        peer: the rank of another stage to which a message goes, which takes part in nothing else of it; else -1.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Task:
     cpu_share: float = 0.0
     num_bytes: int = 0
     host: float = 0.0
+    peer: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,14 @@ class Timeline:
     @cached_property
     def busiest(self) -> int:
         """The rank that computes longest."""
+        return self.busiest_of(self.ranks)
+
+    def busiest_of(self, ranks: Collection[int]) -> int:
+        """The one of these ranks that computes longest; 0 where none of them was simulated."""
         busy: dict[int, float] = defaultdict(float)
         for span in self.spans:
-            busy[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
+            if span.task.rank in ranks:
+                busy[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
         return max(busy, key=lambda rank: (busy[rank], -rank), default=0)
 
     def exposed(self, rank: int | None = None) -> dict[str, float]:
@@ -169,7 +177,8 @@ class Timeline:
         rank = self.busiest if rank is None else rank
         own = [span for span in self.spans if span.task.rank == rank]
         busy = sorted((span.ready, span.end) for span in own if span.task.stream == "compute")
-        messages = sorted((span for span in own if span.task.stream != "compute"), key=lambda span: span.end)
+        messages = [span for span in own if span.task.stream not in ("compute", "stages")]  # nobody waits for his own
+        messages.sort(key=lambda span: span.end)
         found = []
         here = 0.0
         for start, end in [*busy, (self.total, self.total)]:
@@ -185,7 +194,7 @@ class Timeline:
         """Where a rank's time goes: seconds of every kind of computing, `exposed` communication, and `idle`.
 
         The seconds add up to the total; computing is as long as it took, slowed down by messages where it was. Where
-        the device waits for the host there is `issuing` too.
+        the device waits for the host there is `issuing` too. `idle` is waiting for other stages, where there are any.
         """
         rank = self.busiest if rank is None else rank
         found: dict[str, float] = defaultdict(float)

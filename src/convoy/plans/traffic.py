@@ -13,6 +13,7 @@ from convoy.graph.graph import Graph
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placement
+from convoy.plans.stages import Crossing, StagedGraph
 from convoy.plans.transfer import Step
 
 
@@ -43,6 +44,19 @@ class Sent:
     call: str
     value: str
     step: Step
+    ranks: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """What stages send each other of a value.
+
+    Attributes:
+        crossing: the value, and the stages.
+        ranks: bytes that each rank sends: of the value forward, of its gradient backward.
+    """
+
+    crossing: Crossing
     ranks: tuple[Traffic, ...]
 
 
@@ -126,6 +140,22 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
             sent = (each * value.dtype.itemsize for each in known[step, value.shape])
             ranks = tuple(each if name in differentiable else Traffic(each.forward) for each in sent)
             found.append(Sent(call, name, step, ranks))
+    return found
+
+
+def cut_traffic(placement: Placement, staged: StagedGraph) -> list[Crossed]:
+    """What stages send each other: ranks at one place on the other axes, what they have of each value at a cut."""
+    graph, mesh = placement.graph, placement.mesh
+    axis, differentiable, found = mesh.stage_axis, needs_gradient(graph), []
+    assert axis is not None
+    for crossing in staged.crossings:
+        value, layout, ranks = graph.values[crossing.value], placement.layouts[crossing.value], []
+        for place in map(mesh.coordinates, _ranks(mesh)):
+            size = math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
+            forward = size if place[axis] == crossing.source else 0
+            backward = size if place[axis] == crossing.target and crossing.value in differentiable else 0
+            ranks.append(Traffic(forward, backward))
+        found.append(Crossed(crossing, tuple(ranks)))
     return found
 
 

@@ -4,12 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 
 from markupsafe import Markup
 
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
-from convoy.planner.layers import Layer, local_shape
+from convoy.planner.layers import Layer, busiest_ranks, local_shape, stages_of_calls
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
 from convoy.plans.strategies import STRATEGIES
@@ -28,6 +29,7 @@ class LayerBox:
         before: boxes whose outputs it takes.
         depth: row, counted from the input.
         lane: column.
+        stage: that runs it.
     """
 
     number: int
@@ -35,6 +37,7 @@ class LayerBox:
     before: list[int]
     depth: int = 0
     lane: int = 0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,28 +67,33 @@ class Grid:
         return 1 + max([box.lane for box in self.boxes] + [edge.lane for edge in self.edges], default=0)
 
 
-def grid_of(graph: Graph) -> Grid:
-    """The boxes of a network, placed."""
-    grid = Grid(_boxes(graph))
+def grid_of(graph: Graph, stages: Sequence[int] = ()) -> Grid:
+    """The boxes of a network, placed.
+
+    Args:
+        graph: the network.
+        stages: the stage of every call, if there are several; no box is in two.
+    """
+    grid = Grid(_boxes(graph, stages or (0,) * len(graph.calls)))
     _place(grid)
     return grid
 
 
-def _boxes(graph: Graph) -> list[LayerBox]:
+def _boxes(graph: Graph, stages: Sequence[int]) -> list[LayerBox]:
     consumers = graph.consumers()
     made: dict[str, int] = {}
     boxes: list[LayerBox] = []
-    for call in graph.calls:
+    for call, stage in zip(graph.calls, stages, strict=True):
         sources = [name for name in call.inputs if name in made]
         if len(sources) == 1 and OPERATIONS[call.op].follows and len(consumers[sources[0]]) == 1:
             box = boxes[made[sources[0]]]
-            if sources[0] in box.calls[-1].outputs:
+            if sources[0] in box.calls[-1].outputs and box.stage == stage:
                 box.calls.append(call)
                 made |= dict.fromkeys(call.outputs, box.number)
                 continue
         before = list(dict.fromkeys(made[name] for name in sources))
         depth = 1 + max((boxes[number].depth for number in before), default=-1)
-        boxes.append(LayerBox(len(boxes), [call], before, depth))
+        boxes.append(LayerBox(len(boxes), [call], before, depth, stage=stage))
         made |= dict.fromkeys(call.outputs, len(boxes) - 1)
     return boxes
 
@@ -174,7 +182,8 @@ class NetworkDrawing:
     def __init__(self, found: Explained) -> None:
         self._found = found
         self._placement = found.scored.placement
-        self.grid = grid_of(self._placement.graph)
+        self._ranks = busiest_ranks(found.scored)
+        self.grid = grid_of(self._placement.graph, stages_of_calls(found.scored))
         self._strategies = {
             placed.call.name: placed.strategy for placed in self._placement.calls if is_choosing(placed.call)
         }
@@ -205,8 +214,8 @@ class NetworkDrawing:
     def _box_costs(self) -> list[_Cost]:
         timeline = self._found.scored.timeline
         computes: dict[str, float] = defaultdict(float)
-        for span in timeline.spans:
-            if span.task.rank == timeline.busiest and span.task.kind in ("forward", "backward"):
+        for span in timeline.spans:  # ranks of several stages have no calls in common
+            if span.task.rank in self._ranks and span.task.kind in ("forward", "backward"):
                 computes[span.task.name] += span.end - span.start
         layers = {layer.name: layer for layer in self._found.layers}
         costs = []
@@ -221,25 +230,39 @@ class NetworkDrawing:
         source, target = self.grid.boxes[edge.source], self.grid.boxes[edge.target]
         x, y = self._middles[source.lane], float(self.tops[source.depth] + self._height(source))
         to, via, end = self._middles[target.lane], self._middles[edge.lane], float(self.tops[target.depth])
-        path = [f"M{x:g} {y:g}"]
+        path, label = [f"M{x:g} {y:g}"], (to, end - 9)
         if target.depth > source.depth + 1:
             below, above = self.tops[source.depth + 1], self.tops[target.depth] - _ROW
             if via != x:
                 path.append(f"V{below - _ROW:g}C{x:g} {below - 8:g} {via:g} {below - _ROW + 8:g} {via:g} {below + 6:g}")
             path.append(f"V{above:g}")
-            x, y = via, above
+            x, y, label = via, above, (via, (below + above) / 2)
         if to != x:
             start = max(y, end - _ROW)
             path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
         else:
             path.append(f"V{end:g}")
-        return Markup('<path class="edge" d="{}"/>').format("".join(path))
+        if source.stage == target.stage:
+            return Markup('<path class="edge" d="{}"/>').format("".join(path))
+        sent, stages = size(self._crossing(source, target)), f"stage {source.stage + 1} to stage {target.stage + 1}"
+        return Markup(
+            '<g><title>{}: {} in a pass</title><path class="edge cut" d="{}"/>'
+            '<text class="crossing" x="{:g}" y="{:g}">{}</text></g>'
+        ).format(stages, sent, "".join(path), label[0] + 6, label[1], sent)
+
+    def _crossing(self, source: LayerBox, target: LayerBox) -> int:
+        """Bytes that a rank sends in a pass from one box to another in a later stage."""
+        taken = {name for call in target.calls for name in call.inputs}
+        given = dict.fromkeys(name for call in source.calls for name in call.outputs if name in taken)
+        rank, values = self._ranks[source.stage], self._placement.graph.values
+        return sum(prod(local_shape(self._placement, name, rank)) * values[name].dtype.itemsize for name in given)
 
     def _box(self, box: LayerBox, cost: _Cost) -> Markup:
         main = next((call for call in box.calls if call.name in self._strategies), box.calls[0])
         strategy = self._strategies.get(main.name, ())
+        own = self._placement.mesh.beside_stages(strategy)
         name, height = main.layer or main.name or main.op, self._height(box)
-        gives, rank = box.calls[-1].outputs, self._found.scored.timeline.busiest
+        gives, rank = box.calls[-1].outputs, self._ranks[box.stage]
         shown = shape(local_shape(self._placement, gives[0], rank)) if gives else ""
         tall = height == _TALL
         parts = [
@@ -247,7 +270,7 @@ class NetworkDrawing:
                 '<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">'
                 '<title>{}</title><rect class="body" width="{}" height="{}" rx="5"/>'
             ).format(
-                strategy[0] if strategy else "follows",
+                own[0] if own else "stage" if strategy else "follows",
                 cost.spent,
                 self._middles[box.lane] - _WIDTH / 2,
                 self.tops[box.depth],
@@ -256,14 +279,17 @@ class NetworkDrawing:
                 height,
             )
         ]
-        left = 10
-        for number, each in enumerate(strategy):
+        left, chips = 10, [(each, STRATEGIES[each].letter) for each in own]
+        if len(self._ranks) > 1:
+            chips.insert(0, ("stage", str(box.stage + 1)))
+        top = 6 if tall else (height - _BAR - _CHIP) / 2
+        for number, (each, letter) in enumerate(chips):
             at = 6 + number * (_CHIP + 3)
             parts.append(
                 Markup(
-                    '<rect class="chip {0}" x="{1}" y="6" width="{2}" height="{2}" rx="3"/>'
-                    '<text class="letter" x="{3}" y="20.5">{4}</text>'
-                ).format(each, at, _CHIP, at + _CHIP / 2, STRATEGIES[each].letter)
+                    '<rect class="chip {0}" x="{1}" y="{5:g}" width="{2}" height="{2}" rx="3"/>'
+                    '<text class="letter" x="{3}" y="{6:g}">{4}</text>'
+                ).format(each, at, _CHIP, at + _CHIP / 2, letter, top, top + 14.5)
             )
             left = at + _CHIP + 8
         room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
@@ -287,8 +313,11 @@ class NetworkDrawing:
         return Markup("").join(parts) + Markup("</g>")
 
     def _facts(self, box: LayerBox, cost: _Cost, strategy: tuple[str, ...], shown: str) -> Iterator[str]:
-        if strategy:
-            axes = zip(strategy, self._placement.mesh.names, strict=True)
+        mesh, staged = self._placement.mesh, self._found.scored.staging
+        if staged is not None:
+            yield f"stage: {box.stage + 1} of {staged.number}"
+        if mesh.beside_stages(strategy):
+            axes = zip(mesh.beside_stages(strategy), mesh.beside_stages(mesh.names), strict=True)
             yield f"strategy: {', '.join(each if each == axis else f'{each} on {axis}' for each, axis in axes)}"
         yield f"work: {box.calls[0].op}"
         follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
@@ -306,7 +335,7 @@ class NetworkDrawing:
             yield f"parameters: {size(held)}"
         other = next((layer.other for layer in cost.layers if layer.strategy and layer.other is not None), None)
         if other is not None:
-            yield f"next best: {','.join(other.strategy)}, {extra(other.seconds)} an update"
+            yield f"next best: {','.join(mesh.beside_stages(other.strategy))}, {extra(other.seconds)} an update"
 
 
 def shown_height(tops: Sequence[int]) -> int | None:

@@ -5,10 +5,12 @@ from typing import Any
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.step import Scored
-from convoy.planner.layers import Layer
+from convoy.planner.layers import Layer, Stage
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
+from convoy.plans.explain import listed, some_ranks
+from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.plans.timeline import ENGINE
 from convoy.report import pages
@@ -26,6 +28,8 @@ _VERDICTS = {
     "repeated": "work is repeated",
     "optimizer": "bound by the optimizer",
     "input": "input-bound",
+    "host": "bound by the host",
+    "stages": "bound by the stages",
 }
 
 
@@ -45,7 +49,9 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
     workload, total = planned.workload, scored.seconds or 1.0
     raw = to_json(document(found), indent=1).encode()
     bars = _bars(planned, scored)
-    drawing, used = NetworkDrawing(found), {each for layer in found.layers for each in layer.strategy}
+    mesh, drawing = scored.placement.mesh, NetworkDrawing(found)
+    used = {each for layer in found.layers for each in mesh.beside_stages(layer.strategy)}
+    stages = [_stage(number, stage, total) for number, stage in enumerate(found.stages, 1)]
     return {
         "name": "plan",
         "title": workload.name,
@@ -57,7 +63,7 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "status_kind": "good" if found.verdict.kind == "compute" else "warn",
         "calm": found.verdict.kind == "compute",
         "plan": str(scored.plan),
-        "axes": ", ".join(scored.placement.mesh.names),
+        "axes": ", ".join(mesh.beside_stages(mesh.names)),
         "tiles": _tiles(found),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
@@ -69,13 +75,15 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "network": drawing.svg(),
         "canvas": shown_height(drawing.tops),
         "network_legend": [
-            (name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used
+            *([("stage", "1", "the stage")] if stages else []),
+            *((name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used),
         ],
+        "stages": stages,
         "omitted": drawing.grid.omitted,
-        "timeline": draw_timeline(scored.timeline),
+        "timeline": draw_timeline(scored.timeline, mesh),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer) for layer in found.layers],
+        "layers": [_layer(layer, mesh) for layer in found.layers],
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(found.notes),
@@ -85,10 +93,12 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
 
 
 def _facts(found: Explained) -> list[str]:
-    workload = found.planned.workload
+    workload, scored = found.planned.workload, found.scored
+    schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
-        f"{units.count(workload.samples * workload.passes)} samples an update": True,
-        f"{workload.passes} passes of {workload.samples}": workload.passes > 1,
+        f"{units.count(workload.batch)} samples an update": True,
+        f"{scored.passes} passes of {scored.placement.batch.num_samples}": scored.passes > 1,
+        f"schedule {schedule}": bool(schedule),
         f"images of {shape(workload.sample)}": True,
         f"microbatches of {workload.microbatch}": bool(workload.microbatch),
         str(workload.precision).removeprefix("torch."): workload.precision is not None,
@@ -107,6 +117,8 @@ def _tiles(found: Explained) -> list[Tile]:
     if planned.devices > 1:
         note = f"{rough_percent(found.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
         tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", note))
+    if found.stages:
+        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(found.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
@@ -145,21 +157,38 @@ _BAR_WORDS = {
     "transfer": "waiting for messages",
     "update": "optimizer",
     "engine": ENGINE,
-    "idle": "idle",
+    "idle": "idle, or waiting for other stages",
 }
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _stage(number: int, stage: Stage, total: float) -> dict[str, Any]:
+    return {
+        "number": number,
+        "layer": stage.layer or "the network itself",
+        "ranks": some_ranks(stage.ranks),
+        "takes": listed(stage.takes),
+        "forward": size(stage.received.forward),
+        "backward": size(stage.received.backward),
+        "computes": seconds(stage.computes),
+        "waits": f"{seconds(stage.waits)} ({rough_percent(stage.waits / total)})",
+        "parameters": size(stage.memory.parameters),
+        "memory": size(stage.memory.total),
+    }
+
+
+def _layer(layer: Layer, mesh: Mesh) -> dict[str, Any]:
     other = layer.other
     return {
         "name": layer.name or "the network itself",
+        "stage": "" if layer.stage is None else str(layer.stage + 1),
         "work": ", ".join(dict.fromkeys(layer.ops)),
-        "strategy": layer.strategy,
+        "strategy": mesh.beside_stages(layer.strategy),
+        "follows": not layer.strategy,
         "gives": shape(layer.gives),
         "computes": seconds(layer.forward + layer.backward + layer.copies),
         "waits": seconds(layer.exposed),
         "sends": size(layer.sent),
         "holds": size(layer.parameters),
-        "other": ",".join(other.strategy) if other is not None else "",
+        "other": ",".join(mesh.beside_stages(other.strategy)) if other is not None else "",
         "extra": extra(other.seconds) if other is not None else "",
     }

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from markupsafe import Markup
 
-from convoy.plans.timeline import ENGINE, Span, Task, Timeline, is_engine
+from convoy.planner.verdict import HOST, OTHERS
+from convoy.plans.mesh import Mesh
+from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
 KINDS = {
@@ -31,6 +34,8 @@ PARTS = {
     "optimizer": "update",
     ENGINE: "engine",
     "idle": "idle",
+    HOST: "idle",
+    OTHERS: "idle",
 }
 """The colors of the parts of an update's time."""
 
@@ -51,15 +56,21 @@ class _Drawn:
     titles: tuple[str, ...]
 
 
-def draw_timeline(timeline: Timeline) -> Markup:
-    """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`."""
+def draw_timeline(timeline: Timeline, mesh: Mesh | None = None) -> Markup:
+    """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`.
+
+    Args:
+        timeline: of an update.
+        mesh: of the plan, to say which stage a rank runs.
+    """
     total = timeline.total or 1.0
     parts: list[Markup] = []
     others = [rank for rank in timeline.ranks if rank != timeline.busiest]
     for rank in sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else ():
         own = [span for span in timeline.spans if span.task.rank == rank]
-        parts.append(Markup("<h3>rank {}</h3>").format(rank))
-        for stream in ("compute", "transfers", "gradients"):
+        stage = f", stage {mesh.stage_of(rank) + 1}" if mesh is not None and mesh.stage_axis is not None else ""
+        parts.append(Markup("<h3>rank {}{}</h3>").format(rank, stage))
+        for stream in get_args(Stream):
             spans = [span for span in own if span.task.stream == stream]
             if not spans:
                 continue

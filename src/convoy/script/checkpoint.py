@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, Checkpoint
@@ -21,6 +21,8 @@ from convoy.engine.agreement import agree
 from convoy.engine.gradients.sharded import ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import evaluate
+from convoy.graph.tree import replace
 from convoy.script.ranks import alike, together
 from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.script.values import Packed, Whole, unpacked
@@ -112,6 +114,7 @@ def load(
     saved: dict[str, Any] = unpacked(values["state"], tensors)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
+        saved |= {name: replace(saved[name], Tensor, evaluate) for name in saved if not _is_cut(things.get(name))}
         for name, each in things.items():
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
@@ -239,6 +242,11 @@ class _Optimizer(_Object):
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         self.named.load(saved["state"], saved["param_groups"])
+
+
+def _is_cut(thing: _Thing | None) -> bool:
+    """Whether it takes its parts of tensors one after the other."""
+    return isinstance(thing, _Module | _Optimizer)
 
 
 def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:

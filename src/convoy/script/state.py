@@ -17,6 +17,7 @@ from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.engine.optimizers import PART
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import evaluate
 from convoy.script.ranks import alike, together
 from convoy.script.values import Whole
 
@@ -191,7 +192,7 @@ class Parts:
         """Take this rank's parts of whole tensors that fit."""
         own = self.tensors()
         for name, tensor in state.items():
-            own[name].copy_(self.part(name, tensor))
+            own[name].copy_(self.part(name, evaluate(tensor)))
 
     def _of(self, name: str) -> tuple[Network | None, str]:
         prefixes = [prefix for prefix in self.networks if not prefix or name.startswith(f"{prefix}.")]
@@ -315,7 +316,7 @@ class NamedOptimizer:
 
     def _part(self, name: str, value: Any) -> Any:
         """This rank's part of what is like a parameter, with its memory format; other things as they are."""
-        parameter = self.parameters[name]
+        parameter, value = self.parameters[name], evaluate(value)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self._parts.shape(name, parameter):
             return _copied(value)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(self._parts.part(name, value))
@@ -352,7 +353,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return evaluate(value).detach().clone() if isinstance(value, Tensor) else value
 
 
 def _sections(state: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Entries]:

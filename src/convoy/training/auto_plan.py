@@ -23,13 +23,14 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe
 from convoy.training.session import Prepared
 from convoy.training.step import InputPipeline, TrainingStep, wait_for
-from convoy.training.workloads import workload_in_passes
+from convoy.training.workloads import counts_of_passes, workload_in_passes
 from convoy.units import size
 
 _LEAST, _LONGEST_S = 4, 3.0
@@ -94,7 +95,7 @@ _ENOUGH, _MOST = 3, 8
 
 Shares = tuple[int, ...] | None
 """Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
-MakeStep = Callable[[nn.Module, Plan, Ranks, Shares], TrainingStep]
+MakeStep = Callable[[nn.Module, Plan, Ranks, Shares, Staging | None], TrainingStep]
 """The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
@@ -115,6 +116,11 @@ class Chosen:
     def shares(self) -> Shares:
         """By which devices that are not equally fast end at the same time."""
         return self.planned.shares(self.plan) if self.planned is not None else None
+
+    @property
+    def staging(self) -> Staging | None:
+        """In which passes, and in which order, it goes through the stages that the planner found."""
+        return self.scored.staging if self.scored is not None else None
 
     @property
     def one_device_s(self) -> float | None:
@@ -165,7 +171,8 @@ class Choice(Prepared):
         racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
         best = planned.best
         within = f"within {size(int(limit))} of memory a device, {source}"
-        said = [f"{best.plan} is predicted to be fastest, {_each(best.seconds)} ({within})"]
+        passes = f" in {best.passes} passes, schedule {best.staging.schedule}," if best.staging is not None else ""
+        said = [f"{best.plan}{passes} is predicted to be fastest, {_each(best.seconds)} ({within})"]
         others = [scored.seconds for scored in planned.candidates[1:]]
         winner, winner_s = best.plan, best.seconds
         if others and best.seconds > CLEAR * min(others):
@@ -190,6 +197,7 @@ class Choice(Prepared):
             self.merge,
             self.ranks.num,
             self.device,
+            counts_of_passes(self.recipe, self.model, self.quantities.sizes, self.merge, self.ranks.num, self.probe),
         )
         ranks, store = self.ranks, self.profiles
         return make_plan(
@@ -211,7 +219,8 @@ class Choice(Prepared):
             release_freed_memory(self.device)  # of the one before it
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
-                    raced = partial(self._raced, plan, planned.shares(plan), ahead)
+                    staging = next((one.staging for one in planned.candidates if one.plan == plan), None)
+                    raced = partial(self._raced, plan, planned.shares(plan), staging, ahead)
                     took[plan] = self.ranks.trying(f"racing {plan}", raced)
                 except ConvoyError as error:
                     failures[plan] = error
@@ -220,8 +229,8 @@ class Choice(Prepared):
             raise failures[plans[0]]
         return took, failures
 
-    def _raced(self, plan: Plan, shares: Shares, ahead: HostCost, ranks: Ranks) -> float:
-        step = self.make_step(copy.deepcopy(self.model), plan, ranks, shares)
+    def _raced(self, plan: Plan, shares: Shares, staging: Staging | None, ahead: HostCost, ranks: Ranks) -> float:
+        step = self.make_step(copy.deepcopy(self.model), plan, ranks, shares, staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = replace(self, ranks=ranks)._time(step)

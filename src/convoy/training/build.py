@@ -14,10 +14,15 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws
+from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws, probe_of_graph
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
+from convoy.graph import tree
+from convoy.graph.deferred import deferred, deferred_tensors
+from convoy.graph.graph import CaptureError, Ref
+from convoy.ops import capture
 from convoy.planner import workload_of
+from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
@@ -101,6 +106,41 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
+LARGE = 2**30
+"""Bytes of weights from which on no rank builds a network as a whole."""
+
+
+def build_for(
+    recipe: Recipe, given: DataSet | NetworkInput, plan: Plan | None, ranks: Ranks
+) -> tuple[nn.Module, list[str]]:
+    """The network as ranks need it that are to have parts of it: deferred, where it is large or stages divide it.
+
+    The weights are the same in either case. A network that cannot be deferred, or does not show its calls without
+    numbers, is built whole on every rank, with a note. All ranks call it.
+    """
+    in_stages = plan is not None and "stage" in plan.mesh.names
+    if ranks.num == 1 or not (in_stages or _bytes_of_weights(recipe, len(given.classes)) >= LARGE):
+        return build_model(recipe, given)
+    model: nn.Module | None = None
+    refused, notes = "", list[str]()
+    try:
+        with deferred():
+            model, notes = build_model(recipe, given)
+        capture(model, [torch.empty(2, given.channels, given.image_size, given.image_size, device="meta")])
+    except Exception as error:  # of a network of others; what is wrong in any case is said again below
+        refused = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+    refused = next(filter(None, ranks.gather(refused)), "")
+    if model is not None and not refused:
+        return model, notes
+    model, notes = build_model(recipe, given)
+    return model, [*notes, f"every device builds all of {recipe.model.name} before it takes its part, as {refused}"]
+
+
+def _bytes_of_weights(recipe: Recipe, num_classes: int) -> int:
+    model = on_meta(recipe, num_classes)
+    return 0 if model is None else sum(weight.nbytes for weight in model.parameters())
+
+
 def on_meta(recipe: Recipe, num_classes: int | None = None) -> nn.Module | None:
     """The recipe's network without contents, if need be with its own number of classes; None where it cannot be so."""
     section = recipe.model
@@ -124,7 +164,7 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
     What depends on the images, or on how many classes there are, is seen later.
 
     Raises:
-        ConvoyError: a pattern matches no module, or a layer cannot be divided so.
+        ConvoyError: a pattern matches no module, a layer cannot be divided so, or the network not be cut so.
     """
     usual = models.describe(recipe.model.name).input_shape
     model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
@@ -136,7 +176,9 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
-    workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices)).place(plan)
+    workload = workload_of(model.train(), torch.empty(1, *shape), max(recipe.batch, plan.mesh.num_devices))
+    workload.place(plan)
+    Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
 
 
 def probed(
@@ -160,30 +202,41 @@ def probed(
     Raises:
         ConvoyError: it cannot train on such images, or gives other logits.
     """
-    model = copy.deepcopy(plain)
-    context = prepare(model, recipe.seed, recipe.batch_norm)
+    is_deferred = bool(deferred_tensors(plain))
+    model = plain if is_deferred else copy.deepcopy(plain)
+    context = None if is_deferred else prepare(model, recipe.seed, recipe.batch_norm)
     try:
         if num_classes is not None:
-            with evaluating(model), torch.no_grad():
-                logits = heads(model(torch.zeros(1, *shape, device=device)))[0]
+            logits = _logits(model, torch.empty(1, *shape, device=device))
             if logits.shape != (1, num_classes):
                 raise ConvoyError(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
+        if context is None:
+            return probe_of_graph(model, shape, device, min(2, *sizes), lowered(recipe))
         found = probe(model, context, shape, device, min(2, *sizes), lowered(recipe))
         if not found.draws or recipe.batch_norm != "microbatch" or recipe.reproducible:  # `merged` does not ask
             return found
         return replace(found, owned=owns_draws(copy.deepcopy(plain), shape, device, samples=min(2, *sizes)))
     except (ConvoyError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+    except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
         where = f"; {type(error).__name__} at {place}" if place is not None else ""
         raise ConvoyError(
             f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
             f" ({reason}{where}): change {change}"
         ) from error
+
+
+def _logits(model: nn.Module, image: torch.Tensor) -> torch.Tensor:
+    """Of the main head; without numbers where the network has none."""
+    if deferred_tensors(model):
+        graph = capture(model, [torch.empty(image.shape, device="meta")], training=False)
+        return heads(tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta")))[0]
+    with evaluating(model), torch.no_grad():
+        return heads(model(torch.zeros_like(image)))[0]
 
 
 def divisible_sizes(

@@ -239,12 +239,10 @@ class ParallelNetwork(TrainedNetwork):
         """
         if not self.engine.recomputes:
             return None
-        if isinstance(self.engine, StagedNetwork):
-            return "the backward pass computes activations again, in each stage by itself"
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
         graph = under_autocast(placement.graph, precision, self._device.type)
-        return what_is_recomputed(replace(placement, graph=graph))
+        return what_is_recomputed(replace(placement, graph=graph), self.engine.staged(placement))
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         self.engine.samples = parts

@@ -286,7 +286,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
     current.to("weights")
-    weights = session.state.whole_weights()
+    weights = session.state.whole_weights(keep=session.ranks.rank == 0)
     if session.ranks.rank == 0:
         assert loop.evaluation is not None
         data = session.data

@@ -17,11 +17,13 @@ from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.stages import PARTS_PER_STAGE, bubble
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import deferred_tensors, materialize
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.training.auto_plan import Choice, Chosen, Shares
-from convoy.training.build import build_model, check_coupling, divisible_sizes, merged, on_meta, probed
+from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, divide, text
@@ -70,7 +72,7 @@ def set_up(
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
     quantities = resolve(recipe, len(data.train))
-    model, found_notes = build_model(recipe, data)
+    model, found_notes = build_for(recipe, data, plan, ranks)
     notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
@@ -81,7 +83,7 @@ def set_up(
     def trial(one: Recipe) -> Tried:
         return try_passes(one, model, shape, ranks.num, device, ranks, store, change, progress)
 
-    settled = settle(recipe, device, ranks, trial)
+    settled = settle(recipe, device, ranks, None if deferred_tensors(model) else trial)
     recipe = settled.recipe
     check_precision(recipe.precision, device)
     notes += settled.notes
@@ -95,13 +97,13 @@ def set_up(
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
-    chosen, shares = None, None
+    chosen, shares, staging = None, None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
-        plan, shares = chosen.plan, chosen.shares
+        plan, shares, staging = chosen.plan, chosen.shares, chosen.staging
         notes += chosen.notes
     notes += note_on_hosts(plan, ranks.on_host)
-    session = _assemble(ready, plan, notes, shares)
+    session = _assemble(ready, plan, notes, shares, staging)
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     return session
@@ -162,8 +164,12 @@ def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str])
     return [sentence]
 
 
-def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = None) -> Session:
-    """The session under a plan, with the planner's shares where the recipe gives none. All ranks call it."""
+def _assemble(
+    ready: Prepared, plan: Plan, notes: list[str], shares: Shares = None, staging: Staging | None = None
+) -> Session:
+    """The session under a plan, with the planner's shares and stages where the recipe gives none. All ranks call it."""
+    staging = staging if plan.num_stages > 1 else None
+    ready = _through_stages(ready, plan, staging) if staging is not None else ready
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
@@ -171,7 +177,8 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute:  # on one: as on several
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
-        kind = ParallelNetwork if plan.num_stages == 1 else partial(StagedTraining, schedule=recipe.parallel.schedule)
+        schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
+        kind = ParallelNetwork if plan.num_stages == 1 else partial(StagedTraining, schedule=schedule)
         network = kind(
             model,
             plan,
@@ -183,12 +190,15 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
             recompute=recipe.recompute,
         )
     else:
-        context = prepare(model, recipe.seed, recipe.batch_norm)
+        context = prepare(materialize(model), recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
         network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
-    passes = PARTS_PER_STAGE * plan.num_stages * ranks.num_sample_ranks if plan.num_stages > 1 else 1
+    passes = 1
+    if plan.num_stages > 1:
+        of_each = len(staging.samples) if staging is not None else PARTS_PER_STAGE * plan.num_stages
+        passes = of_each * ranks.num_sample_ranks
     merge, reason = ranks.broadcast(
         merged(recipe, ready.probe, sizes, device, sharing, alone=ranks.num == 1, passes=passes)
     )
@@ -220,6 +230,13 @@ def _assemble(ready: Prepared, plan: Plan, notes: list[str], shares: Shares = No
     )
 
 
+def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
+    """With microbatches small enough for as many passes as the planner has found, where that changes no result."""
+    useful = plan.parts * len(staging.samples)
+    sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
+    return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
+
+
 def _few_passes(passes: int, stages: int) -> list[str]:
     """What to say where stages wait for each other for much of the time."""
     share = bubble(passes, stages)
@@ -237,8 +254,8 @@ def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
     ranks, sizes = ready.ranks, ready.quantities.sizes
     merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
 
-    def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares) -> TrainingStep:
-        return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares).step()
+    def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares, staging: Staging | None) -> TrainingStep:
+        return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
 
     say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
     return Choice(**vars(ready), merge=merge, make_step=make_step, progress=say)()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
+from convoy.graph.deferred import evaluate
 from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.training.parallel import TrainedNetwork
 
@@ -95,10 +96,12 @@ class RunState:
         with self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext():
             yield self.model
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers of the delivered network. All ranks call it."""
+    def whole_weights(self, keep: bool = True) -> dict[str, Tensor]:
+        """Whole parameters and buffers of the delivered network. All ranks call it; those that do not `keep` them get
+        none."""
         with self.delivered() as model:
-            return {name: self.network.whole(name, tensor).cpu() for name, tensor in Parts(model).tensors().items()}
+            wholes = ((name, self.network.whole(name, tensor)) for name, tensor in Parts(model).tensors().items())
+            return {name: whole.cpu() for name, whole in wholes if keep}
 
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.
@@ -148,6 +151,8 @@ class RunState:
             DamagedCheckpointError: the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
+        if any(name.startswith(_optimizer(1)) for name in tensors):  # of which ranks take different ones
+            tensors = {name: evaluate(x) if name.startswith("optimizer") else x for name, x in tensors.items()}
         parts = Parts(self.model)
         weights = self._fitting("model.", parts.tensors(), checkpoint)
         averages = None if self.averaged is None else self._fitting("ema.", self.averaged.averages, checkpoint)
@@ -162,7 +167,7 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = {name: parts.part(name, average) for name, average in averages.items()}
+            own = {name: parts.part(name, evaluate(average)) for name, average in averages.items()}
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

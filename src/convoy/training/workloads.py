@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from convoy.engine import microbatch_sizes
+from convoy.engine import Probe, microbatch_sizes
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
 from convoy.training.build import divisible_sizes, merged, probed
@@ -42,7 +42,29 @@ def workload_of_recipe(
     found = probed(model, recipe, image_shape, sizes, device, CHANGE)
     sizes, _ = divisible_sizes(recipe, model, devices, found)
     merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
-    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device)
+    counts = counts_of_passes(recipe, model, sizes, merge, devices, found)
+    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts)
+
+
+def counts_of_passes(
+    recipe: Recipe, model: nn.Module, sizes: tuple[int, ...], merge: int, devices: int, found: Probe
+) -> tuple[int, ...]:
+    """Into how many passes through stages an update may be divided; none where the batch has given parts.
+
+    Args:
+        recipe: how it is trained.
+        model: its network.
+        sizes: samples of every microbatch.
+        merge: microbatches that a device takes in a pass.
+        devices: on which it will run.
+        found: what the network showed when it was tried.
+    """
+    asked = recipe.parallel.shares
+    if devices == 1 or (isinstance(asked, tuple) and len(asked) > 1):
+        return ()
+    finest, _ = divisible_sizes(recipe, model, devices, found, useful=recipe.batch)
+    together = merge * max(sizes) // max(finest) * devices
+    return tuple(sorted({-(-len(finest) // number) for number in range(1, min(len(finest), together) + 1)}))
 
 
 def workload_in_passes(
@@ -53,11 +75,20 @@ def workload_in_passes(
     merge: int,
     devices: int,
     device: torch.device,
+    counts: Sequence[int] = (),
 ) -> Workload:
-    """The same where microbatches have these sizes, of which a device takes `merge` in a pass."""
+    """The same where microbatches have these sizes, of which a device takes `merge` in a pass.
+
+    An update goes through stages in any of `counts` passes.
+    """
+
+    @cache
+    def through_stages(passes: int) -> Workload:
+        found = in_passes(passes)
+        return replace(found, microbatch=min(found.microbatch, found.samples) if len(sizes) >= passes else 0)
 
     def in_passes(passes: int) -> Workload:
-        return workload_of(
+        found = workload_of(
             model,
             torch.empty(1, *image_shape, device=device),
             recipe.batch,
@@ -71,6 +102,8 @@ def workload_in_passes(
             optimizer_name=recipe.optimizer.name,
             recompute=recipe.recompute,
         )
+        schedule = recipe.parallel.schedule
+        return replace(found, counts=tuple(counts), in_passes=through_stages, schedule=schedule)
 
     together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
     even = in_passes(together)

@@ -6,6 +6,7 @@ over the parts of all ranks; anything else would look at one part as if it were 
 what they give on one device. All ranks must ask for the same.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "amin": lambda rows: rows.amin(0),
 }
 """Reductions over all elements: from those of the ranks, [ranks], to that of the whole."""
+_OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
+"""What a rank without a part of the tensor gives where that is not 0."""
 _REFUSED = {
     "numpy",
     "__array__",
@@ -127,16 +130,20 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
     parts = leaves((args, kwargs), DividedGradient)
     if name == "_foreach_norm":
         axes = [x.axes if isinstance(x, DividedGradient) else () for x in args[0]]
-        norms = [plain(norm) for norm in func(*args, **kwargs)]
-        return tuple(whole_norms(norms, axes, parts[0].groups, _order(func, name, args, kwargs)))
+        order = _order(func, name, args, kwargs)
+        held = [x if x.numel() else x.new_zeros(1) for x in args[0]]  # of other stages there is nothing
+        norms = [plain(norm) for norm in func(held, *args[1:], **kwargs)]
+        return tuple(whole_norms(norms, axes, parts[0].groups, order))
     if name in _NORMS:
-        own = plain(func(*args, **kwargs))
+        own = plain(func(*args, **kwargs)) if parts[0].numel() else parts[0].new_zeros(())
         return whole_norms([own], [parts[0].axes], parts[0].groups, _order(func, name, args, kwargs))[0]
     if name in _REDUCTIONS or name == "mean":
         _check_all_elements(name, args, kwargs)
-        own = func(*args, **kwargs)
-        if name == "mean":
-            own = own * (parts[0].numel() / parts[0].whole_numel)
+        if parts[0].numel() == 0:
+            own = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_type_of(name, parts[0]))
+        else:
+            own = func(*args, **kwargs)
+            own = own * (parts[0].numel() / parts[0].whole_numel) if name == "mean" else own
         return _REDUCTIONS["sum" if name == "mean" else name](_gathered(own, parts[0]))
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         func(*args, **kwargs)
@@ -149,6 +156,11 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         raise _refused(name)
     found = func(*args, **kwargs)
     return replace(found, Tensor, lambda x: _own(x, parts, name, func))
+
+
+def _type_of(name: str, part: Tensor) -> torch.dtype:
+    """Of what a reduction gives."""
+    return {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}.get(name, part.dtype)
 
 
 def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:

@@ -143,6 +143,11 @@ class GradientReducer:
         if self._watch is not None:
             self._finish()
 
+    def flush(self) -> None:
+        """Add what the backward pass that is running has given so far: others begin within it."""
+        if self._watch is not None and self._running:
+            self._finish()
+
     def scattered(self, i: int) -> bool:
         """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
         return self.scatter and self._items[i].bytes >= self._sizes.alone
@@ -214,7 +219,7 @@ class GradientReducer:
             return
         if not self._running:
             self._running = True
-            at_end_of_backward(self._finish)
+            at_end_of_backward(self.flush)
         if i in self._seen:
             raise RuntimeError(
                 f"parameter {i} of shape {tuple(self.parameters[i].shape)} got two gradients in one backward pass: an "

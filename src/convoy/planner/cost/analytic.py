@@ -25,6 +25,7 @@ class Analytic:
         overhead: seconds of every call.
         latency: seconds of every message.
         rate: bytes a second between neighbours, three times as many as over the first of several axes.
+        passes: in an update.
     """
 
     flops: float = 5e13
@@ -32,6 +33,7 @@ class Analytic:
     overhead: float = 5e-6
     latency: float = 2e-5
     rate: float = 2e10
+    passes: int = 1
 
     def context(self, call: Call) -> None:
         """All is in the call."""
@@ -46,7 +48,8 @@ class Analytic:
             output = shapes[placed.call.outputs[0]]
             rows = output[2:] if placed.call.op == "conv" else output[1:-1]
             work = 6 * output[0] * math.prod(rows) * math.prod(shapes[placed.call.attributes["weight"]])
-        return self.overhead + work / self.flops + 12 * sum(map(math.prod, shapes.values())) / self.bandwidth
+        moved = 12 * sum(map(math.prod, shapes.values()))
+        return self.passes * (self.overhead + work / self.flops + moved / self.bandwidth)
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Latency and bytes of every message."""
@@ -59,7 +62,7 @@ class Analytic:
         forward, backward = forward + summed * (step.kind == "reduce"), backward + summed * (step.kind == "copy")
         slower = 3 if 0 in step.axes and len(mesh.sizes) > 1 else 1
         numbers = [forward] + [backward] * differentiable
-        return sum(self.latency + n * itemsize * slower / self.rate for n in numbers if n)
+        return self.passes * sum(self.latency + n * itemsize * slower / self.rate for n in numbers if n)
 
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """An all-reduce by itself."""

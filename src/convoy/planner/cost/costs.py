@@ -27,7 +27,7 @@ class HostCost:
     beside: bool = False
     host: float = 0.0
 
-    def seconds(self, samples: int) -> float:
+    def seconds(self, samples: float) -> float:
         """For a pass over so many samples."""
         return self.per_pass + self.per_sample * samples
 

@@ -149,13 +149,13 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
 
     Args:
         placement: the network on its mesh.
-        order: names of parameters as their gradients become ready.
+        order: names of the parameters that ranks hold, as their gradients become ready.
         update: the optimizer.
         sizes: sizes of the messages.
         on_cpu: whether the ranks are CPUs: only those divide an update for speed.
     """
     graph, mesh = placement.graph, placement.mesh
-    held = held_bytes(placement)
+    held = held_bytes(placement, order)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
     device = torch.device("cpu" if on_cpu else "cuda")
     items = []
@@ -204,13 +204,13 @@ def gradient_axes(placement: Placement, name: str) -> Axes:
     return tuple(sorted(layout.copied)) if layout is not None else ()
 
 
-def held_bytes(placement: Placement) -> dict[str, tuple[int, ...]]:
-    """What each rank holds of every parameter."""
+def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """What each rank holds of some parameters."""
     mesh = placement.mesh
     places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
     known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
     found = {}
-    for value in placement.graph.parameters():
+    for value in map(placement.graph.values.__getitem__, parameters):
         layout = placement.layouts.get(value.name, WHOLE)
         if (layout, value.shape) not in known:
             known[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)

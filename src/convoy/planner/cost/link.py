@@ -171,6 +171,23 @@ class Links:
             raise ConvoyError(f"nothing is known of the link between ranks {list(ranks)}: measure it or assume a rate")
         return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
 
+    def between(self, mesh: Mesh, axis: int, source: int, target: int) -> Link:
+        """The link between ranks at two places on an axis, the same on all others.
+
+        Where just these were not measured, those as far apart at the beginning of the axis; then all along it.
+
+        Raises:
+            ConvoyError: nothing is known of any link.
+        """
+        first, last = sorted((source, target))
+        for places in ((first, last), (0, last - first)):
+            ranks = tuple(mesh.rank([place if each == axis else 0 for each in mesh.axes]) for place in places)
+            if ranks in self.measured:
+                return self.measured[ranks]
+            if self.otherwise is not None:
+                return self.otherwise(ranks)
+        return self.of(mesh, (axis,))
+
     def to_list(self) -> list[dict[str, Any]]:
         """The measured links, as JSON has them."""
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]

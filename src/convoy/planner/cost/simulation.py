@@ -2,7 +2,7 @@
 
 A device begins a task when it is free and the host has issued it. Hosts issue the tasks of their rank one after the
 other, and do not wait for the device. Messages take cycles from what computes on their rank, by their `cpu_share`;
-messages on several streams of one rank share its way out evenly.
+messages on several streams of one rank share its way out evenly. A message to another stage takes cycles there too.
 """
 
 import heapq
@@ -42,11 +42,12 @@ _ROUNDS = 2
 class _Activity:
     """A task that runs, or the tasks of a meeting."""
 
-    __slots__ = ("is_message", "numbers", "ranks", "rate", "remaining", "share", "since", "version")
+    __slots__ = ("is_message", "numbers", "ranks", "rate", "receivers", "remaining", "share", "since", "version")
 
     def __init__(self, numbers: list[int], tasks: Sequence[Task], now: float) -> None:
         self.numbers = numbers
         self.ranks = [tasks[number].rank for number in numbers]
+        self.receivers = [tasks[number].peer for number in numbers if tasks[number].peer >= 0]
         self.remaining = max(tasks[number].seconds for number in numbers)
         self.share = max(tasks[number].cpu_share for number in numbers)
         self.is_message = tasks[numbers[0]].stream != "compute"
@@ -78,6 +79,7 @@ class _Simulation:
         self.start = [0.0] * len(tasks)
         self.end = [-1.0] * len(tasks)
         self.active: dict[int, list[_Activity]] = defaultdict(list)
+        self.received: dict[int, list[_Activity]] = defaultdict(list)
         self.finishing: list[tuple[float, int, int, _Activity | tuple[int, str]]] = []
         self.pushed = 0
 
@@ -127,14 +129,18 @@ class _Simulation:
         for number in numbers:
             self.start[number] = self.now
             self.active[self.tasks[number].rank].append(activity)
-        self._set_rates(activity.ranks)
+        for rank in activity.receivers:
+            self.received[rank].append(activity)
+        self._set_rates([*activity.ranks, *activity.receivers])
 
     def _finish(self, activity: _Activity) -> None:
         activity.version += 1
         for number, rank in zip(activity.numbers, activity.ranks, strict=True):
             self.end[number] = self.now
             self.active[rank].remove(activity)
-        self._set_rates(activity.ranks)
+        for rank in activity.receivers:
+            self.received[rank].remove(activity)
+        self._set_rates([*activity.ranks, *activity.receivers])
         queues: dict[tuple[int, str], None] = {}
         for number in activity.numbers:
             queues[self.tasks[number].rank, self.tasks[number].stream] = None
@@ -163,4 +169,6 @@ class _Simulation:
         messages = [other for other in self.active[rank] if other.is_message]
         if activity.is_message:
             return 1.0 / len(messages)
-        return max(0.0, 1.0 - sum(other.share for other in messages) / max(1, len(messages)))
+        coming = self.received[rank]
+        shares = (sum(other.share for other in each) / len(each) for each in (messages, coming) if each)
+        return max(0.0, 1.0 - sum(shares))

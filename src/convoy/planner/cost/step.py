@@ -1,23 +1,27 @@
 """From a placement to a prediction: the tasks of a weight update, their timeline, and the memory of a rank.
 
-Of ranks that do the same, one is simulated for all.
+Of ranks that do the same, one is simulated for all. A network that is not divided into stages is one stage.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
+from math import prod
 
+from convoy.engine.stages import Action, actions
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Collective
-from convoy.planner.cost.local_op import LocalOp
+from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import RankMemory, most, rank_memory
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
 
 
@@ -53,7 +57,9 @@ def _numbered(values: Sequence[Hashable]) -> list[int]:
     return [known.setdefault(value, len(known)) for value in values]
 
 
-def step_tasks(placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False) -> list[Task]:
+def step_tasks(
+    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
+) -> list[Task]:
     """The tasks of an update, for one rank of each sort that does the same.
 
     Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
@@ -64,23 +70,26 @@ def step_tasks(placement: Placement, costs: Costs, passes: int = 1, every_rank: 
         costs: the costs of the device and its links.
         passes: forward and backward passes before an update.
         every_rank: list the tasks of all ranks, alike or not.
+        staging: the stages of the network and their passes; None where all ranks run all of it.
     """
-    return _Builder(placement, costs, every_rank).tasks(passes)
+    return _Builder(placement, costs, every_rank, staging).tasks(passes)
 
 
-def predict(placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False) -> Timeline:
+def predict(
+    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
+) -> Timeline:
     """The timeline of an update; arguments as for `step_tasks`.
 
     What others get ready beside the computation is waited for at the beginning, if an update is too short for it.
     """
     ahead = costs.input
     if not ahead.beside:
-        return simulate(step_tasks(placement, costs, passes, every_rank))
-    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank)
+        return simulate(step_tasks(placement, costs, passes, every_rank, staging))
+    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank, staging)
     late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
     if late <= 0:
         return without
-    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank)
+    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank, staging)
 
 
 @dataclass(frozen=True)
@@ -91,23 +100,59 @@ class Scored:
         placement: the workload's graph under the plan.
         timeline: one update.
         memory: bytes on the rank that needs most.
+        passes: in an update.
+        staging: the stages and their passes; None where the plan has none.
+        by_stage: bytes on the rank of each stage that needs most.
     """
 
     plan: Plan
     placement: Placement
     timeline: Timeline
     memory: RankMemory
+    passes: int = 1
+    staging: Staging | None = None
+    by_stage: tuple[RankMemory, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Of an update."""
         return self.timeline.total
 
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
+        found: dict[int, list[float]] = {}
+        if self.staging is None:
+            return ()
+        for rank in self.timeline.ranks:
+            idle = self.timeline.by_kind(rank)["idle"]
+            found.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
+        return tuple(sum(found[stage]) / len(found[stage]) for stage in sorted(found))
 
-def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1) -> Scored:
+    @property
+    def bubble(self) -> float:
+        """The same of all devices together; 0 without stages."""
+        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
+
+    def again(self, costs: Costs, passes: int | None = None) -> float:
+        """Seconds of an update at other costs, or in another number of passes as large as these."""
+        passes, staging = self.passes if passes is None else passes, self.staging
+        if staging is not None and passes != len(staging.samples):
+            staging = replace(staging, samples=(max(staging.samples),) * passes)
+        return predict(self.placement, costs, passes, staging=staging).total
+
+
+def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
     """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
-    timeline = split_engine_time(predict(placement, costs, passes), costs.update.fixed)
-    return Scored(plan, placement, timeline, most(rank_memory(placement, costs)))
+    timeline = split_engine_time(predict(placement, costs, passes, staging=staging), costs.update.fixed)
+    memory = rank_memory(placement, costs, staging)
+    by_stage: tuple[RankMemory, ...] = ()
+    if staging is not None:
+        of_stages = [
+            [own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
+        ]
+        by_stage = tuple(map(most, of_stages))
+    return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)
 
 
 def samples_of(placement: Placement) -> list[int]:
@@ -117,54 +162,173 @@ def samples_of(placement: Placement) -> list[int]:
     return [len(batch.parts[place]) if batch.parts else 0 for place in places]
 
 
-class _Builder:
-    def __init__(self, placement: Placement, costs: Costs, every_rank: bool) -> None:
-        self.placement, self.mesh, self.costs = placement, placement.mesh, costs
+class _Stage:
+    """What the ranks of a stage do; of a network that is in one piece, all ranks."""
+
+    def __init__(self, placement: Placement, costs: Costs, ranks: Sequence[int], order: Sequence[Action]) -> None:
+        self.placement, self.ranks, self.order = placement, ranks, order
+        self.simulated: list[int] = []
         self.items = program(placement, costs.batch_norm, costs.microbatch)
-        order = [name for item in reversed(self.items) for name in item.parameters]
-        known = set(order)
-        order += [value.name for value in placement.graph.parameters() if value.name not in known]
-        self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
+        names = [name for item in reversed(self.items) for name in item.parameters]
+        known = set(names)
+        names += [
+            value.name
+            for value in placement.graph.parameters()
+            if value.name not in known and (value.name in placement.layouts or not placement.is_part)
+        ]
+        self.exchange = exchange(placement, names, costs.update, costs.message_sizes, costs.on_cpu)
+
+    @property
+    def axes(self) -> set[Axes]:
+        """Over which its ranks meet."""
+        found = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
+        return found | reduced_axes(self.exchange.messages, self.placement.mesh)
+
+    def own(self, rank: int) -> Hashable:
+        """What a rank does by itself."""
+        messages = self.exchange.messages
+        return (
+            tuple(id(item.local_ops[rank]) for item in self.items),
+            tuple(m.bytes[rank] for item in self.items for m in (*item.forward, *item.backward)),
+            tuple((m.bytes[rank], m.copied[rank]) for m in messages),
+            self.exchange.updated[rank],
+        )
+
+
+class _Builder:
+    def __init__(self, placement: Placement, costs: Costs, every_rank: bool, staging: Staging | None) -> None:
+        self.placement, self.mesh, self.costs, self.staging = placement, placement.mesh, costs, staging
         self.samples = samples_of(placement)
-        self.first = list(range(self.mesh.num_devices)) if every_rank else self._rank_classes()
-        self.ranks = sorted(set(self.first))
         self.found: list[Task] = []
-        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(self.ranks, ())
+        self.part = 1.0  # of the samples of a whole pass
         self.meetings = count()
+        self.sent: dict[tuple[Crossing, bool, int, int], int] = {}
+        self.every_rank = every_rank
         self._known: dict[LocalOp, Times] = {}
 
     def tasks(self, passes: int) -> list[Task]:
-        for number in range(passes):
-            self._around("input", self.costs.input)
-            self._forward()
-            if self.placement.graph.training:
-                self._around("loss", self.costs.loss)
-                self._backward(last=number == passes - 1)
-                if number > 0:
-                    self._add_to_earlier_passes()
-        if self.placement.graph.training:
-            for message in running_statistics(self.placement, self.costs.batch_norm):
-                self._collective(
-                    message.axes, message.kind, message.bytes, "transfers", "transfer", "", "running statistics"
+        mesh, staging = self.mesh, self.staging
+        everyone = range(mesh.num_devices)
+        if staging is None:
+            orders = [actions("1f1b", passes, 0, 1)]
+            stages = [_Stage(self.placement, self.costs, everyone, orders[0])]
+        else:
+            stages = [
+                _Stage(
+                    staging.part(self.placement, stage),
+                    self.costs,
+                    [rank for rank in everyone if staging.stage_of(rank) == stage],
+                    actions(staging.schedule, passes, stage, staging.number),
                 )
-            self._update()
+                for stage in range(staging.number)
+            ]
+        self.last = passes - 1
+        self.first = list(everyone) if self.every_rank else self._rank_classes(stages)
+        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
+        for stage in stages:
+            stage.simulated = [rank for rank in stage.ranks if rank in self.chain]
+        waiting = [iter(stage.order) for stage in stages]
+        following = [next(order, None) for order in waiting]
+        while any(following):  # each stage as far as what it waits for has been listed
+            for place, stage in enumerate(stages):
+                self.stage, self.place = stage, place
+                while (action := following[place]) is not None:
+                    forward, number = action[0] == "forward", action[1]
+                    if not self._receive(forward, number):
+                        break
+                    self._act(forward, number)
+                    following[place] = next(waiting[place], None)
+                    if following[place] is None:
+                        self._end()
         return self.found
 
-    def _rank_classes(self) -> list[int]:
-        items, messages = self.items, self.exchange.messages
-        axes: set[Axes] = {m.axes for item in items for m in (*item.forward, *item.backward)}
-        own = [
-            (
-                self.samples[rank],
-                tuple(id(item.local_ops[rank]) for item in items),
-                tuple(m.bytes[rank] for item in items for m in (*item.forward, *item.backward)),
-                tuple((m.bytes[rank], m.copied[rank]) for m in messages),
-                self.exchange.updated[rank],
-                self._slowdown(rank),
+    def _rank_classes(self, stages: Sequence[_Stage]) -> list[int]:
+        own: list[Hashable] = [None] * self.mesh.num_devices
+        for place, stage in enumerate(stages):
+            for rank in stage.ranks:
+                own[rank] = (place, self.samples[rank], stage.own(rank), self._slowdown(rank))
+        axes = set(chain.from_iterable(stage.axes for stage in stages))
+        return rank_classes(self.mesh, own, axes | ({(self.staging.axis,)} if self.staging is not None else set()))
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of this stage, those that are simulated."""
+        return self.stage.simulated
+
+    def _act(self, forward: bool, number: int) -> None:
+        """One pass of this stage, forward or back."""
+        training, is_end = self.placement.graph.training, self.staging is None or self.place == self.staging.number - 1
+        self.part = 1.0 if self.staging is None else self.staging.samples[number] / max(self.staging.samples)
+        if forward:
+            self._around("input", self.costs.input)
+            self._forward()
+        elif training:
+            if is_end:
+                self._around("loss", self.costs.loss)
+            self._backward(last=number == self.last)
+            if number > 0:
+                self._add_to_earlier_passes()
+        self._send(forward, number)
+
+    def _end(self) -> None:
+        """What this stage does when all passes are done."""
+        if not self.placement.graph.training:
+            return
+        for message in running_statistics(self.stage.placement, self.costs.batch_norm):
+            self._collective(
+                message.axes, message.kind, message.bytes, "transfers", "transfer", "", "running statistics"
             )
-            for rank in range(self.mesh.num_devices)
-        ]
-        return rank_classes(self.mesh, own, axes | reduced_axes(messages, self.mesh))
+        self._update()
+
+    def _receive(self, forward: bool, number: int) -> bool:
+        """Wait for what other stages send for a pass; False where they are not known to yet."""
+        if self.staging is None or not (forward or self.placement.graph.training):
+            return True
+        staged = self.staging.staged
+        found: dict[int, list[int]] = {}
+        for crossing in staged.received(self.place) if forward else staged.sent(self.place):
+            other = crossing.source if forward else crossing.target
+            if not forward and not self._returns(crossing):
+                continue
+            for rank in self.ranks:
+                key = (crossing, forward, number, self.first[self.staging.peer(rank, other)])
+                if key not in self.sent:
+                    return False
+                found.setdefault(rank, []).append(self.sent[key])
+        for rank, numbers in found.items():
+            self.chain[rank] = (*self.chain[rank], *numbers)
+        return True
+
+    def _returns(self, crossing: Crossing) -> bool:
+        return crossing.value in graph_facts(self.placement.graph).differentiable
+
+    def _send(self, forward: bool, number: int) -> None:
+        """Send other stages what they need of a pass, or the gradients of what they have sent."""
+        if self.staging is None or not (forward or self.placement.graph.training):
+            return
+        graph, mesh, staging = self.placement.graph, self.mesh, self.staging
+        for crossing in staging.staged.sent(self.place) if forward else staging.staged.received(self.place):
+            other = crossing.target if forward else crossing.source
+            if not forward and not self._returns(crossing):
+                continue
+            value, link = graph.values[crossing.value], self.costs.links.between(mesh, staging.axis, self.place, other)
+            share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
+            layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
+            for rank in self.ranks:
+                shape = self.placement.layouts[crossing.value].local_shape(value.shape, mesh, mesh.coordinates(rank))
+                num_bytes = round(self.part * prod(shape) * value.dtype.itemsize)
+                self.sent[crossing, forward, number, rank] = self._add(
+                    rank,
+                    "stages",
+                    "transfer",
+                    layer,
+                    crossing.value,
+                    link.exchange(num_bytes),
+                    host=link.host,
+                    message=(-1, num_bytes, share),
+                    blocks=False,
+                    peer=self.first[staging.peer(rank, other)],
+                )
 
     def _times(self, local_op: LocalOp) -> Times:
         if local_op not in self._known:
@@ -187,11 +351,12 @@ class _Builder:
         host: float = 0.0,
         message: tuple[int, int, float] = (-1, 0, 0.0),
         blocks: bool = True,
+        peer: int = -1,
     ) -> int:
         """A task after all that has held up the rank so far; `message` is its meeting, bytes and share of the core."""
         meeting, num_bytes, share = message
         after = self.chain[rank]
-        self.found.append(Task(rank, stream, kind, layer, name, seconds, after, meeting, share, num_bytes, host))
+        self.found.append(Task(rank, stream, kind, layer, name, seconds, after, meeting, share, num_bytes, host, peer))
         if blocks:
             self.chain[rank] = (len(self.found) - 1,)
         return len(self.found) - 1
@@ -207,20 +372,20 @@ class _Builder:
 
     def _around(self, name: str, cost: HostCost) -> None:
         for rank in self.ranks:
-            self._compute(rank, "around", "", name, cost.seconds(self.samples[rank]), cost.host)
+            self._compute(rank, "around", "", name, cost.seconds(self.part * self.samples[rank]), cost.host)
 
     def _forward(self) -> None:
-        for item in self.items:
+        for item in self.stage.items:
             for rank in self.ranks:
                 kind: Kind = "copy" if item.is_transfer else "forward"
                 times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, times.forward, times.host_forward)
+                self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
             for message in item.forward:
                 self._transfer(item, message)
 
     def _backward(self, last: bool) -> None:
-        sending = _Sending(self, self.exchange) if last else None
-        for item in reversed(self.items):
+        sending = _Sending(self, self.stage.exchange) if last else None
+        for item in reversed(self.stage.items):
             for message in item.backward:
                 self._transfer(item, message)
             for again in item.again:
@@ -230,7 +395,7 @@ class _Builder:
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, times.backward, times.host_backward)
+                self._compute(rank, kind, item.layer, item.name, self.part * times.backward, times.host_backward)
             if sending is not None:
                 sending.ready(item.parameters)
         if sending is not None:
@@ -274,14 +439,15 @@ class _Builder:
     def _add_to_earlier_passes(self) -> None:
         """Gradients of a pass after the first are added to those that are there."""
         for rank in self.ranks:
-            times = self._times(copied(self.exchange.held[rank], 2))
+            times = self._times(copied(self.stage.exchange.held[rank], 2))
             self._compute(rank, "backward", "", "add to earlier passes", times.forward, times.host_forward)
 
     def _update(self) -> None:
+        exchange = self.stage.exchange
         for rank in self.ranks:
-            seconds = self.costs.update.seconds(self.exchange.updated[rank], self.exchange.tensors)
-            self._compute(rank, "update", "", "optimizer", seconds, self.costs.update.issuing(self.exchange.tensors))
-        for message in self.exchange.messages:
+            seconds = self.costs.update.seconds(exchange.updated[rank], exchange.tensors)
+            self._compute(rank, "update", "", "optimizer", seconds, self.costs.update.issuing(exchange.tensors))
+        for message in exchange.messages:
             if message.gathered:
                 self._collective(
                     message.axes, "gather", message.gathered, "gradients", "gradient", message.layer, message.name

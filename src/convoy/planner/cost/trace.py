@@ -5,11 +5,11 @@ for each stream, and metadata events (`M`) with their names.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from convoy.plans.timeline import Span, Timeline
+from convoy.plans.timeline import Span, Stream, Timeline
 
-_THREADS = ("compute", "transfers", "gradients")
+_THREADS = get_args(Stream)
 _COLORS = {
     "forward": "thread_state_running",
     "backward": "thread_state_runnable",

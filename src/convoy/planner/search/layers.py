@@ -16,7 +16,7 @@ from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, strategies
 from convoy.plans.fixes import Fix, fix_of, parse_fixes
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Batch, Situation
 from convoy.plans.plan import Plan
 from convoy.plans.strategies import axis_names_of
@@ -43,6 +43,17 @@ def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
         mesh: the devices.
         layers: strategies by name of the layer, in the network's order.
     """
+    axis = mesh.stage_axis
+    if axis is not None:  # on which layers have no strategy
+        inner = compact(
+            Mesh(mesh.names[:axis] + mesh.names[axis + 1 :], mesh.sizes[:axis] + mesh.sizes[axis + 1 :]),
+            {name: own[:axis] + own[axis + 1 :] for name, own in layers.items()},
+        )
+        names, sizes = (
+            (*own[:axis], whole, *own[axis:])
+            for own, whole in ((inner.mesh.names, STAGE), (inner.mesh.sizes, mesh.sizes[axis]))
+        )
+        return Plan(Mesh(names, sizes), inner.layers)
     distinct = list(dict.fromkeys(layers.values()))
     if len(distinct) <= 1:
         strategy = distinct[0] if distinct else ("replicate",) * len(mesh.sizes)

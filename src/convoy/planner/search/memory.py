@@ -82,7 +82,12 @@ def _key(solution: Solution) -> tuple[Strategy, ...]:
 
 
 def nothing_fits(
-    placement: Placement, costs: Costs, needed: float, limit: float, what: str = "no plan fits: the smallest"
+    placement: Placement,
+    costs: Costs,
+    needed: float,
+    limit: float,
+    what: str = "no plan fits: the smallest",
+    memory: Callable[[Placement], float] | None = None,
 ) -> TooLargeError:
     """The sentence for where even the smallest plan is too large.
 
@@ -92,6 +97,7 @@ def nothing_fits(
         needed: bytes on its rank that needs most.
         limit: bytes that a rank has.
         what: needs as much.
+        memory: bytes that a placement needs on its rank that needs most; without it, as the costs count them.
     """
     layers: dict[str, float] = {}
     mesh, graph = placement.mesh, placement.graph
@@ -107,7 +113,7 @@ def nothing_fits(
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
-    again = costs.memory(with_recomputed(placement, True))
+    again = (memory or costs.memory)(with_recomputed(placement, True))
     recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "

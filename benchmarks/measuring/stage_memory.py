@@ -1,0 +1,47 @@
+"""Memory of ranks in stages: control groups with a limit, and the most that each rank had."""
+
+from dataclasses import dataclass, replace
+
+from convoy.plans.plan import Plan
+from measuring.memory_limits import memory_groups
+from measuring.ranks import Limits, RankFailed, run_ranks
+from measuring.results import SERIAL
+from measuring.sides import Arrangement
+from measuring.stage_cases import StageCase
+from measuring.stage_sides import StageSide, train
+
+CASE = StageCase("resnet152", "resnet152", 96, 64, updates=1, batch_norm=True, microbatch=4)
+TINY = replace(CASE, model="squeezenet1_1-cifar", image_size=16, batch_norm=False, microbatch=0)
+"""What is left of a rank's memory with hardly any network in it: Python, torch, the connections."""
+DEVICES, PARTS = 4, 16
+PLAN = Plan.parse(f"stage={DEVICES}")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes that each rank's process had, or how a process ended."""
+
+    bytes: tuple[int, ...]
+    ended: str = ""
+
+    def __str__(self) -> str:
+        return self.ended or ", ".join(f"{each / 2**20:.0f}" for each in self.bytes) + " MiB"
+
+
+def side(schedule: str) -> StageSide:
+    """Training in stages; plain PyTorch in one pass where there is no schedule."""
+    if not schedule:
+        return StageSide(SERIAL, "serial", Arrangement())
+    return StageSide(schedule, "convoy", Arrangement(), PLAN, PARTS, schedule)
+
+
+def peaks(case: StageCase, schedule: str, limit: int | None = None) -> Peaks:
+    """Train, each process in a control group of its own."""
+    num = DEVICES if schedule else 1
+    with memory_groups(num, limit) as groups:
+        limits = Limits(seconds=300, cgroups=tuple(group.path for group in groups))
+        try:
+            run_ranks(train, num, side(schedule), case, 1, limits=limits)
+        except RankFailed as error:
+            return Peaks((), str(error).strip().partition("\n")[0])
+        return Peaks(tuple(group.peak for group in groups))

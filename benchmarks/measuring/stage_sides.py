@@ -1,0 +1,248 @@
+"""The sides of `stages.py` on a rank: one device, Convoy's plans, torch's own pipelining, PhysicsNeMo's ShardTensor.
+
+All of them keep freed memory with the process, as Convoy does it wherever it runs.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import SGD
+
+import convoy
+from convoy.bench.measure import measure_rank
+from convoy.bench.measurement import MeasurementTask
+from convoy.bench.records import CONVOY, Made
+from convoy.comm.groups import join
+from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import keep_freed_memory
+from convoy.engine.network import network_of
+from convoy.engine.optimizers import divide_update
+from convoy.errors import ConvoyError
+from convoy.planner import Planned, make_plan, score, workload_of
+from convoy.planner.cost.store import ProfileStore
+from convoy.plans.plan import Plan
+from convoy.training import load_recipe
+from measuring.shard_tensor import scattered
+from measuring.sides import Arrangement, Trained
+from measuring.stage_cases import StageCase
+from measuring.training import Timing, batch, build, timed, updater
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+"""Those of `torch.distributed.pipelining`."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StageSide:
+    """One way to train a case.
+
+    Attributes:
+        label: in the table.
+        kind: a key of `SIDES`, or `trainer`.
+        plan: of Convoy.
+        parts: into how many parts the batch is cut that go through the stages one after the other.
+        schedule: a key of `SCHEDULES`, where there are stages.
+        cuts: of torch's pipelining.
+    """
+
+    label: str
+    kind: str
+    arrangement: Arrangement
+    plan: Plan | None = None
+    parts: int = 1
+    schedule: str = ""
+    cuts: tuple[str, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """What was chosen in trials, for the table."""
+        shape = "channels_last" if self.arrangement.channels_last else "contiguous"
+        if not self.schedule:
+            return str(self.arrangement)
+        return ", ".join([shape, f"{self.parts} parts", self.schedule, *([" ".join(self.cuts)] if self.cuts else [])])
+
+
+def train(side: StageSide, case: StageCase, warm_up: int) -> Timing:
+    """A rank's part of some updates: `warm_up` that are not timed, and those of the case."""
+    if side.kind == "trainer":
+        return _by_trainer(side, case, warm_up)
+    keep_freed_memory(CPU)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        join()
+    update = SIDES[side.kind](side, case)
+    torch.set_num_threads(1)  # some libraries set it
+    return timed(update, warm_up, case.updates)
+
+
+def _serial(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
+    model = build(case, side.arrangement)
+    trained = Trained(model, _optimizer(model.parameters()), slice(0, case.batch))
+    return updater(trained, *batch(case, side.arrangement), side.arrangement)
+
+
+def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
+    """The loop of docs/your-own-loop.md, with the optimizer's work shared as the trainer does it."""
+    assert side.plan is not None
+    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
+    net = convoy.parallelize(
+        model,
+        side.plan,
+        example=images[: case.batch // side.plan.parts],
+        batch_norm="microbatch" if case.microbatch else "sync",
+        microbatches=side.parts,
+    )
+    own = convoy.local_samples(net, case.batch)
+    images, labels = images[own].clone(), labels[own].clone()
+    optimizer = divide_update(net, _optimizer(net.parameters()))
+    if side.schedule == "1f1b":
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            loss = convoy.forward_backward(net, images, labels, F.cross_entropy)
+            optimizer.step()
+            return loss
+
+        return update
+    called = net if side.schedule else partial(_announced, net, case.microbatch)
+    trained = Trained(called, optimizer, own, unfinished=lambda: convoy.accumulate(net))
+    return updater(trained, images, labels, side.arrangement)
+
+
+def _announced(net: torch.nn.Module, microbatch: int, images: Tensor) -> Tensor:
+    """A pass in microbatches of every rank, as the trainer has them."""
+    network = network_of(net)
+    if microbatch:
+        samples = len(images) * network.num_sample_ranks
+        network.samples = (len(images),) * network.num_sample_ranks
+        network.context.enter(0, list(range(samples)), (microbatch,) * (samples // microbatch), CPU)
+    outputs: Tensor = net(images)
+    return outputs
+
+
+def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
+    """`convoy train` with the recipe's microbatches; it merges them as it finds fastest."""
+    num = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {
+        "model.name": case.model,
+        "batch": case.batch,
+        "microbatch": case.microbatch or min(case.passes),
+        "channels_last": side.arrangement.channels_last,
+        "precision": "fp32",
+        "parallel.devices": num,
+        "parallel.plan": str(side.plan),
+        "parallel.schedule": side.schedule or "1f1b",
+    }
+    recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in settings.items()])
+    made = Made(shape=(3, case.image_size, case.image_size), classes=case.num_classes)
+    times = measure_rank(MeasurementTask(CONVOY, recipe, made, "cpu", case.updates, warm_up), lambda *_: None)
+    return Timing(list(times.seconds), [times.loss * num], 1.0)  # ranks give their parts of the loss
+
+
+def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
+    """`torch.distributed.pipelining`, as its tutorial has it: the network traced, cut at names of modules."""
+    from torch.distributed import pipelining
+
+    rank, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    images, labels = batch(case, side.arrangement)
+    part = images[: case.batch // side.parts]
+    begins = dict.fromkeys(side.cuts, pipelining.SplitPoint.BEGINNING)
+    stage = pipelining.pipeline(build(case, side.arrangement), (part,), split_spec=begins).build_stage(rank, CPU)
+    schedule = getattr(pipelining, SCHEDULES[side.schedule])(stage, side.parts, loss_fn=F.cross_entropy)
+    optimizer = _optimizer(stage.submod.parameters())
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if rank == num - 1:
+            schedule.step(target=labels, losses=losses)
+        else:
+            schedule.step(*((images,) if rank == 0 else ()))
+        optimizer.step()
+        return torch.stack(losses).detach().mean() if losses else torch.tensor(torch.nan)
+
+    return update
+
+
+def _rows(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
+    """Images and labels as ShardTensors, divided by rows; the weights are whole on every rank."""
+    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
+    images, labels = scattered(images, 2), scattered(labels, 1)
+    optimizer = _optimizer(model.parameters())
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels).full_tensor()  # type: ignore[attr-defined]
+        loss.backward()
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return update
+
+
+SIDES = {"serial": _serial, "convoy": _convoy, "torch": _torch, "rows": _rows}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the planner says of a plan before it is run.
+
+    Attributes:
+        name: `auto`, `auto without stages`, or the text of the plan.
+        seconds: of an update; None where it was not asked.
+    """
+
+    name: str
+    plan: Plan
+    seconds: float | None = None
+
+
+def predict(
+    case: StageCase, plans: Iterable[str], arrangement: Arrangement, folder: Path
+) -> tuple[float, list[Predicted]]:
+    """Seconds of one device, and the predictions for the planner's own plans and for others. All ranks call it.
+
+    Args:
+        folder: keeps what was measured for later predictions on the same devices.
+    """
+    keep_freed_memory(CPU)
+    join()
+    ranks = Ranks.here()
+    images, _ = batch(case, arrangement)
+    workload = workload_of(
+        build(case, arrangement),
+        images,
+        case.batch,
+        name=case.name,
+        batch_norm="microbatch" if case.microbatch else "sync",
+        microbatch=case.microbatch,
+    )
+    planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(folder))
+    found = [Predicted(name, plan, seconds) for name, plan, seconds in _own(planned)]
+    for text in plans:
+        try:
+            plan = Plan.parse(text)
+            found.append(Predicted(text, plan, score(workload, plan, planned.costs).seconds))
+        except ConvoyError:
+            continue
+    return planned.serial.seconds, found
+
+
+def _own(planned: Planned) -> list[tuple[str, Plan, float]]:
+    """The planner's own plan, and its best without stages where that is another."""
+    best = planned.best
+    found = [("auto", best.plan, best.seconds)]
+    if best.plan.mesh.stage_axis is not None:
+        without = next((one for one in planned.candidates if one.plan.mesh.stage_axis is None), None)
+        if without is not None:
+            found.append(("auto without stages", without.plan, without.seconds))
+    return found
+
+
+def _optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return SGD(parameters, lr=0.01, momentum=0.9)

@@ -1,0 +1,205 @@
+"""Values that the stages of a network send each other, and gradients back, beside the computation.
+
+A value arrives with the strides that it had, as on others a kernel may add in another order. How it lies is said once,
+before the first value of a kind: only the rank that has computed it knows.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from convoy.comm.collectives import Pending, broadcast, gather_ints, start_receive, start_send, waits
+from convoy.comm.groups import Groups
+from convoy.comm.position import current
+from convoy.plans.stages import Crossing
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
+_DTYPES += [torch.uint8, torch.int8, torch.int16]
+_MOST_DIMS = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a tensor lies in memory, which a graph does not say, as autocast and kernels decide it."""
+
+    dtype: torch.dtype
+    needs_gradient: bool
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor) -> "Kind":
+        return Kind(x.dtype, x.requires_grad, x.stride())
+
+    def numbers(self) -> list[int]:
+        """As many for every kind."""
+        rest = [0] * (_MOST_DIMS - len(self.strides))
+        return [_DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
+
+    @staticmethod
+    def read(numbers: Sequence[int]) -> "Kind":
+        dtype, needs_gradient, dims, *strides = numbers
+        return Kind(_DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
+
+    def to_send(self, x: Tensor) -> Tensor:
+        """The numbers of a tensor as they are sent: flat, in the order in which they lie."""
+        held = self._held(x.shape)
+        if held is None:
+            return x.to(self.dtype).contiguous().flatten()
+        if x.stride() != self.strides or x.dtype != self.dtype:
+            x = x.new_empty(held, dtype=self.dtype).as_strided(x.shape, self.strides).copy_(x)
+        return x.as_strided((held,), (1,))
+
+    def to_receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Where they are received."""
+        return torch.empty(self._held(shape) or math.prod(shape), dtype=self.dtype, device=device)
+
+    def received(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor with these numbers."""
+        if self._held(shape) is not None:
+            return numbers.as_strided(shape, self.strides)
+        return torch.empty_strided(shape, self.strides, dtype=self.dtype, device=numbers.device).copy_(
+            numbers.view(shape)
+        )
+
+    def _held(self, shape: Sequence[int]) -> int | None:
+        """How many numbers a tensor of this shape has in memory, fewer than elements where it was expanded; None if
+        others lie between them."""
+        own = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
+        extent = 1 + sum((size - 1) * stride for size, stride in own)
+        return extent if extent == math.prod(size for size, _ in own) else None
+
+
+@dataclass
+class Arriving:
+    """A value that may still be on its way.
+
+    Attributes:
+        kind: how it lies.
+        shape: of this rank's part of it.
+        numbers: what it is received into.
+        pending: its way here; None for one without elements, which nobody sends.
+        layer: that gives it, or its gradient.
+    """
+
+    kind: Kind
+    shape: Sequence[int]
+    numbers: Tensor
+    pending: Pending | None
+    layer: str
+
+    def wait(self) -> Tensor:
+        """The value."""
+        current.at(self.layer)
+        self._value_of_another_stage()
+        return self.kind.received(self.numbers, self.shape)
+
+    @waits
+    def _value_of_another_stage(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+
+
+class StageLinks:
+    """Sends and receives for this rank, to and from ranks of other stages at its place on the other axes.
+
+    Both sides give values in the order of the graph's crossings, under the same key: whatever decides, beside the
+    network, how values lie. Sends wait for nobody.
+
+    Args:
+        groups: of a mesh with stages.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        axis = groups.mesh.stage_axis
+        assert axis is not None
+        self.stage, self._number = groups.coordinates[axis], groups.mesh.sizes[axis]
+        self.group = groups.of((axis,))
+        self._back = groups.back
+        self._kinds: dict[tuple[Any, bool, bool], dict[str, Kind]] = {}
+        self._sending: deque[Pending] = deque()
+
+    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor]], back: bool = False) -> None:
+        """Send values to later stages, or gradients back to earlier ones."""
+        known = self._kinds.get((key, True, back))
+        if known is None:
+            known = self._kinds[key, True, back] = {crossing.value: Kind.of(x) for crossing, x in values}
+            for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
+                own = (crossing for crossing, _ in values if _receiver(crossing, back) == to)
+                self._send(torch.tensor([known[crossing.value].numbers() for crossing in own]), to, back)
+        for crossing, x in values:
+            if x.numel():
+                self._send(known[crossing.value].to_send(x.detach()), _receiver(crossing, back), back)
+
+    def knows(self, key: Any, back: bool = False) -> bool:
+        """Whether others have said how the values lie that they send."""
+        return (key, False, back) in self._kinds
+
+    def receive(
+        self,
+        key: Any,
+        wanted: Sequence[tuple[Crossing, Sequence[int]]],
+        device: torch.device,
+        back: bool = False,
+    ) -> list[Arriving]:
+        """Begin to receive values of earlier stages, or gradients of later ones.
+
+        Args:
+            key: as the senders have it.
+            wanted: with the shapes of this rank's parts.
+            device: where they are needed.
+            back: gradients.
+        """
+        known = self._kinds.get((key, False, back))
+        if known is None:
+            known = self._kinds[key, False, back] = {}
+            for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in wanted):
+                own = [crossing.value for crossing, _ in wanted if _sender(crossing, back) == sender]
+                rows = torch.empty(len(own), _MOST_DIMS + 3, dtype=torch.int64)
+                start_receive(rows, sender, self._way(back)).wait()
+                known |= zip(own, map(Kind.read, rows.tolist()), strict=True)
+        found = []
+        for crossing, shape in wanted:
+            kind = known[crossing.value]
+            numbers = kind.to_receive(shape, device)
+            pending = start_receive(numbers, _sender(crossing, back), self._way(back)) if math.prod(shape) else None
+            found.append(Arriving(kind, shape, numbers, pending, crossing.layer))
+        return found
+
+    def from_last(self, x: Tensor | None, shape: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
+        """What the last stage has, on all ranks, and whether it has a gradient there; others give its shape."""
+        last = self._number - 1
+        numbers = Kind.of(x).numbers() if x is not None else [0] * (_MOST_DIMS + 3)
+        kind = Kind.read(gather_ints(numbers, self.group)[last])
+        if x is not None:
+            broadcast(kind.to_send(x.detach()), self.group, last)
+            return x.detach(), kind.needs_gradient
+        return kind.received(broadcast(kind.to_receive(shape, device), self.group, last), shape), kind.needs_gradient
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    def _send(self, x: Tensor, target: int, back: bool) -> None:
+        while self._sending and self._sending[0].done:
+            self._sending.popleft()
+        self._sending.append(start_send(x, target, self._way(back)))
+
+    def _way(self, back: bool) -> ProcessGroup:
+        group = self._back if back else self.group
+        assert group is not None
+        return group
+
+
+def _sender(crossing: Crossing, back: bool) -> int:
+    return crossing.target if back else crossing.source
+
+
+def _receiver(crossing: Crossing, back: bool) -> int:
+    return crossing.source if back else crossing.target

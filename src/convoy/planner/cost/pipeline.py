@@ -1,0 +1,148 @@
+"""Stages of a network through which passes go one after the other: their order, and how long an update takes them.
+
+GPipe (Huang et al., 2019) has every stage run all passes forward and then all of them back. 1F1B (PipeDream-flush,
+Narayanan et al., 2021) takes them back as soon as it can, so that a stage keeps the activations of no more passes than
+there are stages from it to the last. Both add the gradients of passes in the same order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from convoy.engine.stages import Action, Schedule, actions
+from convoy.graph.graph import Graph
+from convoy.ops import work
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
+from convoy.plans.stages import StagedGraph, Stages
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, passes: int) -> int:
+    """Passes whose activations a stage keeps at once, at most."""
+    return passes if schedule == "gpipe" else min(stages - stage, passes)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A network in stages, and the passes that go through them.
+
+    Attributes:
+        mesh: the devices; one of its axes is that of the stages.
+        staged: the network, with the stage of every call.
+        samples: of every pass of an update.
+        schedule: the order of the passes.
+    """
+
+    mesh: Mesh
+    staged: StagedGraph
+    samples: tuple[int, ...]
+    schedule: Schedule = "1f1b"
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, outputs: Sequence[str], samples: Sequence[int]) -> "Staging | None":
+        """That of a plan; None where it has no axis `stage`.
+
+        Args:
+            plan: the plan.
+            graph: the network, at the samples of the largest pass.
+            outputs: names of the values that it returns.
+            samples: of every pass of an update.
+
+        Raises:
+            ConvoyError: the network cannot be cut so.
+        """
+        axis = plan.mesh.stage_axis
+        if axis is None:
+            return None
+        number = plan.mesh.sizes[axis]
+        stages = Stages.of(graph, number, plan.stages, work(graph))
+        stages.owners(graph)
+        return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
+
+    def scheduled(self, schedule: Schedule) -> "Staging":
+        """The same in another order."""
+        return replace(self, schedule=schedule)
+
+    @property
+    def axis(self) -> int:
+        """Position of the stages' axis in the mesh."""
+        assert self.mesh.stage_axis is not None
+        return self.mesh.stage_axis
+
+    @property
+    def number(self) -> int:
+        """How many stages there are."""
+        return self.staged.number
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that a rank runs."""
+        return self.mesh.coordinates(rank)[self.axis]
+
+    def peer(self, rank: int, stage: int) -> int:
+        """The rank of another stage with which a rank exchanges what crosses between them."""
+        place = list(self.mesh.coordinates(rank))
+        place[self.axis] = stage
+        return self.mesh.rank(place)
+
+    def in_flight(self, stage: int) -> int:
+        """Passes whose activations a stage keeps at once, at most."""
+        return in_flight(self.schedule, stage, self.number, len(self.samples))
+
+    def part(self, placement: Placement, stage: int) -> Placement:
+        """What the ranks of a stage run of a placement."""
+        return self.staged.part(placement, stage)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a stage.
+
+    Attributes:
+        forward, backward: computing, of a pass.
+        sends: sending a pass's activations to the next stage.
+        returns: sending a pass's gradients to the stage before.
+        once: in an update, after the last pass: exchanging its gradients, and the optimizer.
+    """
+
+    forward: float
+    backward: float
+    sends: float = 0.0
+    returns: float = 0.0
+    once: float = 0.0
+
+
+def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedule) -> float:
+    """Seconds of an update, stage by stage; each sends one message after the other, beside its computing.
+
+    Four equal stages and eight passes take as long as eleven passes through one of them:
+
+    >>> pipeline_seconds([StageTimes(1.0, 2.0)] * 4, 8, "1f1b")
+    33.0
+    """
+    count = len(stages)
+    orders = [iter(actions(schedule, passes, stage, count)) for stage in range(count)]
+    waiting: list[Action | None] = [next(order, None) for order in orders]
+    free, way_out = [0.0] * count, [0.0] * count
+    arrived: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
+    going = True
+    while going:
+        going = False
+        for stage, own in enumerate(stages):
+            while (action := waiting[stage]) is not None:
+                forward, number = action[0] == "forward", action[1]
+                needs = (forward, stage, number)
+                is_turn = not forward and stage == count - 1
+                if not is_turn and needs not in arrived:
+                    break
+                start = max(free[stage], 0.0 if is_turn else arrived[needs])
+                free[stage] = start + (own.forward if forward else own.backward)
+                to = stage + 1 if forward else stage - 1
+                if 0 <= to < count:
+                    begins = max(free[stage], way_out[stage])
+                    way_out[stage] = begins + (own.sends if forward else own.returns)
+                    arrived[forward, to, number] = way_out[stage]
+                waiting[stage], going = next(orders[stage], None), True
+    return max(own + stage.once for own, stage in zip(free, stages, strict=True))

@@ -1,0 +1,137 @@
+"""Updates in stages: pipelines by hand, and what a rank of a stage holds."""
+
+import pytest
+
+from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, Staging, pipeline_seconds
+from convoy.planner.cost.step import scored
+from convoy.planner.cost.times import Times
+from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
+from plans.made_graph import Chain, placed
+
+SAMPLES, WIDTH = 4, 64
+ONE = SAMPLES * WIDTH * 4
+"""Bytes of an activation."""
+
+
+def net(layers):
+    chain = Chain(SAMPLES, WIDTH)
+    for number in range(layers):
+        chain = chain.linear(f"l{number}", WIDTH)
+    return chain.graph()
+
+
+def links(seconds=0.0, overlap=True, cpu_share=0.0):
+    """Links on which an activation takes so many seconds."""
+    link = Link(Curve(((0, 0.0),)), Curve(((0, 0.0), (ONE, seconds))), overlap, cpu_share)
+    return Links(otherwise=lambda ranks: link)
+
+
+def layers_only(local_op):
+    return Times(1.0, 2.0) if local_op.op == "linear" and not local_op.is_empty else Times()
+
+
+AT_ONCE = links()
+
+
+def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, **costs):
+    """An update of as many layers; each takes a second forward and two backward."""
+    plan = Plan.parse(plan)
+    placement = placed(net(layers), plan)
+    output = placement.graph.calls[-1].outputs
+    staging = Staging.of(plan, placement.graph, output, samples or (SAMPLES,) * passes)
+    staging = staging and staging.scheduled(schedule)
+    return scored(plan, placement, Costs(layers_only, links, **costs), passes, staging)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "passes"), [(2, 1), (2, 4), (4, 3), (4, 8)])
+def test_equal_stages_take_as_long_as_the_passes_and_the_others_stages(schedule, stages, passes):
+    """(M + S - 1) (f + b), and a bubble of (S - 1) / (M + S - 1)."""
+    found = predicted(f"stage={stages}", passes, schedule, layers=4)
+    share = 4 // stages
+    assert found.seconds == pytest.approx((passes + stages - 1) * 3.0 * share)
+    assert found.bubbles == pytest.approx([(stages - 1) / (passes + stages - 1)] * stages)
+    assert pipeline_seconds([StageTimes(share, 2.0 * share)] * stages, passes, schedule) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_slowest_of_unequal_stages_decides(schedule):
+    """One layer in the first stage, three in the second."""
+    plan = {"mesh": {"stage": 2}, "stages": ["l1"]}
+    found = predicted(plan, 5, schedule)
+    assert found.seconds == pytest.approx(5 * 9.0 + 3.0)
+    assert found.bubbles == pytest.approx([33 / 48, 3 / 48])
+    assert pipeline_seconds([StageTimes(1.0, 2.0), StageTimes(3.0, 6.0)], 5, schedule) == pytest.approx(48.0)
+
+
+@pytest.mark.parametrize(("schedule", "seconds"), [("gpipe", 92.0), ("1f1b", 74.0)])
+def test_a_link_that_is_slower_than_the_stages_decides(schedule, seconds):
+    """Two stages, 2 s forward and 4 s back; a message takes 10 s. GPipe sends four one way, 2 + 4·10 + 2 s, then four
+    the other, 4 + 4·10 + 4 s. 1F1B uses both ways at once, but waits for a pass to come back before it begins the next
+    but one, so that two passes take a round trip of 32 s: by hand it ends after 74 s."""
+    times = [StageTimes(2.0, 4.0, sends=10.0), StageTimes(2.0, 4.0, returns=10.0)]
+    assert pipeline_seconds(times, 4, schedule) == pytest.approx(seconds)
+    assert predicted("stage=2", 4, schedule, links(10.0)).seconds == pytest.approx(seconds)
+
+
+def test_messages_that_take_the_core_slow_both_ends():
+    without = predicted("stage=2", 4, "gpipe", links(1.0)).seconds
+    beside = predicted("stage=2", 4, "gpipe", links(1.0, cpu_share=1.0)).seconds
+    assert without < beside < without + 2 * 4 * 1.0
+    assert predicted("stage=2", 4, "gpipe", links(1.0, overlap=False)).seconds == pytest.approx(beside)
+
+
+def test_devices_of_unequal_speed():
+    plan = {"mesh": {"stage": 2}, "stages": ["l2"]}
+    found = predicted(plan, 3, "1f1b", layers=3, slowdowns=(0.5, 1.0))
+    assert found.seconds == pytest.approx(4 * 3.0)
+    assert predicted(plan, 3, "1f1b", layers=3, slowdowns=(1.0, 0.5)).seconds > found.seconds
+
+
+def test_smaller_passes_take_less():
+    """The third pass has half of the samples: the first stage waits for the second's 6 + 6 s behind its own 2 s, takes
+    the second pass back from 14 to 18 s, and the third in half the time."""
+    assert predicted("stage=2", 3, "1f1b", samples=(4, 4, 2)).seconds == pytest.approx(20.0)
+    assert predicted("stage=2", 3, "1f1b").seconds == pytest.approx(24.0)
+
+
+def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own():
+    found = predicted(
+        "stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WIDTH * WIDTH * 4 + WIDTH * 4))
+    )
+    kinds = [found.timeline.by_kind(rank) for rank in (0, 1)]
+    assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
+    assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])
+    assert [one.parameters for one in found.by_stage] == [2 * (WIDTH * WIDTH + WIDTH) * 4] * 2
+
+
+@pytest.mark.parametrize("plan", ["stage=2,sample=2", "sample=2,stage=2", "stage=2,filter=2"])
+def test_other_axes_divide_the_layers_of_a_stage(plan):
+    found = predicted(plan, 4, "1f1b", links(0.5))
+    assert found.placement.mesh.num_devices == 4
+    assert len(found.timeline.ranks) == 2 if "sample" in plan else 4  # one of each stage
+    staged = found.staging
+    for span in found.timeline.spans:
+        if span.task.stream == "stages":
+            assert staged.stage_of(span.task.rank) != staged.stage_of(span.task.peer)
+            assert span.task.num_bytes == (ONE // 2)
+
+
+def test_activations_of_the_passes_in_flight_are_kept():
+    """Every layer keeps its input; the first stage sends what the second keeps."""
+    for schedule, flights in (("gpipe", (6, 6)), ("1f1b", (2, 1))):
+        found = predicted("stage=2", 6, schedule)
+        held = [3 * ONE, 2 * ONE]
+        assert [one.activations for one in found.by_stage] == [n * size for n, size in zip(flights, held, strict=True)]
+    assert predicted("stage=2", 1, "gpipe").by_stage == predicted("stage=2", 1, "1f1b").by_stage
+
+
+def test_a_plan_without_stages_has_no_bubble():
+    found = predicted("serial", 3, "1f1b")
+    assert found.staging is None and found.bubble == 0 and found.by_stage == ()
+    assert found.seconds == 3 * 12
+    assert Mesh(("stage",), (2,)).stage_axis == 0

@@ -1,0 +1,177 @@
+"""Cuts against all cuts, and plans with stages where they must win."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from convoy.graph.graph import Ref
+from convoy.graph.tree import leaves
+from convoy.planner.cost.link import Links, Rate
+from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
+from convoy.planner.search import additive_seconds
+from convoy.planner.search.stages import Bounds, Chain, InPasses, best_cuts, cuts_of, search_stages
+from convoy.plans.layout import balanced
+from convoy.plans.plan import Plan
+from convoy.plans.stages import StagedGraph, Stages
+from planner.search.nets import Branches, Nested, Residual, Twice, captured
+from planner.search.synthetic import Roofline
+
+
+def update(model, passes, costs, samples=16):
+    graph = captured(model, samples // passes)
+    outputs = tuple(ref.name for ref in leaves(graph.output, Ref))
+    return InPasses(
+        graph, outputs, passes, lambda count: balanced(samples // passes, count), replace(costs, passes=passes)
+    )
+
+
+def every_cut(bounds):
+    points = bounds.through[0].shape[0]
+    middle = itertools.combinations(range(1, points - 1), len(bounds.through) - 1)
+    return [(0, *cuts, points - 1) for cuts in middle]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cuts_cost_less(seed):
+    """Stages of any costs, some of which cannot be."""
+    random = np.random.default_rng(seed)
+    stages, points = int(random.integers(2, 5)), int(random.integers(6, 11))
+    through = [random.random((points, points)) for _ in range(stages)]
+    rest = [random.random((points, points)) * random.choice([0.1, 1, 10]) for _ in range(stages)]
+    for own in through:
+        own[random.random((points, points)) < 0.2] = np.inf
+    bounds = Bounds(through, rest)
+    least = min(bounds.seconds(cuts) for cuts in every_cut(bounds))
+    found = best_cuts(bounds)
+    if not found:
+        assert least == np.inf
+    else:
+        assert bounds.seconds(found[0]) == pytest.approx(least, rel=1e-12)
+
+
+def test_halves_are_not_the_best_cuts():
+    """Negative control: where a message is large just in the middle, the halves of the work are not the answer."""
+    work = np.ones(8)
+    sums = np.concatenate(([0], np.cumsum(work)))
+    seconds = sums[None, :] - sums[:, None]
+    sends = np.zeros((9, 9))
+    sends[:5, 4] = 5.0
+    bounds = Bounds([seconds + sends, seconds], [3 * np.maximum(seconds, sends), 3 * seconds])
+    assert bounds.seconds((0, 4, 8)) > bounds.seconds(best_cuts(bounds)[0])
+    assert best_cuts(bounds)[0] != (0, 4, 8)
+
+
+NETS = [Residual(), Branches(3), Nested(), Twice()]
+
+
+@pytest.mark.parametrize("model", NETS, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("plan", ["serial", "sample=2"])
+def test_a_chain_is_the_sum_of_its_parts(model, plan):
+    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes."""
+    costs = Roofline(flops=1e9, rate=3e8, latency=1e-5)
+    found = update(model, 2, costs)
+    placement = found.place(Plan.parse(plan))
+    chain = Chain(found, placement)
+    whole = 2 * chain.seconds[0, -1] + chain.once[0, -1]
+    assert whole == pytest.approx(additive_seconds(placement, found.costs), rel=1e-9)
+    for cuts in itertools.combinations(range(len(chain.cuts)), 3):
+        parts = chain.seconds[cuts[0], cuts[1]] + chain.seconds[cuts[1], cuts[2]]
+        assert parts == pytest.approx(chain.seconds[cuts[0], cuts[2]])
+
+
+@pytest.mark.parametrize("model", NETS, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_crosses_is_what_the_engine_sends(model, stages):
+    """A byte takes a second, so that the seconds of messages are the bytes of the crossings."""
+    costs = Roofline(flops=1e9, rate=3e8, latency=1e-5)
+    found = update(model, 2, costs)
+    chain = Chain(found, found.place(Plan.parse("serial")))
+    link = Links(otherwise=lambda ranks: Rate(0.0, 1.0).link(2, overlap=True, cpu_share=0.0)).otherwise((0, 1))
+    sends, returns = chain.sends(link), chain.returns(link)
+    graph, points = found.graph, chain.cuts
+    for cuts in itertools.combinations(range(1, len(points) - 1), stages - 1):
+        names = tuple(graph.calls[points[cut]].layer for cut in cuts)
+        cut = Stages.of(graph, stages, ("", *names), ())
+        cut.owners(graph)  # no weight is used on both sides
+        staged = StagedGraph(graph, tuple(found.outputs), cut.of_calls(graph), stages)
+        for stage, pair in enumerate(itertools.pairwise((0, *cuts, len(points) - 1))):
+            size = {name: 4.0 * torch.Size(value.shape).numel() for name, value in graph.values.items()}
+            assert sends[pair] == pytest.approx(sum(size[one.value] for one in staged.sent(stage)))
+            assert returns[pair] == pytest.approx(sum(size[one.value] for one in staged.received(stage)))
+
+
+def at(model, costs, samples=16):
+    return lambda passes: update(model, passes, costs, samples)
+
+
+SLOW = Links(otherwise=lambda ranks: Rate(1e-5, 1e6).link(len(ranks), overlap=True, cpu_share=0.0))
+
+
+def convolutions(count):
+    return nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [(Residual(), 2), (Residual(), 3), (Branches(2), 2), (Branches(2), 3), (Nested(), 2), (convolutions(9), 5)],
+    ids=["Residual-2", "Residual-3", "Branches-2", "Branches-3", "Nested-2", "convolutions-5"],
+)
+def test_the_cuts_are_those_of_the_fastest_pipeline(model, devices):
+    """Against all cuts of as many stages in as many passes, each simulated; what is simulated are the best sums."""
+    costs = Roofline(flops=1e8, rate=1e6, latency=1e-5)
+    found = search_stages(at(model, costs), (1, 2, 4, 8), devices, SLOW, top=9)
+    best = next(one for one in found if one.plan.mesh.sizes == (devices,))
+    chain = Chain(update(model, best.passes, costs), update(model, best.passes, costs).place(Plan.parse("serial")))
+    link = SLOW.otherwise((0, 1))
+    numbers = chain.seconds / 3, 2 * chain.seconds / 3, chain.sends(link), chain.returns(link), chain.once
+
+    def seconds(cuts, schedule):
+        pairs = itertools.pairwise(cuts)
+        return pipeline_seconds([StageTimes(*(own[pair] for own in numbers)) for pair in pairs], best.passes, schedule)
+
+    last = len(chain.cuts) - 1
+    every = [(0, *cuts, last) for cuts in itertools.combinations(range(1, last), devices - 1)]
+    least = min(seconds(cuts, schedule) for cuts in every for schedule in ("gpipe", "1f1b"))
+    assert least * (1 - 1e-9) <= best.seconds <= 1.03 * least
+    if len(every) > 10:  # negative control: a careless cut
+        assert seconds((0, *range(1, devices), last), best.schedule) > 1.05 * least
+
+
+def test_a_faster_device_has_the_larger_stage():
+    """Speeds of 1 : 0.5 under stage=2 give at least nine tenths of their sum."""
+    costs = Roofline(flops=1e8, rate=1e6, latency=0.0)
+    fast = Links(otherwise=lambda ranks: Rate(0.0, 1e12).link(len(ranks), overlap=True, cpu_share=0.0))
+    model = convolutions(30)
+    alone = Chain(update(model, 1, costs, 64), update(model, 1, costs, 64).place(Plan.parse("serial")))
+    one = alone.seconds[0, -1]
+    (found,) = search_stages(at(model, costs, 64), (8, 16, 32), 2, fast, slowdowns=(1.0, 2.0), top=1)
+    assert one / found.seconds >= 0.9 * 1.5, found
+    (other,) = search_stages(at(model, costs, 64), (8, 16, 32), 2, fast, slowdowns=(2.0, 1.0), top=1)
+    assert [int(found.plan.stages[1]), int(other.plan.stages[1])] == [20, 10]
+
+
+def test_memory_decides_about_cuts_and_schedules():
+    costs = Roofline(flops=1e8, rate=1e6, latency=0.0)
+    fast = Links(otherwise=lambda ranks: Rate(0.0, 1e12).link(len(ranks), overlap=True, cpu_share=0.0))
+    model = convolutions(12)
+    one = 3 * 8 * 8 * 4  # an activation of a sample
+
+    def found(limit):
+        return search_stages(at(model, costs), (16,), 4, fast, memory_limit=limit)
+
+    whole = found(None)[0]
+    assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
+    small = found(4 * 4 * one + 4_000)[0]  # GPipe would keep all 16 passes
+    assert small.schedule == "1f1b"
+    assert found(one) == []
+
+
+def test_weights_that_several_layers_use_are_in_one_stage():
+    graph = captured(Twice())
+    points = cuts_of(graph)
+    layers = [graph.calls[point].layer for point in points[:-1]]
+    assert "tied" not in layers and "again" in layers
