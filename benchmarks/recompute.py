@@ -135,7 +135,7 @@ class Living(TorchDispatchMode):
             finally:
                 living._again -= 1
 
-        Rerun.again = again  # type: ignore[method-assign]
+        Rerun.again = again  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -143,7 +143,7 @@ class Living(TorchDispatchMode):
         from convoy.ops.context import Rerun
 
         super().__exit__(*error)
-        Rerun.again = self._original  # type: ignore[method-assign]
+        Rerun.again = self._original  # type: ignore[method-assign, assignment]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))

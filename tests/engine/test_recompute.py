@@ -119,11 +119,6 @@ def test_the_bits_of_many_networks_are_the_same(plan: str, batch_norm: str) -> N
     agree(plan, {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2), (*SMALL_NETS, "drops"), batch_norm)
 
 
-@pytest.mark.parametrize("plan", ["stage=2", "stage=2,sample=2"])
-def test_stages(plan: str) -> None:
-    agree(plan, 4 if "," in plan else 2, ("drops",), "microbatch")
-
-
 @contextlib.contextmanager
 def patched(target: Any, name: str, new: Any):
     old = getattr(target, name)
@@ -171,6 +166,78 @@ def test_what_is_noticed() -> None:
         different, _ = run_ranks(compare, 1, "serial", ("drops",), batch_norm, 1, "recording")[0]
         assert any("running_mean" in key for key in different["drops"]), different
         assert any("num_batches_tracked" in key for key in different["drops"]), different
+
+
+def train_in_stages(net: nn.Module, schedule: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """All that comes of five updates, each of a batch whose parts go through the stages one after the other."""
+    found = {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for number, size in enumerate(sizes):
+        optimizer.zero_grad()
+        x = torch.randn(size, 3, 16, 16, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 10, (size,), generator=generator)
+        mine = convoy.local_samples(net, size)
+        own = x[mine].clone().requires_grad_()
+        if schedule == "loop":
+            loss = F.cross_entropy(net(own), y[mine])
+            loss.backward()
+        else:
+            loss = convoy.forward_backward(net, own, y[mine], F.cross_entropy, schedule=schedule)
+        found |= {f"loss {number}": loss.detach(), f"input {number}": own.grad}
+        found |= {f"gradient {number} {name}": g for name, g in convoy.gradients(net).items()}
+        optimizer.step()
+    return found | {f"state {name}": tensor for name, tensor in convoy.state_dict(net).items()}
+
+
+def compare_in_stages(
+    plan: str,
+    batch_norm: str,
+    recompute: Any,
+    schedules: tuple[str, ...],
+    sabotage: str = "",
+    sizes: Any = (7, 6, 8, 7, 7),
+) -> Any:
+    """What differs, by schedule, and how many stretches this rank runs again."""
+    different, count = {}, 0
+    for schedule in schedules:
+        parts = 1 if batch_norm == "sync" else 3
+        plain, net = (made("drops", plan, one, batch_norm=batch_norm, microbatches=parts) for one in (False, recompute))
+        want = train_in_stages(plain, schedule, sizes)
+        with SABOTAGES[sabotage]():
+            got = train_in_stages(net, schedule, sizes)
+        assert got.keys() == want.keys()
+        different[schedule] = [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
+        count = num_stretches(net)
+    return different, count
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_norm", "recompute"),
+    [
+        ("stage=2", "microbatch", True),
+        ("stage=2", "microbatch", ["blocks.0.*", "blocks.2.*"]),
+        ("stage=2,sample=2", "microbatch", True),
+        ("stage=2,sample=2", "sync", True),
+    ],
+)
+def test_the_bits_are_the_same_in_stages(plan: str, batch_norm: str, recompute: Any) -> None:
+    schedules = ("loop", "gpipe", "1f1b")
+    found = run_ranks(compare_in_stages, 4 if "," in plan else 2, plan, batch_norm, recompute, schedules, timeout=120)
+    for different, count in found:
+        assert not any(different.values()), different
+        assert count, "every stage computes something again"
+
+
+def test_what_is_noticed_in_stages() -> None:
+    """The negative controls: random bits of another part of the batch, and statistics that are noted twice."""
+    case = "stage=2", "microbatch", True, ("1f1b",)
+    (first, _), (last, _) = run_ranks(compare_in_stages, 2, *case, "context", (6, 6))
+    assert any(key.startswith("gradient 0") for key in first["1f1b"])
+    assert "loss 0" not in last["1f1b"]
+    for different, _ in run_ranks(compare_in_stages, 2, *case, "recording"):
+        assert any("running_mean" in key for key in different["1f1b"]), different
+        assert any("num_batches_tracked" in key for key in different["1f1b"]), different
 
 
 class Asking(nn.Module):

@@ -65,7 +65,7 @@ def test_no_cuts_have_a_smaller_peak(seed: int):
         return int(np.prod(placement.graph.shape(kept.value))) * kept.itemsize
 
     every = (cuts for number in range(count) for cuts in combinations(range(1, count), number))
-    found = recomputation._Stretches(placement, tensors, True)
+    found = recomputation._Stretches(placement, tensors)
     assert peak(tuple(part.start for part in found.cuts if part.start)) == min(map(peak, every))
 
 

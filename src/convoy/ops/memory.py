@@ -148,8 +148,8 @@ def what_is_recomputed(placement: Placement, staged: StagedGraph | None = None) 
     found = [[part.calls[number].call.layer for number in stretch] for part in parts for stretch in stretches(part)]
     if not found:
         return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
-    layers = {layer for stretch in found for layer in stretch}
-    every = {placed.call.layer for placed in placement.calls}
+    layers = {layer for stretch in found for layer in stretch if layer}
+    every = {placed.call.layer for placed in placement.calls if placed.call.layer}
     now, before = (
         max(memory.activations for memory in _memory(one, staged))
         for one in (placement, with_recomputed(placement, False))

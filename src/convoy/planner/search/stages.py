@@ -199,7 +199,9 @@ class Chain:
     @cached_property
     def kept(self) -> Numbers:
         found, values = self._empty(), self.update.graph.values
-        kept = set().union(*KeptTensors(self.placement).calls)
+        # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
+        calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
+        kept = {one for placed, own in calls if not placed.call.recomputed for one in own}
         plain = {one.value for one in kept if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
         for name, size, touches in self._touched:
             for before, own in itertools.pairwise((-1, *touches)):
