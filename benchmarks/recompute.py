@@ -17,7 +17,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from convoy.engine.stages import Schedule, in_flight
+
 MIB = 2**20
 ROUNDS = 7
+PARTS = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """A network under a plan; `some` are the layers of the third side."""
+    """A network under a plan; `some` are the layers of the third side. Stages are given the batch in parts."""
 
     network: str
     size: int
     batch: int
     plan: str
     some: tuple[str, ...]
+    schedule: Schedule | None = None
+
+    @property
+    def parts(self) -> int:
+        return PARTS if self.schedule else 1
+
+    @property
+    def how(self) -> str:
+        return f"{self.plan}, {self.schedule}" if self.schedule else self.plan
 
     @property
     def sides(self) -> dict[str, Any]:
@@ -54,6 +66,11 @@ ROWS = [
     Row("unet", 128, 8, "serial", UNET),
     Row("unet", 128, 8, "sample=2", UNET),
     Row("unet", 128, 8, "height=2", UNET),
+    *(
+        Row(name, 128, 8, "stage=2", some, schedule)
+        for name, some in (("resnet50", RESNET), ("unet", UNET))
+        for schedule in get_args(Schedule)
+    ),
 ]
 
 
@@ -65,8 +82,16 @@ def build(row: Row, recompute: Any) -> nn.Module:
     torch.manual_seed(0)
     model = networks.unet() if row.network == "unet" else models.create("resnet50", num_classes=10)
     example = torch.empty(1, 3, row.size, row.size)
-    net: nn.Module = convoy.parallelize(model, row.plan, example, batch_norm="microbatch", recompute=recompute, seed=1)
+    parts = {"microbatches": row.parts} if row.schedule else {}
+    net: nn.Module = convoy.parallelize(
+        model, row.plan, example, batch_norm="microbatch", recompute=recompute, seed=1, **parts
+    )
     return net
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of images or of their pixels' means."""
+    return F.cross_entropy(logits.mean((2, 3)) if logits.dim() == 4 else logits, labels)
 
 
 class Trained:
@@ -84,16 +109,21 @@ class Trained:
         labels = torch.randint(0, 10, (row.batch,), generator=generator)
         mine = convoy.local_samples(self.net, row.batch)
         self.images, self.labels = images[mine].clone(), labels[mine].clone()
-        parts = self.network.num_sample_ranks
-        self.network.samples = (row.batch // parts,) * parts
-        self.sizes = self.network.samples
+        ranks = self.network.num_sample_ranks
+        self.sizes = (row.batch // row.parts // ranks,) * ranks
+        if row.schedule is None:
+            self.network.samples = self.sizes
 
     def update(self) -> None:
-        """One microbatch on every sample rank."""
-        self.network.context.enter(0, 0, self.sizes, torch.device("cpu"))
+        """One microbatch on every sample rank, or several through the stages."""
+        import convoy
+
         self.optimizer.zero_grad()
-        logits = self.net(self.images)
-        F.cross_entropy(logits.mean((2, 3)) if logits.dim() == 4 else logits, self.labels).backward()
+        if self.row.schedule is None:
+            self.network.context.enter(0, 0, self.sizes, torch.device("cpu"))
+            loss_of(self.net(self.images), self.labels).backward()
+        else:
+            convoy.forward_backward(self.net, self.images, self.labels, loss_of, schedule=self.row.schedule)
         self.network.context.statistics.fold(self.network.groups)
         self.optimizer.step()
 
@@ -101,11 +131,16 @@ class Trained:
         """The most that is there at once in an update, measured and predicted: bytes on this rank."""
         from convoy.ops.memory import predict_memory
 
-        placement = self.network.placement((self.images,), self.sizes, True)
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, passes = dist.get_rank() if dist.is_initialized() else 0, 1
+        placement = self.network.placement((self.images[: self.sizes[0]],), self.sizes, True)
+        staged = self.network.staged(placement)
+        if staged is not None and self.row.schedule is not None:
+            stage = placement.mesh.stage_of(rank)
+            placement = staged.part(placement, stage)
+            passes = in_flight(self.row.schedule, self.row.parts, stage, staged.number)
         with Living() as living:
             self.update()
-        return living.most, predict_memory(placement)[rank].activations
+        return living.most, predict_memory(placement, passes)[rank].activations
 
 
 @dataclass
@@ -226,7 +261,7 @@ def main() -> None:
                 | {"ratio": ratio, "seconds": statistics.median(turns)}
             )
             print(
-                f"| {row.network}, {row.size}, {row.batch} | {row.plan} | {name} | {measured / MIB:.1f} | "
+                f"| {row.network}, {row.size}, {row.batch} | {row.how} | {name} | {measured / MIB:.1f} | "
                 f"{predicted / MIB:.1f} | {predicted / measured - 1:+.1%} | {max(peaks) / MIB:.0f} | {ratio:.2f} |",
                 flush=True,
             )

@@ -58,13 +58,18 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
         stage: from 0.
         stages: how many there are.
     """
-    ahead = parts if schedule == "gpipe" else min(parts, stages - stage)
+    ahead = in_flight(schedule, parts, stage, stages)
     found: list[Action] = [("forward", part) for part in range(ahead)]
     for part in range(parts):
         found.append(("backward", part))
         if part + ahead < parts:
             found.append(("forward", part + ahead))
     return found
+
+
+def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
+    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`."""
+    return parts if schedule == "gpipe" else min(parts, stages - stage)
 
 
 def bubble(parts: int, stages: int) -> float:

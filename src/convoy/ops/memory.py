@@ -7,7 +7,7 @@ framework itself come on top.
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,9 +79,16 @@ def predict_memory(placement: Placement, in_flight: int = 1) -> list[Memory]:
     return [_of_rank(placement, moments, rank, in_flight) for rank in range(placement.mesh.num_devices)]
 
 
-def memory_in_stages(placement: Placement, staged: StagedGraph) -> list[Memory]:
-    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it."""
-    of_stages = [predict_memory(staged.part(placement, stage)) for stage in range(staged.number)]
+def memory_in_stages(placement: Placement, staged: StagedGraph, in_flight: Sequence[int] = ()) -> list[Memory]:
+    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it.
+
+    Args:
+        placement: the network on its mesh.
+        staged: its stages.
+        in_flight: for each stage, the passes whose activations it keeps at once; empty for one.
+    """
+    passes = in_flight or (1,) * staged.number
+    of_stages = [predict_memory(staged.part(placement, stage), passes[stage]) for stage in range(staged.number)]
     mesh = placement.mesh
     return [of_stages[mesh.stage_of(rank)][rank] for rank in range(mesh.num_devices)]
 
@@ -134,12 +141,15 @@ def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
     return readers.is_spare(name, placed.transfers)
 
 
-def what_is_recomputed(placement: Placement, staged: StagedGraph | None = None) -> str | None:
+def what_is_recomputed(
+    placement: Placement, staged: StagedGraph | None = None, in_flight: Sequence[int] = ()
+) -> str | None:
     """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is.
 
     Args:
         placement: the network on its mesh.
         staged: its stages, if it has any.
+        in_flight: as in `memory_in_stages`.
     """
     asked = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
     if not asked:
@@ -150,10 +160,7 @@ def what_is_recomputed(placement: Placement, staged: StagedGraph | None = None) 
         return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
     layers = {layer for stretch in found for layer in stretch if layer}
     every = {placed.call.layer for placed in placement.calls if placed.call.layer}
-    now, before = (
-        max(memory.activations for memory in _memory(one, staged))
-        for one in (placement, with_recomputed(placement, False))
-    )
+    now, before = (_most(one, staged, in_flight) for one in (placement, with_recomputed(placement, False)))
     number = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
     return (
         f"the backward pass computes {len(layers)} of {len(every)} layers again, in {number}: activations take "
@@ -161,8 +168,10 @@ def what_is_recomputed(placement: Placement, staged: StagedGraph | None = None) 
     )
 
 
-def _memory(placement: Placement, staged: StagedGraph | None) -> list[Memory]:
-    return predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
+def _most(placement: Placement, staged: StagedGraph | None, in_flight: Sequence[int]) -> int:
+    """Bytes of activations on the rank that has most."""
+    found = predict_memory(placement) if staged is None else memory_in_stages(placement, staged, in_flight)
+    return max(memory.activations for memory in found)
 
 
 def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight: int) -> Memory:

@@ -19,7 +19,7 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
-from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions
+from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions, in_flight
 from convoy.ops.memory import what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
@@ -242,7 +242,13 @@ class ParallelNetwork(TrainedNetwork):
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
         graph = under_autocast(placement.graph, precision, self._device.type)
-        return what_is_recomputed(replace(placement, graph=graph), self.engine.staged(placement))
+        return what_is_recomputed(
+            replace(placement, graph=graph), self.engine.staged(placement), self._in_flight(len(passes))
+        )
+
+    def _in_flight(self, passes: int) -> Sequence[int]:
+        """For each stage, the passes whose activations it keeps at once."""
+        return ()
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         self.engine.samples = parts
@@ -345,6 +351,10 @@ class StagedTraining(ParallelNetwork):
         self._schedule = schedule
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()
+
+    def _in_flight(self, passes: int) -> Sequence[int]:
+        number = self.engine.stages.number
+        return [in_flight(self._schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         self._running.clear()

@@ -22,13 +22,13 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule
+from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
 from convoy.ops.kept import KeptTensors
 from convoy.planner.cost.link import Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, in_flight, pipeline_seconds
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, pipeline_seconds
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.planner.search.search import search
@@ -468,7 +468,7 @@ class _StageSearch:
             for stage, (computes, sends, returns, once) in enumerate(times):
                 own = computes + sends + returns
                 if self.memory_limit is not None:
-                    held = chain.held + in_flight(schedules[0], stage, stages, passes) * chain.kept
+                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * chain.kept
                     own = np.where(held <= self.memory_limit, own, np.inf)
                 through.append(own)
                 rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
