@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import convoy
 from convoy.engine.network import network_of
 from convoy.engine.program import Stretch
-from convoy.ops import context
+from convoy.ops import batch_norm as batch_norms
+from convoy.ops import context, shared_batch_norm
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 
@@ -166,6 +167,24 @@ def test_what_is_noticed() -> None:
         different, _ = run_ranks(compare, 1, "serial", ("drops",), batch_norm, 1, "recording")[0]
         assert any("running_mean" in key for key in different["drops"]), different
         assert any("num_batches_tracked" in key for key in different["drops"]), different
+
+
+def as_on_a_gpu(plan: str, batch_norm: str) -> Any:
+    """`compare` with the batch norms of GPUs, which do the ReLU that follows, by torch's operations on the CPU."""
+    with patched(batch_norms, "at_once", _yes), patched(shared_batch_norm, "at_once", _yes):
+        return compare(plan, ("drops",), batch_norm)
+
+
+def _yes(x: Tensor) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_norm"), [("serial", "microbatch"), ("sample=2", "sync"), ("sample=2", "local")]
+)
+def test_kernels_of_gpus(plan: str, batch_norm: str) -> None:
+    for different, count in run_ranks(as_on_a_gpu, 1 if plan == "serial" else 2, plan, batch_norm):
+        assert not different["drops"] and count["drops"]
 
 
 def train_in_stages(net: nn.Module, schedule: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:

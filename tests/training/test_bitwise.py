@@ -61,6 +61,9 @@ def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
     ("plan", "more"),
     [
         ("stage=2", {}),
+        ("stage=2", {"recompute": "true"}),
+        pytest.param("stage=2", {"recompute": "true", "parallel.schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param("stage=2,sample=2", {"recompute": "true"}, marks=pytest.mark.slow),
         pytest.param("stage=2", {"parallel.schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("stage=3", {}, marks=pytest.mark.slow),
         ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),
