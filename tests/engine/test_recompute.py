@@ -179,9 +179,7 @@ def _yes(x: Tensor) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("plan", "batch_norm"), [("serial", "microbatch"), ("sample=2", "sync"), ("sample=2", "local")]
-)
+@pytest.mark.parametrize(("plan", "batch_norm"), [("serial", "microbatch"), ("sample=2", "sync")])
 def test_kernels_of_gpus(plan: str, batch_norm: str) -> None:
     for different, count in run_ranks(as_on_a_gpu, 1 if plan == "serial" else 2, plan, batch_norm):
         assert not different["drops"] and count["drops"]
@@ -356,7 +354,7 @@ def _compiled(batch_norm: str) -> list[float]:
         net = made("drops", "sample=2", recompute, batch_norm=batch_norm, compile=True)
         with patched(torch, "compile", _eager(torch.compile)):
             found.append(train(net))
-        assert num_stretches(net) == (2 if recompute else 0)
+        assert bool(num_stretches(net)) == recompute
     without, again = found
     return [(without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel()]
 
