@@ -74,7 +74,8 @@ class MicrobatchNorm(_BatchNorm):
         """Input and output: [samples, channels, ...]."""
         if not self.training:
             return super().forward(input)
-        self._records = current_backward() == -1  # or activation checkpointing runs the layer again
+        # or activation checkpointing runs the layer again, of which compiled code knows nothing
+        self._records = torch.compiler.is_compiling() or current_backward() == -1
         self._check_input_dim(input)
         sizes = self.context.sizes
         if len(sizes) < 2:

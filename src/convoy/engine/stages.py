@@ -356,6 +356,7 @@ class StagedNetwork(Network):
                 else:
                     value.backward()
                     self.send_gradients(flight)
+                    value = None  # its graph ends in what was received, which can go now
         self.end_pass()
         self.finish_update()
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
