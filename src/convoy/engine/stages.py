@@ -68,7 +68,7 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 
 
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
-    """Parts of the batch whose activations a stage keeps at once, at most."""
+    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`."""
     return parts if schedule == "gpipe" else min(parts, stages - stage)
 
 
@@ -370,6 +370,7 @@ class StagedNetwork(Network):
                 else:
                     value.backward()
                     self.send_gradients(flight)
+                    value = None  # its graph ends in what was received, which can go now
         self.end_pass()
         self.finish_update()
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]

@@ -27,7 +27,7 @@ from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
-from convoy.ops.memory import kept_for_backward
+from convoy.ops.kept import KeptTensors
 from convoy.planner.cost.link import Link, Links
 from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, pipeline_seconds
 from convoy.planner.search.meshes import Parts
@@ -201,7 +201,9 @@ class Chain:
     @cached_property
     def kept(self) -> Numbers:
         found, values = self._empty(), self.update.graph.values
-        kept = kept_for_backward(self.placement)
+        # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
+        calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
+        kept = {one for placed, own in calls if not placed.call.recomputed for one in own}
         plain = {one.value for one in kept if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
         for name, size, touches in self._touched:
             for before, own in itertools.pairwise((-1, *touches)):
