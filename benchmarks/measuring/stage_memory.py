@@ -7,6 +7,7 @@ from functools import partial
 from convoy.engine.stages import Schedule
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import links_named
 from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
 from measuring.memory_limits import memory_groups
@@ -65,5 +66,5 @@ def _predicted(schedule: Schedule) -> list[int]:
     workload = workload_of(
         build(CASE, arrangement), images, CASE.batch, passes=PARTS, batch_norm="microbatch", microbatch=CASE.microbatch
     )
-    found = score(replace(workload, schedule=schedule), PLAN, Costs(lambda _: Times()))
+    found = score(replace(workload, schedule=schedule), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0]))
     return [each.total for each in found.by_stage]
