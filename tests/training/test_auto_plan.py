@@ -32,14 +32,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("auto") / "data")
 
 
-def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
+def session(
+    data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, microbatch: int = PASS, keep: bool = True
+) -> Session:
     """The session of a run on the ranks that are there."""
     ranks, device = join_ranks()
     common = [
         f"data.path={data}",
         "model.name=tiny:TinyNet",
         f"batch={batch}",
-        f"microbatch={PASS}",
+        f"microbatch={microbatch}",
         "optimizer.lr=0.1",
     ]
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
@@ -92,13 +94,12 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
         best = score(replace(planned.workload, in_passes=lambda number: workload), STAGES, planned.costs, passes)
         return replace(planned, candidates=(best,))
 
-    small = "microbatch=4"
     with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
-        found = session(data, cache, "auto", small)
+        found = session(data, cache, "auto", microbatch=4)
     network = found.network
     assert isinstance(network, StagedTraining)
     num = len(found.division.passes(found.merge))
-    own, plain = weights(found), weights(session(data, cache, "sample=2", small))
+    own, plain = weights(found), weights(session(data, cache, "sample=2", microbatch=4))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
     return num, network._schedule, distance
 
