@@ -170,7 +170,7 @@ class Living(TorchDispatchMode):
             finally:
                 living._again -= 1
 
-        Rerun.again = again  # type: ignore[method-assign]
+        Rerun.again = again  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
