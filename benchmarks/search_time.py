@@ -101,11 +101,12 @@ def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | Non
 def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> dict[str, object]:
     """Search plans with stages."""
     workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name="network")
-    assert workload.in_passes is not None
+    in_passes = workload.in_passes
+    assert in_passes is not None
 
     @cache
     def at(passes: int) -> InPasses:
-        own = workload.in_passes(passes)
+        own = in_passes(passes)
         return InPasses(own.graph, own.outputs, passes, own.parts, Analytic(passes=passes))
 
     counts = [number for number in range(1, batch + 1) if batch % number == 0]

@@ -5,6 +5,7 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,9 @@ def _serial(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
 def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     """The loop of docs/your-own-loop.md, with the optimizer's work shared as the trainer does it."""
     assert side.plan is not None
-    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
+    with convoy.deferred() if side.plan.num_stages > 1 else nullcontext():
+        model = build(case, side.arrangement)
+    images, labels = batch(case, side.arrangement)
     net = convoy.parallelize(
         model,
         side.plan,

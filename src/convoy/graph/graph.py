@@ -94,6 +94,7 @@ class Call:
         structure: the result with a `Ref` for every tensor.
         attributes: the arguments that matter to the operation, under names of its own.
         updates: whether it changes buffers, so that it runs also where nobody takes its result.
+        recomputed: whether what it gives is dropped after the forward pass and computed again in the backward pass.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Call:
     structure: Any
     attributes: dict[str, Any] = field(default_factory=dict)
     updates: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,6 @@ class Graph:
         output: what the network returns, with a `Ref` for every tensor.
         constants: tensors that are neither parameters nor buffers, by name.
         training: the mode in which it was captured.
-        recomputed: layers that ask autograd to keep something else than usual, as activation checkpointing does: the
-            graph does not say what.
     """
 
     calls: tuple[Call, ...]
@@ -140,7 +140,6 @@ class Graph:
     output: Any
     constants: dict[str, torch.Tensor]
     training: bool
-    recomputed: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a value."""
@@ -195,7 +194,7 @@ class Graph:
             replace(call, name=f"{prefix}#{number}" if number else prefix, layer=_join(prefix, call.layer))
             for number, call in enumerate(self.calls)
         )
-        return replace(self, calls=tuple(calls), recomputed=tuple(_join(prefix, name) for name in self.recomputed))
+        return replace(self, calls=tuple(calls))
 
 
 class UnlikeError(Exception):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from convoy.comm.groups import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
@@ -86,6 +87,7 @@ def plan(
     microbatches: int | None = None,
     passes: int = 1,
     precision: torch.dtype | None = None,
+    recompute: bool | Sequence[str] = False,
     optimizer: MakeOptimizer = momentum,
     store: bool | Path = True,
 ) -> FoundPlan:
@@ -119,6 +121,7 @@ def plan(
         microbatches: number of microbatches of the batch, which are not split; None if it has none.
         passes: forward and backward passes of an update, if gradients are accumulated.
         precision: type of `torch.autocast`, if it is used.
+        recompute: layers whose activations are computed again, as in `convoy.parallelize`.
         optimizer: function that makes the optimizer for some parameters; by default SGD with momentum.
         store: whether measured times are kept for later plans, or the folder for them.
 
@@ -150,6 +153,7 @@ def plan(
         microbatch=-(-batch // microbatches) if microbatches else 0,
         precision=precision,
         optimizer=optimizer,
+        recompute=as_recompute(recompute),
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
     planned = make_plan(

@@ -30,7 +30,7 @@ from convoy.planner.search.search import TOLERANCE, search
 from convoy.planner.search.stages import InPasses, in_best_passes, search_stages
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.place import sample_axes
+from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 
 _PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
@@ -276,13 +276,18 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
         TooLargeError: none fits.
     """
     too_large = [one for one in scored if one.memory.total > limit]
-    errors = [
-        nothing_fits(one.placement, costs, one.memory.total, limit, f"the plan {one.plan} does not fit: it")
-        for one in sorted(too_large, key=lambda one: one.memory.total)
-    ]
+    errors = []
+    for one in sorted(too_large, key=lambda one: one.memory.total):
+        needs = partial(_needs, costs.costs, one.staging)
+        what = f"the plan {one.plan} does not fit: it"
+        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
+
+
+def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
+    return most(rank_memory(placement, costs, staging)).total
 
 
 def _ordered(scored: Sequence[Scored]) -> list[Scored]:

@@ -19,6 +19,7 @@ from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops.precision import under_autocast
+from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes
@@ -179,6 +180,7 @@ def workload_of(
     precision: torch.dtype | None = None,
     optimizer: MakeOptimizer = momentum,
     optimizer_name: str = "",
+    recompute: Recompute = False,
 ) -> Workload:
     """Look at a network without changing it.
 
@@ -190,6 +192,8 @@ def workload_of(
         passes: number of passes that the update is divided into.
         channels_last: memory format; None takes that of the example and the weights.
         batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
+        recompute: layers whose activations are computed again in the backward pass, beside those that the network
+            itself asks for.
 
     Raises:
         ConvoyError: the network cannot be seen as one graph, or the batch is too small.
@@ -213,15 +217,16 @@ def workload_of(
                 raise ConvoyError(
                     f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
                 ) from error
-        return under_autocast(found, precision, examples[0].device.type)
+        return under_autocast(recomputing(found, recompute), precision, examples[0].device.type)
 
-    inputs = graph_at(math.ceil(global_batch / passes)).inputs
+    first = graph_at(math.ceil(global_batch / passes))
+    check_recompute(recompute, (call.layer for call in first.calls))
     if channels_last is None:
         images = [x for x in (*examples, *model.parameters()) if x.dim() == 4]
         channels_last = any(
             x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
         )
-    contents = _contents(model, dict(zip(inputs, examples, strict=True)))
+    contents = _contents(model, dict(zip(first.inputs, examples, strict=True)))
 
     @cache
     def made(batch: int, number: int) -> Workload:

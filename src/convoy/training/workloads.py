@@ -95,6 +95,7 @@ def workload_in_passes(
         precision=lowered(recipe),
         optimizer=partial(_optimizer, recipe=recipe),
         optimizer_name=recipe.optimizer.name,
+        recompute=recipe.recompute,
     )
     assert first.in_passes is not None
     divided = first.in_passes

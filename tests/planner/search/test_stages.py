@@ -10,6 +10,7 @@ from torch import nn
 
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
+from convoy.ops.recompute import recomputing
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search import additive_seconds
@@ -21,8 +22,8 @@ from planner.search.nets import Branches, Nested, Residual, Twice, captured
 from planner.search.synthetic import Roofline
 
 
-def update(model, passes, costs, samples=16):
-    graph = captured(model, samples // passes)
+def update(model, passes, costs, samples=16, recompute=False):
+    graph = recomputing(captured(model, samples // passes), recompute)
     outputs = tuple(ref.name for ref in leaves(graph.output, Ref))
     return InPasses(
         graph, outputs, passes, lambda count: balanced(samples // passes, count), replace(costs, passes=passes)
@@ -111,8 +112,8 @@ def test_what_crosses_is_what_the_engine_sends(model, stages):
             assert returns[pair] == pytest.approx(sum(size[one.value] for one in staged.received(stage)))
 
 
-def at(model, costs, samples=16):
-    return lambda passes: update(model, passes, costs, samples)
+def at(model, costs, samples=16, recompute=False):
+    return lambda passes: update(model, passes, costs, samples, recompute)
 
 
 SLOW = Links(otherwise=lambda ranks: Rate(1e-5, 1e6).link(len(ranks), overlap=True, cpu_share=0.0))
@@ -167,13 +168,16 @@ def test_memory_decides_about_cuts_and_schedules():
     model = convolutions(12)
     one = 3 * 8 * 8 * 4  # an activation of a sample
 
-    def found(limit):
-        return search_stages(at(model, costs), (16,), 4, fast, memory_limit=limit)
+    def found(limit, recompute=False):
+        return search_stages(at(model, costs, recompute=recompute), (16,), 4, fast, memory_limit=limit)
 
     whole = found(None)[0]
     assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
     small = found(4 * 4 * one + 4_000)[0]  # GPipe would keep all 16 passes
     assert small.schedule == "1f1b"
+    least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends
+    assert found(least, recompute=True)[0].seconds == pytest.approx(whole.seconds)
+    assert found(least)[0].seconds > 1.5 * whole.seconds, "the first stages can be of one layer each"
     assert found(one) == []
 
 

@@ -144,7 +144,10 @@ class Additive:
             own = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
         times = self._times(own)
         # A call takes as long as the slower of device and host: that adds up where one of them is it throughout.
-        seconds = max(times.total, times.host) if graph.training else max(times.forward, times.host_forward)
+        forward = max(times.forward, times.host_forward)
+        seconds = max(times.total, times.host) if graph.training else forward
+        if graph.training and placed.call.recomputed:
+            seconds += forward
         within = internal_messages(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
             link = self._link(mesh, within.axes)

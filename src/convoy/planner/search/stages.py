@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule
+from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
-from convoy.ops.memory import kept_for_backward
+from convoy.ops.kept import KeptTensors
 from convoy.planner.cost.link import Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, in_flight, pipeline_seconds
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, pipeline_seconds
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.planner.search.search import search
@@ -201,7 +201,9 @@ class Chain:
     @cached_property
     def kept(self) -> Numbers:
         found, values = self._empty(), self.update.graph.values
-        kept = kept_for_backward(self.placement)
+        # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
+        calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
+        kept = {one for placed, own in calls if not placed.call.recomputed for one in own}
         plain = {one.value for one in kept if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
         for name, size, touches in self._touched:
             for before, own in itertools.pairwise((-1, *touches)):
@@ -479,9 +481,7 @@ class _StageSearch:
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        times: list[
-            tuple[Numbers, Numbers, Numbers, Numbers]
-        ] = []  # of each stage: computes, sends, returns, at its end
+        times: list[tuple[Numbers, ...]] = []  # of each stage: computes, sends, returns, at its end
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
@@ -495,7 +495,7 @@ class _StageSearch:
             for stage, (computes, sends, returns, once) in enumerate(times):
                 own = computes + sends + returns
                 if self.memory_limit is not None:
-                    held = chain.held + in_flight(schedules[0], stage, stages, passes) * chain.kept
+                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * chain.kept
                     own = np.where(held <= self.memory_limit, own, np.inf)
                 through.append(own)
                 rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
@@ -526,6 +526,6 @@ def _share(link: Link) -> float:
     return link.cpu_share if link.overlap else 1.0
 
 
-def _times(own: tuple[Numbers, Numbers, Numbers, Numbers], pair: tuple[int, int]) -> StageTimes:
+def _times(own: tuple[Numbers, ...], pair: tuple[int, int]) -> StageTimes:
     computes, sends, returns, once = (float(numbers[pair]) for numbers in own)
     return StageTimes((1 - _BACK) * computes, _BACK * computes, sends, returns, once)
