@@ -9,7 +9,7 @@ Ranks at the same place on the other axes send each other what they have of the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -68,7 +68,7 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 
 
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
-    """Parts of the batch whose activations a stage keeps at once, at most."""
+    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`."""
     return parts if schedule == "gpipe" else min(parts, stages - stage)
 
 
@@ -108,9 +108,11 @@ class StagedNetwork(Network):
         microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
         stages: where the network is cut.
         stage: this rank's.
+        watch_wait: is entered with a value's name while this rank waits for it to come from another stage.
     """
 
     microbatches: int | None = None
+    watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
     stages: Stages = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +196,7 @@ class StagedNetwork(Network):
         if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
             self._expected = self._begin_receiving(soon, inputs)
         received = [
-            (crossing, each.wait().requires_grad_(each.kind.needs_gradient))
+            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
             for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
             if each is not None
         ]
@@ -233,11 +235,11 @@ class StagedNetwork(Network):
             flight.arriving = self._begin_receiving_gradients(flight)
         if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
             then.arriving = self._begin_receiving_gradients(then)
-        sent = (x for _, x in flight.sent if x.requires_grad)
-        for x, arriving in zip(sent, flight.arriving, strict=True):
+        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
             if arriving is not None:
                 roots.append(x)
-                given.append(arriving.wait())
+                given.append(self._wait(crossing, arriving))
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
@@ -263,6 +265,10 @@ class StagedNetwork(Network):
         for (name, parameter), used in zip(parameters, self._used, strict=True):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
+        with self.watch_wait(crossing.value):
+            return arriving.wait()
 
     def _begin_receiving(self, signature: Signature, inputs: Sequence[Tensor]) -> list[Arriving | None]:
         placement, program = self._program(signature)
@@ -364,6 +370,7 @@ class StagedNetwork(Network):
                 else:
                     value.backward()
                     self.send_gradients(flight)
+                    value = None  # its graph ends in what was received, which can go now
         self.end_pass()
         self.finish_update()
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
@@ -483,7 +490,8 @@ class StagedNetwork(Network):
 
     def finish_update(self) -> None:
         """After the last backward pass: all is sent, and every parameter has a gradient."""
-        self.links.finish()
+        with self.watch_wait("what was sent"):
+            self.links.finish()
         self.complete_gradients()
         if self.guard is not None:
             self.guard.mark_gradients()

@@ -208,9 +208,10 @@ class StagedGraph:
         calls = tuple(placement.calls[number] for number in self.calls(stage))
         outputs = placement.outputs if stage == self.number - 1 else {}
         used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
-        used.update(outputs, (one.value for one in (*self.received(stage), *self.sent(stage))))
+        held = tuple(dict.fromkeys(one.value for one in (*self.received(stage), *self.sent(stage))))
+        used.update(outputs, held)
         layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
-        return replace(placement, calls=calls, layouts=layouts, outputs=outputs)
+        return replace(placement, calls=calls, layouts=layouts, outputs=outputs, held=held)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent."""
