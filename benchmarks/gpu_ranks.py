@@ -205,7 +205,7 @@ def measure(
         with counter.count() as seen:
             update()
         counting.close()  # it would take time
-        if options.strict:
+        if options.device == "cuda" and options.strict:
             _without_waits(update)
         times = _times(update, options.updates) if options.device == "cuda" else {}
     row = Row(
