@@ -5,7 +5,6 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,19 +121,27 @@ class StageLinks:
         self.group = groups.of((axis,))
         self._back = groups.back
         self._kinds: dict[tuple[Any, bool, bool], dict[str, Kind]] = {}
-        self._sending: deque[Pending] = deque()
+        self._sending: list[Pending] = []
 
-    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor]], back: bool = False) -> None:
-        """Send values to later stages, or gradients back to earlier ones."""
+    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor]], back: bool = False) -> dict[str, Pending]:
+        """Send values to later stages, or gradients back to earlier ones; what is on its way, by its name."""
         known = self._kinds.get((key, True, back))
         if known is None:
             known = self._kinds[key, True, back] = {crossing.value: Kind.of(x) for crossing, x in values}
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
                 own = (crossing for crossing, _ in values if _receiver(crossing, back) == to)
                 self._send(torch.tensor([known[crossing.value].numbers() for crossing in own]), to, back)
-        for crossing, x in values:
-            if x.numel():
-                self._send(known[crossing.value].to_send(x.detach()), _receiver(crossing, back), back)
+        return {
+            crossing.value: self._send(known[crossing.value].to_send(x.detach()), _receiver(crossing, back), back)
+            for crossing, x in values
+            if x.numel()
+        }
+
+    def release(self, sent: Sequence[Pending]) -> None:
+        """Let go of what other ranks have received, which gloo does not say of its own accord."""
+        for pending in sent:
+            pending.wait()
+        self._sending = [pending for pending in self._sending if pending not in sent]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether others have said how the values lie that they send."""
@@ -183,13 +190,12 @@ class StageLinks:
 
     def finish(self) -> None:
         """Wait until all is sent."""
-        while self._sending:
-            self._sending.popleft().wait()
+        self.release(self._sending)
 
-    def _send(self, x: Tensor, target: int, back: bool) -> None:
-        while self._sending and self._sending[0].done:
-            self._sending.popleft()
+    def _send(self, x: Tensor, target: int, back: bool) -> Pending:
+        self._sending = [pending for pending in self._sending if not pending.done]
         self._sending.append(start_send(x, target, self._way(back)))
+        return self._sending[-1]
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

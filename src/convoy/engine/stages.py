@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import (
-    all_reduce,
-    broadcast,
-    gather_ints,
-)
+from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
 from convoy.comm.stage_links import Arriving, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
@@ -89,6 +85,7 @@ class Flight:
         inputs: the network's.
         key: what decides how values lie.
         arriving: the gradients of what was sent, if they are expected already.
+        sending: what may still be on its way.
     """
 
     received: list[tuple[Crossing, Tensor]]
@@ -98,6 +95,7 @@ class Flight:
     inputs: tuple[Tensor, ...]
     key: Any
     arriving: list[Arriving] | None = None
+    sending: dict[str, Pending] = field(default_factory=dict)
 
 
 @dataclass
@@ -199,10 +197,11 @@ class StagedNetwork(Network):
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        self.links.send(key, sent)
+        sending = self.links.send(key, sent)
         if not torch.is_grad_enabled():
-            received, sent = [], []
-        return Flight(received, sent, found if self.is_last else {}, placement, tuple(inputs), key)
+            received, sent, sending = [], [], {}
+        outputs = found if self.is_last else {}
+        return Flight(received, sent, outputs, placement, tuple(inputs), key, sending=sending)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -234,9 +233,17 @@ class StagedNetwork(Network):
             then.arriving = self._begin_receiving_gradients(then)
         roots += [x for _, x in flight.sent if x.requires_grad]
         given += [each.wait() for each in flight.arriving]
+        self._release(flight)
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
+
+    def _release(self, flight: Flight) -> None:
+        """Let go of what was sent to stages that have sent a gradient back: they had received all of it before."""
+        stages = {crossing.target for crossing, x in flight.sent if x.requires_grad}
+        sent = [flight.sending.get(crossing.value) for crossing, _ in flight.sent if crossing.target in stages]
+        self.links.release([pending for pending in sent if pending is not None])
+        flight.sending = {}
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
