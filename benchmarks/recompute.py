@@ -82,9 +82,9 @@ def build(row: Row, recompute: Any) -> nn.Module:
     torch.manual_seed(0)
     model = networks.unet() if row.network == "unet" else models.create("resnet50", num_classes=10)
     example = torch.empty(1, 3, row.size, row.size)
-    parts = {"microbatches": row.parts} if row.schedule else {}
+    parts = row.parts if row.schedule else None
     net: nn.Module = convoy.parallelize(
-        model, row.plan, example, batch_norm="microbatch", recompute=recompute, seed=1, **parts
+        model, row.plan, example, batch_norm="microbatch", recompute=recompute, seed=1, microbatches=parts
     )
     return net
 
@@ -178,7 +178,7 @@ class Living(TorchDispatchMode):
         from convoy.ops.context import Rerun
 
         super().__exit__(*error)
-        Rerun.again = self._original  # type: ignore[method-assign, assignment]
+        Rerun.again = self._original  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))

@@ -201,6 +201,8 @@ def take_part(
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
     _check_option("loss", loss, get_args(Loss))
+    if microbatches is not None and microbatches < 1:
+        raise ConvoyError(f"microbatches={microbatches} must be at least 1, or None for as many as serve")
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
     parsed = Plan.parse(plan, num_devices=num_ranks())

@@ -269,6 +269,7 @@ class Program:
         sources: names of the tensors that it is given, in order: inputs, parameters and buffers, and what earlier
             stages send.
         outputs: names of those that it gives, in order: the network's, or what later stages are sent.
+        staged: where the network is cut, as given.
     """
 
     def __init__(
@@ -286,6 +287,7 @@ class Program:
         self._num_slots = 0
         self._instructions: list[Instruction] = []
         records: list[Instruction] = []
+        self.staged = staged
         self._placement = placement
         self._groups = groups
         self._context = context

@@ -50,6 +50,12 @@ class FoundPlan(Plan):
         """Predicted, over one device."""
         return self._planned().speedup
 
+    @property
+    def microbatches(self) -> int | None:
+        """Parts of the batch that go through the stages, for `convoy.parallelize`; None where there are no stages."""
+        best = self._planned().best
+        return best.passes if best.staging is not None else None
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
@@ -93,6 +99,8 @@ def plan(
     >>> plan = convoy.plan(model, example=images, devices=2, global_batch=64)  # doctest: +SKIP
     >>> print(plan.explain())  # doctest: +SKIP
     >>> net = convoy.parallelize(model, plan, example=images)  # doctest: +SKIP
+
+    With stages, `microbatches=plan.microbatches` cuts the batch into as many parts as are predicted to be fastest.
 
     Given plans are predicted without a search, and the fastest is returned:
 

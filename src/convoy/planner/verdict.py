@@ -203,7 +203,7 @@ class Explained:
         found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
         staging = self.scored.staging
         passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
-        again = what_is_recomputed(self.scored.placement, staging and staging.staged, passes)
+        again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
         found += [] if again is None else [again]
         if self.efficiency > _TOO_GOOD:
             found.append(

@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
 from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
 
@@ -136,7 +137,7 @@ class Stages:
         """The stage that keeps each parameter and buffer that the network uses.
 
         Raises:
-            ConvoyError: two stages use the same one.
+            ConvoyError: two stages use the same one, where the last uses those that the network returns.
         """
         found: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
@@ -149,6 +150,16 @@ class Stages:
                         f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
                         "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
                     )
+        last = self.number - 1
+        for ref in leaves(graph.output, Ref):
+            if graph.values[ref.name].origin not in ("parameter", "buffer"):
+                continue
+            stage, _ = found.setdefault(ref.name, (last, ""))
+            if stage != last:
+                raise ConvoyError(
+                    f"the network returns {ref.name}, which stage {stage + 1} has and the last one lacks: return a "
+                    "value that is computed with it, or divide otherwise"
+                )
         return {name: stage for name, (stage, _) in found.items()}
 
 

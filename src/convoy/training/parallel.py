@@ -340,7 +340,7 @@ class ParallelNetwork(TrainedNetwork):
 class StagedTraining(ParallelNetwork):
     """A model of which this rank runs one stage.
 
-    Args:
+    Attributes:
         schedule: the order of the passes; see `convoy.engine.stages`.
     """
 
@@ -348,18 +348,18 @@ class StagedTraining(ParallelNetwork):
 
     def __init__(self, *args: Any, schedule: Schedule = "1f1b", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._schedule = schedule
+        self.schedule = schedule
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()
 
     def _in_flight(self, passes: int) -> Sequence[int]:
         number = self.engine.stages.number
-        return [in_flight(self._schedule, passes, stage, number) for stage in range(number)]
+        return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         self._running.clear()
         self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
-        return actions(self._schedule, len(passes), self.engine.stage, self.engine.stages.number)
+        return actions(self.schedule, len(passes), self.engine.stage, self.engine.stages.number)
 
     def forward(self, images: Tensor) -> Any:
         sizes = self._sizes.popleft()

@@ -205,7 +205,7 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     if plan.num_stages > 1:
-        notes += _few_passes(len(division.passes(merge)), plan.num_stages)
+        notes += _few_passes(len(division.passes(merge)), plan.num_stages, recipe.batch_norm)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
@@ -237,16 +237,16 @@ def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
     return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
 
 
-def _few_passes(passes: int, stages: int) -> list[str]:
+def _few_passes(passes: int, stages: int, batch_norm: str) -> list[str]:
     """What to say where stages wait for each other for much of the time."""
     share = bubble(passes, stages)
     if share < 0.25:
         return []
     number = f"{passes} pass{'es' * (passes > 1)} of a batch go{'es' * (passes == 1)}"
-    return [
-        f"{number} through {stages} stages, so that each waits {share:.0%} of the time: more microbatches "
-        f"(--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
-    ]
+    more = f"more microbatches (--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
+    if batch_norm != "microbatch":
+        more = f"batch_norm={batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the other"
+    return [f"{number} through {stages} stages, so that each waits {share:.0%} of the time: {more}"]
 
 
 def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:

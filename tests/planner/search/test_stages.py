@@ -72,13 +72,20 @@ NETS = [Residual(), Branches(3), Nested(), Twice()]
 @pytest.mark.parametrize("model", NETS, ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize("plan", ["serial", "sample=2"])
 def test_a_chain_is_the_sum_of_its_parts(model, plan):
-    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes."""
+    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes; the
+    gradients of the second are added to those of the first."""
     costs = Roofline(flops=1e9, rate=3e8, latency=1e-5)
     found = update(model, 2, costs)
     placement = found.place(Plan.parse(plan))
     chain = Chain(found, placement)
     whole = 2 * chain.seconds[0, -1] + chain.once[0, -1]
-    assert whole == pytest.approx(additive_seconds(placement, found.costs), rel=1e-9)
+    layouts, weights = (
+        placement.layouts,
+        [value for value in found.graph.parameters() if value.name in placement.layouts],
+    )
+    adding = sum(found.costs.adding(value, layouts[value.name], placement.mesh) for value in weights)
+    assert adding > 0
+    assert whole == pytest.approx(additive_seconds(placement, found.costs) + adding, rel=1e-9)
     for cuts in itertools.combinations(range(len(chain.cuts)), 3):
         parts = chain.seconds[cuts[0], cuts[1]] + chain.seconds[cuts[1], cuts[2]]
         assert parts == pytest.approx(chain.seconds[cuts[0], cuts[2]])

@@ -102,6 +102,11 @@ class Additive:
             seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
         return seconds + copies + self.costs.per_parameter
 
+    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        return self._times(copied(size, 2)).forward if size else 0.0
+
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds of the optimizer for what a rank updates of a parameter."""
         return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)

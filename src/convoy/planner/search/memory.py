@@ -115,8 +115,10 @@ def nothing_fits(
     name = f"layer {largest}" if largest else "what the network itself computes"
     again = (memory or costs.memory)(with_recomputed(placement, True))
     recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
+    more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
-        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}"
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
+        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}",
+        needed,
     )

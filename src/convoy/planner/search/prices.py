@@ -167,6 +167,9 @@ class Costs(Protocol):
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
 
+    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
+
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds of the optimizer for the part of a parameter that a rank holds."""
 
