@@ -15,6 +15,8 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.planner import score
+from convoy.planner.workload import Workload
+from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan, load_recipe
 from convoy.training.environment import join_ranks
@@ -237,6 +239,39 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
         assert plan == "sample=2" and total == total
         assert f"filter=2 left the race: rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}" in notes
         assert any("in a race" in note and "filter=2" not in note for note in notes)
+
+
+def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, list[str], int]:
+    """A race in which rank 1 lacks memory for its own part of `filter=2`; the winner, the notes, and updates raced."""
+    updates: list[str] = []
+    step = TrainingStep.__call__
+
+    def counted(self: TrainingStep, batch: Batch, update: int) -> object:
+        updates.append(str(self.network.engine.plan))
+        return step(self, batch, update)
+
+    def trying_out(workload: Workload, placement: Placement, rank: int) -> None:
+        if lacks and rank == 1 and placement.mesh == Plan.parse("filter=2").mesh:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", 0.0),
+        patch.object(TrainingStep, "__call__", counted),
+        patch.object(auto_plan, "try_out", trying_out),
+    ):
+        found = session(data, cache, "auto")
+    return str(found.plan), found.notes, updates.count("filter=2")
+
+
+def test_a_racer_is_tried_out_alone_before_others_wait_for_it(data: Path, tmp_path: Path) -> None:
+    for plan, notes, updates in run_ranks(without_memory_alone, 2, data, tmp_path, True):
+        assert (plan, updates) == ("sample=2", 0)
+        assert f"filter=2 left the race: rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}" in notes
+    assert all(updates for *_, updates in run_ranks(without_memory_alone, 2, data, tmp_path, False))
 
 
 @pytest.mark.slow
