@@ -351,3 +351,34 @@ def mistaken(kind: str) -> None:
 def test_mistakes_are_said(kind: str, sentence: str) -> None:
     with pytest.raises(RankFailed, match=sentence):
         run_ranks(mistaken, 2, kind)
+
+
+def most_on_their_way(release: bool) -> int:
+    """The most values that the first stage holds for others at once, in an update of six parts."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (6,))
+    net = convoy.parallelize(Branches().double(), "stage=2", x[:2], batch_norm="microbatch", seed=5, microbatches=6)
+    network, most = network_of(net), 0
+    assert isinstance(network, StagedNetwork)
+    links = network.links
+    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")  # says how values lie
+    send, finish = links.send, links.release
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal most
+        found = send(*args, **options)
+        most = max(most, len(links._sending))
+        return found
+
+    links.send = counting  # type: ignore[method-assign]
+    if not release:
+        links.release = lambda sent: finish(sent) if sent is links._sending else None  # type: ignore[method-assign]
+    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")
+    return most
+
+
+def test_what_was_sent_is_let_go_when_its_gradients_have_come() -> None:
+    """The first stage has two parts on their way at once, of which it sends the same values."""
+    kept, _ = run_ranks(most_on_their_way, 2, False)
+    held, _ = run_ranks(most_on_their_way, 2, True)
+    assert held == 2 * kept / 6, "the control holds the values of all six parts"

@@ -5,7 +5,6 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,10 +125,15 @@ class StageLinks:
         self._back = groups.back
         self._sent: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}  # by `back` and key
         self._received: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}
-        self._sending: deque[Pending] = deque()
+        self._sending: list[Pending] = []
 
-    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False) -> None:
+    def send(
+        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
+    ) -> list[tuple[Crossing, Pending]]:
         """Send values to later stages, or gradients back to earlier ones, of which some may be None.
+
+        Returns:
+            What is on its way.
 
         Raises:
             ConvoyError: a value has a gradient in one part of a batch and none in another.
@@ -141,6 +145,7 @@ class StageLinks:
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
                 own = (known[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
                 self._send(torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own]), to, back)
+        sending = []
         for crossing, x in values:
             kind = known[crossing.value]
             if (x is None) is not (kind is None):
@@ -150,7 +155,14 @@ class StageLinks:
                     "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
                 )
             if x is not None and kind is not None and x.numel():
-                self._send(kind.to_send(x.detach()), _receiver(crossing, back), back)
+                sending.append((crossing, self._send(kind.to_send(x.detach()), _receiver(crossing, back), back)))
+        return sending
+
+    def release(self, sent: Sequence[Pending]) -> None:
+        """Let go of what other ranks have received, which gloo does not say of its own accord."""
+        for pending in sent:
+            pending.wait()
+        self._sending = [pending for pending in self._sending if pending not in sent]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether others have said how the values lie that they send."""
@@ -202,15 +214,14 @@ class StageLinks:
 
     def finish(self) -> None:
         """Wait until all is sent, at the end of a backward pass: the next one may have gradients of other values."""
-        while self._sending:
-            self._sending.popleft().wait()
+        self.release(self._sending)
         self._sent[True].clear()
         self._received[True].clear()
 
-    def _send(self, x: Tensor, target: int, back: bool) -> None:
-        while self._sending and self._sending[0].done:
-            self._sending.popleft()
+    def _send(self, x: Tensor, target: int, back: bool) -> Pending:
+        self._sending = [pending for pending in self._sending if not pending.done]
         self._sending.append(start_send(x, target, self._way(back)))
+        return self._sending[-1]
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

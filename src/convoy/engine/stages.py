@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import (
-    all_reduce,
-    broadcast,
-    gather_ints,
-)
+from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
 from convoy.comm.stage_links import Arriving, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
@@ -89,6 +85,7 @@ class Flight:
         inputs: the network's.
         key: what decides how values lie.
         arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
+        sending: what may still be on its way.
     """
 
     received: list[tuple[Crossing, Tensor]]
@@ -98,6 +95,7 @@ class Flight:
     inputs: tuple[Tensor, ...]
     key: Any
     arriving: list[Arriving | None] | None = None
+    sending: list[tuple[Crossing, Pending]] = field(default_factory=list)
 
 
 @dataclass
@@ -202,10 +200,11 @@ class StagedNetwork(Network):
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        self.links.send(key, sent)
+        sending = self.links.send(key, sent)
         if not torch.is_grad_enabled():
-            received, sent = [], []
-        return Flight(received, sent, found if self.is_last else {}, placement, tuple(inputs), key)
+            received, sent, sending = [], [], []
+        outputs = found if self.is_last else {}
+        return Flight(received, sent, outputs, placement, tuple(inputs), key, sending=sending)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -236,10 +235,14 @@ class StagedNetwork(Network):
         if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
             then.arriving = self._begin_receiving_gradients(then)
         sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        answering = set()  # stages that had received all of this part before they sent a gradient of it
         for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
             if arriving is not None:
                 roots.append(x)
                 given.append(self._wait(crossing, arriving))
+                answering.add(crossing.target)
+        self.links.release([pending for crossing, pending in flight.sending if crossing.target in answering])
+        flight.sending = []
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
