@@ -6,7 +6,7 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -236,23 +236,23 @@ def predict(
     )
     store = ProfileStore(folder)
     planned = make_plan(workload, ranks.num, ranks, store=store)
-    found = [Predicted(name, one.plan, one.seconds, one.passes) for name, one in _own(planned)]
+    asked = [(name, one, planned.costs) for name, one in _own(planned)]
     for text in plans:
         try:
-            plan = Plan.parse(text)
-            best = make_plan(workload, ranks.num, ranks, link=planned.costs.links, store=store, plans=[plan]).best
-            found.append(Predicted(text, plan, best.seconds, best.passes))
+            given = [Plan.parse(text)]
+            known = make_plan(workload, ranks.num, ranks, link=planned.costs.links, store=store, plans=given)
+            asked.append((text, known.best, known.costs))
         except ConvoyError:
             continue
-    return planned.serial.seconds, [_in_parts(one, case, workload, planned.costs) for one in found]
+    return planned.serial.seconds, [_predicted(name, one, case, workload, costs) for name, one, costs in asked]
 
 
-def _in_parts(one: Predicted, case: StageCase, workload: Workload, costs: Costs) -> Predicted:
-    """With predictions for all numbers of parts that are tried."""
-    if one.plan.num_stages == 1:
-        return one
-    parts = [number for number in case.parts if number != one.parts]
-    return replace(one, by_parts={number: score(workload, one.plan, costs, number).seconds for number in parts})
+def _predicted(name: str, best: Scored, case: StageCase, workload: Workload, costs: Costs) -> Predicted:
+    """With all numbers of parts that are tried."""
+    staged = best.plan.num_stages > 1
+    others = [number for number in case.parts if staged and number != best.passes]
+    by_parts = {number: score(workload, best.plan, costs, number).seconds for number in others}
+    return Predicted(name, best.plan, best.seconds, best.passes if staged else 1, by_parts)
 
 
 def _own(planned: Planned) -> list[tuple[str, Scored]]:

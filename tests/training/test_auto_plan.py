@@ -103,7 +103,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     num = len(found.division.passes(found.merge))
     own, plain = weights(found), weights(session(data, cache, "sample=2", microbatch=4))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
-    return num, network._schedule, distance
+    return num, network.schedule, distance
 
 
 STAGES = Plan.parse("stage=2")
