@@ -162,7 +162,8 @@ class _Layer:
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
         if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
-            mean, var = self._to_follow(t)
+            # the ranks' average is written into them before the backward pass, which autograd would take for a mistake
+            mean, var = (b if b is None else b.data for b in self._to_follow(t))
             y = F.batch_norm(t.x, mean, var, t.weight, t.bias, True, self.momentum, self.eps)
             return self._ended(y), []
         y, term = self._normalize(t, t.x)
