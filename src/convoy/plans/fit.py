@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.stages import where_to_begin
 from convoy.plans.strategies import STRATEGIES
 from convoy.terminal import did_you_mean
 
@@ -50,7 +51,8 @@ def check_patterns(
     known = [name for name in dict.fromkeys([*names, *modules]) if name]
     for name in plan.stages:
         if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
-            hint = did_you_mean(name, known, otherwise=f"its layers are {_some(names)}")
+            leaves = [layer for layer in names if layer and layer not in containers]
+            hint = did_you_mean(name, known, otherwise=where_to_begin(name, leaves))
             raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
 
