@@ -203,8 +203,7 @@ class StagedNetwork(Network):
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        with self.watch_wait("what is sent"):
-            sending = self.links.send(key, sent)
+        sending = self._send(key, sent)
         if not torch.is_grad_enabled():
             received, sent, sending = [], [], []
         outputs = found if self.is_last else {}
@@ -254,8 +253,7 @@ class StagedNetwork(Network):
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
         gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
-        with self.watch_wait("what is sent"):
-            self.links.send(flight.key, gradients, back=True)
+        self._send(flight.key, gradients, back=True)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
     @property
@@ -273,6 +271,12 @@ class StagedNetwork(Network):
         for (name, parameter), used in zip(parameters, self._used, strict=True):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _send(
+        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
+    ) -> list[tuple[Crossing, Pending]]:
+        with self.watch_wait(values[0][0].value) if values else nullcontext():
+            return self.links.send(key, values, back=back)
 
     def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
         with self.watch_wait(crossing.value):
