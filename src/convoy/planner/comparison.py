@@ -190,7 +190,7 @@ def groups_beside(
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
-    known = before or [None] * len(after)
+    known: Sequence[Summary | None] = before or [None] * len(after)
     return tuple(
         Group(f"stage {number}", _both(one, other, _COMPUTING), _both(one, other, ("stages",)), (number,))
         for number, (one, other) in enumerate(zip(known, after, strict=True), 1)
