@@ -225,7 +225,7 @@ def make_plan(
         if not plans:
             progress("searching", 0, 1)
         if plans:
-            candidates = [(plan, passes_of(workload, plan)) for plan in plans]
+            candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
         schedule: Schedule | None = "1f1b" if plans else None  # plans that are given are predicted as they would run
@@ -255,6 +255,11 @@ def make_plan(
 
 def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
     return measured.lacking(plan_job(workload, *proposal)) > _SETTLED
+
+
+def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
+    """Plans that are given, in as many passes as they would run in."""
+    return [(plan, passes_of(workload, plan)) for plan in plans]
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
