@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from convoy.engine import microbatch_sizes, prepare
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.stages import PARTS_PER_STAGE
+from convoy.models import create
 from convoy.ops.statistics import RunningStatistics
 from convoy.planner.planner import passes_of
 from convoy.plans.plan import Plan
@@ -199,9 +200,9 @@ def test_passes_through_stages_are_as_many_as_are_asked_for(asked: int, made: in
     "settings", [("batch=64",), ("batch=100",), ("batch=6",), *(("batch=64", f"microbatches={n}") for n in (2, 12, 20))]
 )
 def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs(plan: str, settings: tuple[str, ...]) -> None:
-    recipe = load_recipe("default", ["model.name=depth", "data.path=nowhere", *settings])
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", *settings])
     cpu, given, shape = torch.device("cpu"), Plan.parse(plan), (1, 28, 28)
-    model, devices = TinyDepth(), given.mesh.num_devices
+    model, devices = create("lenet"), given.mesh.num_devices
     found = probed(model, recipe, shape, microbatch_sizes(recipe.batch, num_microbatches(recipe)), cpu, "nothing")
     parts, useful = parts_of(recipe, given, devices)
     sizes, _ = divisible_sizes(recipe, model, parts, found, useful)
