@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.plans.stages import where_to_begin
 from convoy.plans.strategies import STRATEGIES
 from convoy.terminal import did_you_mean
 
@@ -52,6 +51,8 @@ def check_patterns(
     for name in plan.stages:
         if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
             leaves = [layer for layer in names if layer and layer not in containers]
+            from convoy.plans.stages import where_to_begin  # which needs torch
+
             hint = did_you_mean(name, known, otherwise=where_to_begin(name, leaves))
             raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
