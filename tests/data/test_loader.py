@@ -27,6 +27,8 @@ from convoy.data import (
     open_data,
     training_batches,
 )
+from convoy.data.batch import Filled
+from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError, MachineError
 from data.made import encoded, picture, tar_members, write_folder, write_mnist, write_parquet, write_tar
 
@@ -232,8 +234,9 @@ class Hungry:
     """Makes batches for which memory lacks."""
 
     error: Exception
+    shape = (3, 8, 8)
 
-    def __call__(self, number: int) -> Batch:
+    def fill(self, *_) -> Filled:
         raise self.error
 
 
@@ -243,7 +246,7 @@ class Hungry:
 def test_a_worker_that_lacks_memory_gets_no_advice_for_gpus(error):
     words = r"^a process that loads pictures ran out of memory: lower data\.workers$"
     with pytest.raises(MachineError, match=words), memory_explained(0, 1):
-        next(loader._run(Hungry(error), range(2), 1))
+        next(Workers(Hungry(error), iter([Request(np.arange(2))]), 2, most=1).batches())
     assert children() == []
 
 
@@ -315,7 +318,7 @@ def test_nothing_outlives_a_killed_training_process(started):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "said"),
-    [("", ""), ("from convoy.data import loader\nloader._start_tracker = int\n", "semaphore objects")],
+    [("", ""), ("from convoy.data import workers\nworkers._start_tracker = int\n", "semaphore objects")],
 )
 def test_what_a_killed_training_process_leaves_is_removed_without_a_word(tmp_path, photos, first, said):
     with start(tmp_path, photos, first, subprocess.PIPE) as (process, workers):

@@ -7,7 +7,8 @@ from PIL import Image
 
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches
 from convoy.data.decode import BadImage
-from convoy.data.parquet import MemorySource, SharedBytes, fits_in_memory
+from convoy.data.memory import SharedBytes
+from convoy.data.parquet import MemorySource, fits_in_memory
 from convoy.errors import ConvoyError
 from data.made import encoded, picture, write_parquet
 

@@ -22,6 +22,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
+_HEADER_BYTES = 2**16
 _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 
 # Formats that only hold pixels. Pillow would also hand PostScript to an interpreter and ask plug-ins about the rest.
@@ -51,9 +52,27 @@ def open_picture(data: bytes, name: str) -> Image.Image:
     with _reasons(name):
         image = Image.open(io.BytesIO(data), formats=_formats())
         width, height = image.size
-        if width * height > _MAX_PIXELS:
+        if too_large(width, height):
             raise BadImage(name, f"has {width}x{height} pixels, more than {_MAX_PIXELS // 10**6} million")
         return image
+
+
+def too_large(width: int, height: int) -> bool:
+    """Whether a picture has more pixels than are decoded."""
+    return width * height > _MAX_PIXELS
+
+
+def oriented(jpeg: bytes) -> bool:
+    """Whether the header of a JPEG may ask for a rotation or a mirror image."""
+    exif = jpeg.find(b"Exif\0\0", 0, _HEADER_BYTES)
+    if exif < 0:
+        return False
+    tags = Image.Exif()
+    try:
+        tags.load(jpeg[exif : exif + _HEADER_BYTES])
+        return tags.get(_ORIENTATION, 1) != 1
+    except Exception:
+        return True
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, reading, shown
-from convoy.data.sources import EncodedSource, Names
+from convoy.data.memory import Names
+from convoy.data.sources import EncodedSource
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 

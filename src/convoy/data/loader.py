@@ -1,32 +1,22 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
-import multiprocessing
 import os
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.context import BaseContext
-from typing import Any
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.memory import lack_of_memory
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
-from convoy.errors import ConvoyError, MachineError
+from convoy.data.workers import Request, Workers
+from convoy.errors import ConvoyError
 from convoy.launch.cores import PINNED, cores_allowed, own_cores
 
 _MAX_AUTOMATIC = 32
-_NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def training_batches(
@@ -39,6 +29,7 @@ def training_batches(
     seed: int,
     positions: range | None = None,
     pin_memory: bool = False,
+    told: Callable[[int], None] = lambda _: None,
 ) -> Generator[Batch, None, None]:
     """The batches of updates `first_update` to `first_update + num_updates - 1` of the run, across its epochs.
 
@@ -54,20 +45,24 @@ def training_batches(
         seed: of the augmentation.
         positions: which samples of every batch; None = all of them.
         pin_memory: put the batches into pinned memory (for a GPU).
+        told: is told how many worker processes there are, whenever others were started.
 
     Raises:
-        ConvoyError: a picture cannot be read and bad ones are not skipped, or an augmentation lacks its library.
+        ConvoyError: a picture cannot be read and bad ones are not skipped, or an augmentation or the decoder lacks its
+            library.
         MachineError: a worker process died, or lacks memory.
     """
     maker = _maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
-    updates = range(first_update, first_update + num_updates)
-    return _run(partial(_training, maker, order, part), updates, num_workers(data, config)[0], pin_memory)
 
+    def requests() -> Generator[Request, None, None]:
+        for update in range(first_update, first_update + num_updates):
+            epoch, samples = order.update(update)
+            yield Request(samples[part], epoch)
 
-def _training(maker: BatchMaker, order: Order, part: slice, update: int) -> Batch:
-    epoch, samples = order.update(update)
-    return maker.training(samples[part], epoch)
+    largest = len(range(order.batch)[part])
+    workers = min(num_workers(data, config)[0], num_updates)
+    return _run(maker, requests(), largest, workers, config.workers is None, pin_memory, told)
 
 
 def evaluation_batches(
@@ -94,13 +89,11 @@ def evaluation_batches(
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
     maker = _maker(data, config, data.test, seed=0)
     num_batches = -(-len(data.test) // (batch * num_parts))
-    numbers = range(part, num_batches * num_parts, num_parts)
+    starts = range(part * batch, num_batches * num_parts * batch, num_parts * batch)
+    requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
-    return _run(partial(_evaluation, maker, batch), numbers, workers, pin_memory)
-
-
-def _evaluation(maker: BatchMaker, batch: int, number: int) -> Batch:
-    return maker.evaluation(np.arange(number * batch, min((number + 1) * batch, len(maker.source))))
+    largest = min(batch, len(data.test))
+    return _run(maker, requests, largest, workers, False, pin_memory, lambda _: None)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -123,120 +116,35 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
 
 def _maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
     geometry = Geometry(data.image_size, data.resize, config.augment)
-    return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=config.bad_images == "skip")
-
-
-@dataclass
-class _Refusal:
-    """A ConvoyError on its way out of a worker process: there, an exception would become a traceback as text."""
-
-    sentence: str
-
-
-@dataclass
-class _Batches(Dataset[Batch | _Refusal]):
-    """Batches by their numbers."""
-
-    make: Callable[[int], Batch]
-
-    def __getitem__(self, number: int) -> Batch | _Refusal:
-        try:
-            return self.make(number)
-        except ConvoyError as error:
-            return _Refusal(str(error))
+    return BatchMaker(
+        source,
+        geometry,
+        data.channels,
+        seed=seed,
+        skip_bad=config.bad_images == "skip",
+        decoder=config.decoder or "pillow",
+    )
 
 
 def _run(
-    make: Callable[[int], Batch], numbers: range, workers: int, pin_memory: bool = False
+    maker: BatchMaker,
+    requests: Iterable[Request],
+    largest: int,
+    workers: int,
+    adapts: bool,
+    pin_memory: bool,
+    told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
-    """The batches of some numbers, made by worker processes, or by this one if there are none."""
-    loader = DataLoader(
-        _Batches(make),
-        sampler=numbers,
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        multiprocessing_context=_context() if workers else None,
-        worker_init_fn=_follow_parent,
-        # Its own generator: otherwise each loader would draw a number from torch's global one.
-        generator=torch.Generator(),
-    )
-    iterator = iter(loader)
-    try:
-        while (item := _next(iterator)) is not None:
-            if isinstance(item, _Refusal):
-                raise ConvoyError(item.sentence)
-            yield item
-    finally:
-        # At once, not when the last reference goes: a traceback may keep one for long.
-        shut_down: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _next(iterator: Iterator[Batch | _Refusal]) -> Batch | _Refusal | None:
-    """The next item; None at the end."""
-    try:
-        return next(iterator, None)
-    except (RuntimeError, OSError, EOFError, MemoryError) as error:
-        # What torch and multiprocessing say, depending on the moment when a worker dies.
-        by_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-        by_python = hasattr(iterator, "_workers") and not isinstance(error, RuntimeError)
-        first = str(error).partition("\n")[0]
-        if first.startswith("Caught ") or isinstance(error, MemoryError) or not (by_torch or by_python):
-            if " in DataLoader worker " in first and lack_of_memory(error) is not None:
-                raise MachineError("a process that loads pictures ran out of memory: lower data.workers") from error
-            raise
-        died = first or type(error).__name__
-    raise MachineError(
-        f"a process that loads pictures died ({died}): it may have run out of memory or of /dev/shm (in a container, "
-        "raise --shm-size), so lower data.workers; a script of your own that starts training needs "
-        "`if __name__ == '__main__':`"
-    )
-
-
-def _follow_parent(_: int) -> None:
-    """In a worker: end with the training process, however that ended, and not by a signal to its group.
-
-    The process that workers are forked from has left the group, unless another library had started it before.
-    Torch's own watch is for the process that forked the worker, and that is the fork server, which in turn stays as
-    long as it has workers.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    with suppress(OSError):
-        os.setpgid(0, 0)
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-
-
-def _context() -> BaseContext:
-    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["convoy.data.worker_server"])
-    _start_tracker()
-    return context
-
-
-def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
-    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = before
+    """The batches of some requests, made by worker processes, or by this one if there are none."""
+    if not workers or not largest:
+        for request in requests:
+            made = (
+                maker.evaluation(request.samples)
+                if request.epoch is None
+                else maker.training(request.samples, request.epoch)
+            )
+            yield made.pin_memory() if pin_memory else made
+        return
+    crew = Workers(maker, iter(requests), largest, most=workers, adapts=adapts, pin_memory=pin_memory, told=told)
+    with closing(crew.batches()) as batches:
+        yield from batches

@@ -5,14 +5,11 @@ fit into a part of the memory are therefore read once; of larger ones, groups ar
 """
 
 import json
-import mmap
 import os
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +20,13 @@ from numpy.typing import NDArray
 
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
+from convoy.data.memory import SharedBytes
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
 _SHARE_OF_MEMORY = 8
 _MAX_BYTES = 4 * 2**30
-
-
-class SharedBytes:
-    """Pieces of bytes; handing them to a worker process hands over the memory itself.
-
-    They lie in an anonymous file (memfd): it has no name, ends with its last process, and is not bound by the size of
-    /dev/shm, which containers keep small.
-    """
-
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        fd = os.memfd_create("convoy-pictures")
-        ends = [0]
-        with os.fdopen(os.dup(fd), "wb", buffering=2**20) as file:
-            for piece in pieces:
-                file.write(piece)
-                ends.append(ends[-1] + len(piece))
-        self._attach(fd, np.array(ends, np.int64))
-
-    def _attach(self, fd: int, ends: NDArray[np.int64]) -> None:
-        self._fd, self._ends = fd, ends
-        self._map = mmap.mmap(fd, int(ends[-1]), access=mmap.ACCESS_READ) if ends[-1] else b""
-        weakref.finalize(self, os.close, fd)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, place: int) -> bytes:
-        return self._map[int(self._ends[place]) : int(self._ends[place + 1])]
-
-    def __getstate__(self) -> Any:
-        return reduction.DupFd(self._fd), self._ends
-
-    def __setstate__(self, state: Any) -> None:
-        self._attach(state[0].detach(), state[1])
 
 
 class MemorySource(EncodedSource):

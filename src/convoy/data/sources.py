@@ -1,15 +1,16 @@
 """Sources of single pictures: the interface, and its two kinds, pixels in memory and encoded files."""
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, open_picture
+from convoy.data.memory import SharedNumbers
 from convoy.errors import ConvoyError
 
 Progress = Callable[[str, int, int], None]
@@ -23,6 +24,10 @@ class Source(ABC):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker process, which needs the number of samples, but not a copy of their labels."""
+        return self.__dict__ | {"labels": range(len(self))}
 
     @abstractmethod
     def name(self, sample: int) -> str:
@@ -110,30 +115,15 @@ class EncodedSource(Source):
 
 class _Subset(EncodedSource):
     def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
-        self.source, self.samples = source, samples
+        self.source = source
+        self._samples = SharedNumbers(samples)
         self.labels = source.labels[samples]
 
     def read(self, sample: int) -> bytes:
-        return self.source.read(int(self.samples[sample]))
+        return self.source.read(int(self._samples.array[sample]))
 
     def name(self, sample: int) -> str:
-        return self.source.name(int(self.samples[sample]))
-
-
-class Names:
-    """Many strings in one block of bytes, so that a million of them are cheap to hand to another process."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._block = b"".join(encoded)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, place: int) -> str:
-        start = int(self._ends[place - 1]) if place else 0
-        return os.fsdecode(self._block[start : int(self._ends[place])])
+        return self.source.name(int(self._samples.array[sample]))
 
 
 _MAX_SIDE = 64

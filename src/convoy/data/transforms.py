@@ -53,10 +53,20 @@ class Geometry:
     def center(self, image: Image.Image, name: str) -> Image.Image:
         """The center of the picture after its short side was resized. Raises BadImage."""
         image = finish_picture(image, name)
-        width, height = image.size
+        return self._cut(image, self.center_box(*image.size))
+
+    def center_box(self, width: int, height: int) -> CropBox:
+        """Left, upper, right and lower end of `center` in a picture of this size."""
         side = min(width, height) * self.image_size / self.resize
         left, top = (width - side) / 2, (height - side) / 2
-        return self._cut(image, (left, top, left + side, top + side))
+        return left, top, left + side, top + side
+
+    def training_box(self, draws: NDArray[np.float64], width: int, height: int) -> CropBox:
+        """The same of `crop`, unless that is `pad`."""
+        assert self.augment.crop != "pad"
+        if self.augment.crop == "none":
+            return self.center_box(width, height)
+        return self._random_box(width, height, draws)
 
     def draws(self, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """The random numbers in [0, 1) that `crop` needs for each sample: [n, some]."""

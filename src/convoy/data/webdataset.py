@@ -13,7 +13,8 @@ import numpy as np
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
-from convoy.data.sources import EncodedSource, Names, Progress
+from convoy.data.memory import Names, SharedNumbers
+from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -28,14 +29,14 @@ class TarSource(EncodedSource):
         self._files = [str(file) for file in files]
         self._shards = [printable(file.name) for file in files]
         self._names = Names([name for name, *_ in samples])
-        self._places = np.array([place for _, *place, _ in samples], np.int64)
+        self._places = SharedNumbers(np.array([place for _, *place, _ in samples], np.int64))
         self.labels = np.array([label for *_, label in samples], np.int64)
 
     def name(self, sample: int) -> str:
-        return f"{self._shards[self._places[sample, 0]]}/{printable(self._names[sample])}"
+        return f"{self._shards[self._places.array[sample, 0]]}/{printable(self._names[sample])}"
 
     def read(self, sample: int) -> bytes:
-        shard, offset, size = self._places[sample].tolist()
+        shard, offset, size = self._places.array[sample].tolist()
         try:
             with open(self._files[shard], "rb") as file:  # noqa: PTH123 (hot path)
                 file.seek(offset)

@@ -139,7 +139,7 @@ def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe.model_dump(mode="json")))
-    new = {"extends"} if recipe.extends is None else set()  # runs of before keep theirs
+    new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
     fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,104 @@
+"""Memory that worker processes share: pictures and names that are read, buffers that batches are written to."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SharedMemory:
+    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself.
+
+    It lies in an anonymous file (memfd): it has no name, ends with its last process, takes up only what was written
+    to, and is not bound by the size of /dev/shm, which containers keep small.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        fd = _anonymous_file()
+        os.ftruncate(fd, num_bytes)
+        self._attach(fd)
+
+    @classmethod
+    def of(cls, pieces: Iterable[bytes]) -> "SharedMemory":
+        """A block with these bytes, one after the other."""
+        fd = _anonymous_file()
+        with os.fdopen(os.dup(fd), "wb", buffering=2**20) as file:
+            file.writelines(pieces)
+        block = cls.__new__(cls)
+        block._attach(fd)
+        return block
+
+    def _attach(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+        size = os.fstat(fd).st_size
+        self.bytes: mmap.mmap | bytearray = mmap.mmap(fd, size) if size else bytearray()
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self._fd)
+
+    def __setstate__(self, state: Any) -> None:
+        self._attach(state.detach())
+
+
+class SharedBytes:
+    """Pieces of bytes; handing them to a worker process hands over the memory itself."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        ends = [0]
+
+        def counted() -> Iterable[bytes]:
+            for piece in pieces:
+                ends.append(ends[-1] + len(piece))
+                yield piece
+
+        self._memory = SharedMemory.of(counted())
+        self._ends = SharedMemory.of([np.array(ends, np.int64).tobytes()])
+
+    def __len__(self) -> int:
+        return len(self._ends.bytes) // 8 - 1
+
+    def __getitem__(self, place: int) -> bytes:
+        start, end = np.frombuffer(self._ends.bytes, np.int64, 2, 8 * place).tolist()
+        return self._memory.bytes[start:end]
+
+
+class Names:
+    """Many strings; a million of them take no memory of a worker process."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = SharedBytes(os.fsencode(name) for name in names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, place: int) -> str:
+        return os.fsdecode(bytes(self._names[place]))
+
+
+class SharedNumbers:
+    """An array; handing it to a worker process hands over the memory itself."""
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        self._memory = SharedMemory.of([np.ascontiguousarray(numbers).tobytes()])
+        self._form = numbers.dtype, numbers.shape
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The numbers."""
+        dtype, shape = self._form
+        return np.frombuffer(self._memory.bytes, dtype).reshape(shape)
+
+
+def _anonymous_file() -> int:
+    """The descriptor of a file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("convoy-pictures")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,147 @@
+"""The decoder `turbo`: libjpeg-turbo (simplejpeg) decodes JPEG, OpenCV resizes, Pillow reads all other files.
+
+Pixels differ a little from those of the decoder `pillow`, so which one is part of a recipe. Both give the same pixels
+on every machine, in every process and thread.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convoy.data.decode import finish_picture, open_picture, oriented, too_large, upright_size
+from convoy.errors import ConvoyError
+
+Pixels = NDArray[np.uint8]
+CropBox = tuple[float, float, float, float]
+Crop = Callable[[int, int], CropBox]
+"""From width and height of a picture to the left, upper, right and lower end of the part that is wanted."""
+
+_PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
+_LARGEST_SCRATCH = 2**24
+_AREA_FROM = 1.5
+"""Times that a picture is made smaller from which on every pixel counts, as two by two would leave some out."""
+
+
+class Turbo:
+    """Parts of pictures, resized to a square.
+
+    Args:
+        image_size: side of the square.
+        channels: 1 = grey, 3 = RGB.
+        interpolation: nearest, bilinear, bicubic or lanczos.
+    """
+
+    def __init__(self, image_size: int, channels: int, interpolation: str) -> None:
+        """Raises ConvoyError when simplejpeg or OpenCV is not installed."""
+        missing = [name for name, module in (("simplejpeg", "simplejpeg"), ("OpenCV", "cv2")) if not find_spec(module)]
+        if missing:
+            raise ConvoyError(
+                f"data.decoder=turbo needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not "
+                "installed: pip install 'convoy-nn[fast]', or set data.decoder=pillow, whose pixels differ a little"
+            )
+        self._form = image_size, channels, interpolation
+        self._prepare()
+
+    def _prepare(self) -> None:
+        import cv2
+        import simplejpeg
+
+        self._cv2, self._jpeg = cv2, simplejpeg
+        size, channels, interpolation = self._form
+        methods = {"nearest": "NEAREST", "bilinear": "LINEAR", "bicubic": "CUBIC", "lanczos": "LANCZOS4"}
+        self._method = getattr(cv2, f"INTER_{methods[interpolation]}")
+        shape = (size, size, 3) if channels == 3 else (size, size)
+        # Pages that are there already: fresh memory of this size would be fetched for every picture.
+        self._square, self._mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+        self._scratch = np.empty(0, np.uint8)
+
+    def __getstate__(self) -> Any:
+        return self._form
+
+    def __setstate__(self, state: Any) -> None:
+        self._form = state
+        self._prepare()
+
+    def write(self, data: bytes, name: str, crop: Crop, mirror: bool, planes: Pixels) -> None:
+        """Decode a picture file, resize a part of it, and write that to uint8 [channels, image_size, image_size].
+
+        Raises BadImage.
+        """
+        self.write_part(*self._decoded(data, name, crop), mirror, planes)
+
+    def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
+        """The same from pixels: uint8 [height, width, 3] or [height, width]."""
+        cv2, size = self._cv2, self._form[0]
+        left, top = round(box[0]), round(box[1])
+        right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
+        smaller = max(right - left, bottom - top) / size
+        method = cv2.INTER_AREA if smaller > _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
+        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=self._square, interpolation=method)
+        square = cv2.flip(self._square, 1, dst=self._mirrored) if mirror else self._square
+        if self._form[1] == 1:
+            planes[0] = square
+        else:
+            cv2.split(square, list(planes))
+
+    def _decoded(self, data: bytes, name: str, crop: Crop) -> tuple[Pixels, CropBox]:
+        """A picture, perhaps decoded smaller, and the wanted part of it."""
+        if data[:2] == b"\xff\xd8" and not oriented(data):
+            try:
+                return self._jpeg_decoded(data, crop)
+            except ValueError:
+                pass  # what libjpeg-turbo complains about, Pillow reads, or says why not
+        elif (plain := self._plain(data)) is not None:
+            return plain, crop(plain.shape[1], plain.shape[0])
+        image = open_picture(data, name)
+        width, height = upright_size(image)
+        box = crop(width, height)
+        mode = "L" if self._form[1] == 1 else "RGB"
+        image = finish_picture(image, name, self._needed(width, height, box))
+        pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+        return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
+
+    def _plain(self, data: bytes) -> Pixels | None:
+        """Pixels as they lie in a PPM or PGM file, where it is one with the wanted channels."""
+        grey = self._form[1] == 1
+        header = _PLAIN.match(data)
+        if header is None or (header[1] == b"5") != grey:
+            return None
+        width, height = int(header[2]), int(header[3])
+        shape = (height, width) if grey else (height, width, 3)
+        if 0 < math.prod(shape) == len(data) - header.end() and not too_large(width, height):
+            return np.frombuffer(data, np.uint8, offset=header.end()).reshape(shape)
+        return None
+
+    def _jpeg_decoded(self, data: bytes, crop: Crop) -> tuple[Pixels, CropBox]:
+        height, width, space, _ = self._jpeg.decode_jpeg_header(data)
+        if too_large(width, height) or space in ("CMYK", "YCCK"):
+            raise ValueError
+        box = crop(width, height)
+        wide, high = self._needed(width, height, box)
+        grey = self._form[1] == 1
+        num_bytes = width * height * (1 if grey else 3)
+        if len(self._scratch) < num_bytes <= _LARGEST_SCRATCH:
+            self._scratch = np.empty(num_bytes, np.uint8)
+        pixels = self._jpeg.decode_jpeg(
+            data,
+            "GRAY" if grey else "RGB",
+            min_width=wide,
+            min_height=high,
+            buffer=self._scratch if num_bytes <= len(self._scratch) else None,
+        )
+        pixels = pixels[:, :, 0] if grey else pixels
+        return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
+
+    def _needed(self, width: int, height: int, box: CropBox) -> tuple[int, int]:
+        """Width and height from which on the short side of the box has image_size pixels."""
+        factor = self._form[0] / min(box[2] - box[0], box[3] - box[1])
+        return math.ceil(width * factor), math.ceil(height * factor)
+
+
+def _scaled(box: CropBox, across: float, down: float) -> CropBox:
+    return box[0] * across, box[1] * down, box[2] * across, box[3] * down

@@ -1,0 +1,339 @@
+"""Worker processes that write pictures straight into the buffers of batches, in memory that all of them share.
+
+A batch is cut into pieces, and whichever worker is free takes the next one; what goes between the processes are the
+numbers of samples. A buffer is written to again when nobody has its batch any more.
+"""
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from convoy.comm.memory import lack_of_memory
+from convoy.data.batch import Batch, BatchMaker, Filled
+from convoy.data.memory import SharedMemory
+from convoy.errors import ConvoyError, MachineError
+
+_LEAST_PIECE, _LARGEST_PIECE = 16, 128
+_AHEAD = 3
+"""Batches that are made before they are asked for, beside those that it takes to keep every worker busy."""
+_MOST_SENT = 64
+"""Pieces that are on their way; a pipe takes about so many without waiting for its reader."""
+_WAITED = 0.01
+"""Part of the time spent waiting for batches from which on another worker is started."""
+_NO_WARNING = "ignore:resource_tracker:UserWarning"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to make.
+
+    Attributes:
+        samples: int64 [n].
+        epoch: for which they are augmented; None for an evaluation.
+    """
+
+    samples: NDArray[np.int64]
+    epoch: int | None = None
+
+
+@dataclass
+class _Pending:
+    """A batch that is being made: its buffer, and what became of its pieces, by their starts."""
+
+    request: Request
+    slot: int
+    pieces: dict[int, Filled | None] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return None not in self.pieces.values()
+
+
+class Workers:
+    """Makes batches in their order, by `most` processes; fewer to begin with where the number `adapts`.
+
+    Args:
+        maker: what fills the buffers.
+        requests: the batches.
+        largest: samples of the largest one.
+        most: processes.
+        adapts: begin with one process, and start others while batches are waited for.
+        pin_memory: for a GPU.
+        told: is told the number of processes, whenever others were started.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker,
+        requests: Iterator[Request],
+        largest: int,
+        *,
+        most: int,
+        adapts: bool = False,
+        pin_memory: bool = False,
+        told: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._maker, self._requests, self._most, self._told = maker, requests, most, told
+        self._piece = min(max(-(-largest // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE, max(largest, 1))
+        self._ahead = _AHEAD + -(-most * self._piece // max(largest, 1))
+        shape = (self._ahead + 2, largest, *maker.shape)
+        self._buffers = _Buffers(SharedMemory(int(np.prod(shape))), shape)
+        self._pinned = pin_memory and self._buffers.pin()
+        self._copies_pinned = pin_memory and not self._pinned
+        self._pending: deque[_Pending] = deque()
+        self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
+        self._first = self._last = self._sent = 0
+        context = _context()
+        self._context, self._tasks = context, context.SimpleQueue()
+        self._processes: dict[connection.Connection, BaseProcess] = {}
+        self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
+        self._asked = 0
+        for _ in range(1 if adapts else most):
+            self._start()
+
+    @property
+    def num(self) -> int:
+        """Processes that run."""
+        return len(self._processes)
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """All batches. Closing the generator ends the processes.
+
+        Raises:
+            ConvoyError: as `BatchMaker.fill`.
+            MachineError: a process died, or lacks memory.
+        """
+        try:
+            while self._send():
+                began = time.perf_counter()
+                while not self._pending[0].is_done:
+                    self._receive()
+                self._adapt(time.perf_counter() - began)
+                self._first += 1
+                yield self._finished(self._pending.popleft())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
+            process.terminate()
+        for results, process in processes.items():
+            process.join()
+            process.close()
+            results.close()
+
+    def _start(self) -> None:
+        results, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_work, args=(self._maker, self._buffers, self._tasks, theirs), name="convoy-pictures", daemon=True
+        )
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            raise _died(error) from error
+        theirs.close()
+        self._processes[results] = process
+
+    def _send(self) -> bool:
+        """Hand out work for the batches to come; whether there is any batch left."""
+        while len(self._pending) < self._ahead and self._buffers.free:
+            request = next(self._requests, None)
+            if request is None:
+                break
+            starts = range(0, len(request.samples), self._piece)
+            self._pending.append(_Pending(request, self._buffers.free.popleft(), dict.fromkeys(starts)))
+            self._unsent.extend((self._last, start) for start in starts)
+            self._last += 1
+        while self._unsent and self._sent < _MOST_SENT:
+            number, start = self._unsent.popleft()
+            pending = self._pending[number - self._first]
+            samples = pending.request.samples[start : start + self._piece]
+            self._tasks.put((number, pending.slot, start, samples, pending.request.epoch))
+            self._sent += 1
+        return bool(self._pending)
+
+    def _receive(self) -> None:
+        """Wait for a worker, and take what it has to say."""
+        sentinels = {process.sentinel: process for process in self._processes.values()}
+        ready = connection.wait([*self._processes, *sentinels])
+        for one in ready:
+            if one in sentinels:
+                process = sentinels[one]  # type: ignore[index]
+                process.join()
+                raise _died(f"exit status {process.exitcode}")
+            assert isinstance(one, connection.Connection)
+            try:
+                number, start, answer = one.recv()
+            except (EOFError, OSError) as error:
+                raise _died(error) from error
+            self._sent -= 1
+            if isinstance(answer, BaseException):
+                raise answer
+            self._pending[number - self._first].pieces[start] = answer
+        self._send()
+
+    def _finished(self, pending: _Pending) -> Batch:
+        """The batch in its buffer, or in a copy where the last free buffer would go."""
+        request, images = pending.request, self._buffers.hand_out(pending.slot, copied=not self._buffers.free)
+        parts = [(start, filled) for start, filled in pending.pieces.items() if filled is not None]
+        samples = np.concatenate([filled.samples for _, filled in parts]) if parts else request.samples
+        if len(samples) < len(request.samples):  # of an evaluation, some of whose pictures cannot be read
+            images = np.concatenate([images[start : start + len(filled.samples)] for start, filled in parts])
+        bad = [one for _, filled in parts for one in filled.bad]
+        batch = self._maker.batch(images, Filled(samples, bad), request.epoch or 0)
+        return batch.pin_memory() if self._copies_pinned else batch
+
+    def _adapt(self, waited: float) -> None:
+        """Start another process where batches are waited for, once all batches in between were asked for anew."""
+        self._asked += 1
+        if self._asked == 1:  # which was waited for in any case
+            self._since = time.perf_counter()
+            return
+        self._waits += waited
+        if not self._adapts or self.num >= self._most or self._asked % self._ahead:
+            return
+        passed = time.perf_counter() - self._since
+        if self._waits > _WAITED * passed:
+            for _ in range(min(self.num, self._most - self.num)):
+                self._start()
+            self._told(self.num)
+        self._waits, self._since = 0.0, time.perf_counter()
+
+
+class _Buffers:
+    """The buffers of batches: uint8 [buffers, samples, channels, height, width] in shared memory."""
+
+    def __init__(self, memory: SharedMemory, shape: tuple[int, ...]) -> None:
+        self._memory, self._shape = memory, shape
+        self.free = deque(range(shape[0]))
+
+    def __getstate__(self) -> Any:
+        return self._memory, self._shape
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
+        """Of a batch: [samples, channels, height, width]."""
+        size = int(np.prod(self._shape[1:]))
+        pixels = np.frombuffer(self._memory.bytes, np.uint8, size, slot * size)
+        return pixels.reshape(self._shape[1:])
+
+    def hand_out(self, slot: int, copied: bool) -> NDArray[np.uint8]:
+        """A buffer that is free again when nothing refers to it any more, or at once where its copy is handed out."""
+        size = int(np.prod(self._shape[1:]))
+        if copied or not size:
+            self.free.append(slot)
+            return self[slot].copy()
+        pixels = np.frombuffer(memoryview(self._memory.bytes)[slot * size : (slot + 1) * size], np.uint8)
+        weakref.finalize(pixels, self.free.append, slot).atexit = False
+        return pixels.reshape(self._shape[1:])
+
+    def pin(self) -> bool:
+        """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
+        whole = np.frombuffer(self._memory.bytes, np.uint8)
+        runtime: Any = torch.cuda.cudart()
+        if whole.nbytes == 0 or int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+            return False
+        weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
+        return True
+
+
+def _died(why: object) -> MachineError:
+    return MachineError(
+        f"a process that loads pictures died ({str(why) or type(why).__name__}): it may have run out of memory, so "
+        "lower data.workers; a script of your own that starts training needs `if __name__ == '__main__':`"
+    )
+
+
+def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.Connection) -> None:
+    """A worker process."""
+    _follow_parent()
+    torch.set_num_threads(1)
+    with suppress(ImportError):
+        import cv2
+
+        cv2.setNumThreads(1)
+    with suppress(EOFError, OSError):  # the training process is gone
+        while True:
+            number, slot, start, samples, epoch = tasks.get()
+            answer: Filled | BaseException
+            try:
+                answer = maker.fill(buffers[slot][start:], samples, epoch)
+            except Exception as error:
+                answer = _portable(error)
+            results.send((number, start, answer))
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception as it is to be raised in the training process."""
+    if lack_of_memory(error) is not None:
+        return MachineError("a process that loads pictures ran out of memory: lower data.workers")
+    if isinstance(error, ConvoyError):
+        return error.with_traceback(None)
+    trace = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"in a process that loads pictures:\n{trace}")
+    return error
+
+
+def _follow_parent() -> None:
+    """In a worker: end with the training process, however that ended, and not by a signal to its group.
+
+    The process that workers are forked from has left the group, unless another library had started it before.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with suppress(OSError):
+        os.setpgid(0, 0)
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _context() -> ForkServerContext:
+    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock."""
+    context: BaseContext = multiprocessing.get_context("forkserver")
+    assert isinstance(context, ForkServerContext)
+    context.set_forkserver_preload(["convoy.data.worker_server", "convoy.data.workers"])
+    _start_tracker()
+    return context
+
+
+def _start_tracker() -> None:
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queue
+    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
