@@ -318,7 +318,7 @@ def test_nothing_outlives_a_killed_training_process(started):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "said"),
-    [("", ""), ("from convoy.data import workers\nworkers._start_tracker = int\n", "semaphore objects")],
+    [("", ""), ("from convoy.data import processes\nprocesses._start_tracker = int\n", "semaphore objects")],
 )
 def test_what_a_killed_training_process_leaves_is_removed_without_a_word(tmp_path, photos, first, said):
     with start(tmp_path, photos, first, subprocess.PIPE) as (process, workers):

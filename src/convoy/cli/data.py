@@ -1,16 +1,56 @@
-"""`convoy data`: what a data set holds, before training on it."""
+"""`convoy data`: what a data set holds, before training on it; and packs, which load faster."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import click
 
 from convoy.cli import options
-from convoy.files import existing
+from convoy.cli.options import LazyGroup
+from convoy.errors import ConvoyError
+from convoy.files import MNIST_MINI, existing, expanded
 from convoy.late import waiting_for
+
+VERBS = {
+    "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
+    "pack": ("convoy.cli.data:pack", "Write a data set as shards that load faster."),
+    "verify": ("convoy.cli.data:verify", "Read a whole pack, and name what is damaged."),
+    "unpack": ("convoy.cli.data:unpack", "Write a pack as folders of pictures."),
+}
+
+
+class _DataGroup(LazyGroup):
+    """`convoy data PATH` is `convoy data show PATH`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        if first not in (*self.verbs, "-h", "--help"):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
 
 
 @click.command(
     "data",
+    cls=_DataGroup,
+    verbs=VERBS,
+    epilog="""\b
+Examples:
+  convoy data mnist-mini
+  convoy data photos/ --check
+  convoy data pack photos/ packed/ --short-side 256
+  convoy data verify packed/
+  convoy train resnet50 --data packed/
+""",
+)
+def command() -> None:
+    """Say what is in a data set (convoy data PATH), or pack it so that it loads faster."""
+
+
+@click.command(
+    "show",
     epilog="""\b
 Examples:
   convoy data mnist-mini
@@ -21,7 +61,7 @@ Examples:
 @click.option("--check", is_flag=True, help="Read every picture and name those that cannot be read.")
 @options.as_json
 @options.verbose
-def command(path: str, check: bool, as_json: bool) -> int:
+def show(path: str, check: bool, as_json: bool) -> int:
     """Say what is in the data set PATH: format, splits, classes, size of the network's input.
 
     With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
@@ -67,3 +107,144 @@ def command(path: str, check: bool, as_json: bool) -> int:
     if known:
         click.echo(f"{known:,} of the pictures cannot be read: --check names them", err=True)
     return 1 if bad else 0
+
+
+@click.command(
+    "pack",
+    epilog="""\b
+Examples:
+  convoy data pack /data/imagenet /fast/imagenet-256 --short-side 256
+  convoy data pack photos/ photos-raw/ --short-side 256 --raw
+  convoy data pack train.parquet packed/
+
+A pack is WebDataset tars with an index. Training on it sees the samples in the order of the original. Interrupted, the
+same command goes on where it stopped.
+""",
+)
+@click.argument("source")
+@click.argument("dest", type=options.OutputPath())
+@click.option(
+    "--short-side", metavar="PIXELS", type=click.IntRange(8, 8192), help="Make larger pictures that small, as JPEG."
+)
+@click.option("--raw", is_flag=True, help="Store pixels: several times the bytes, and no decoding.")
+@click.option(
+    "--quality", type=click.IntRange(1, 95), default=90, show_default=True, help="Of JPEG where pictures are resized."
+)
+@click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
+@options.as_json
+@options.verbose
+def pack(
+    source: str, dest: Path, short_side: int | None, raw: bool, quality: int, processes: int | None, as_json: bool
+) -> int:
+    """Write the data set SOURCE as a pack to the folder DEST: shards that are read sequentially, with an index.
+
+    Without options the files of the pictures stay as they are, and so does every pixel. A picture that cannot be read
+    is named, and ends the command.
+    """
+    click_context = click.get_current_context()
+    if raw and click_context.get_parameter_source("quality") is not click.core.ParameterSource.DEFAULT:
+        raise ConvoyError("--quality is of JPEG, and --raw stores none: leave one of them out")
+    path = existing(source)
+    if source != MNIST_MINI and path.resolve() in (dest.resolve(), *dest.resolve().parents):
+        raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
+    from convoy.data.config import DataConfig
+    from convoy.data.dataset import open_files
+    from convoy.data.pack import PackOptions
+    from convoy.data.pack import pack as write
+    from convoy.launch.cores import cores_allowed, own_cores
+
+    with _progress(as_json) as progress:
+        kind, opened = open_files(DataConfig(path=source), progress)
+        cores = processes or max(int(min(len(own_cores()), cores_allowed())), 1)
+        statistics = write(kind, opened, dest, PackOptions(short_side, raw, quality), progress, cores)
+    rows = [
+        {
+            "pack": str(dest),
+            "split": split,
+            "images": one.images,
+            "original bytes": one.original_bytes,
+            "stored bytes": one.stored_bytes,
+            "mean": " ".join(f"{value:.3f}" for value in one.mean),
+            "std": " ".join(f"{value:.3f}" for value in one.std),
+        }
+        for split, one in statistics.items()
+    ]
+    options.show(rows, as_json, right=("images", "original bytes", "stored bytes"))
+    return 0
+
+
+@click.command("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
+@click.argument("path", metavar="PACK", type=options.OutputPath())
+@options.as_json
+@options.verbose
+def verify(path: Path, as_json: bool) -> int:
+    """Read every picture of PACK and compare it with its checksum. What differs is named; the exit status is then 1."""
+    found = _opened(path)
+    from convoy.data.packed import damaged
+
+    with _progress(as_json) as progress:
+        sentences = list(damaged(found, progress))
+    number = sum(each.images for each in found.statistics.values())
+    row = {"pack": str(path), "of": found.name, "stored": str(found.options), "images": number, "damaged": len(sentences)}
+    options.show([row], as_json, right=("images", "damaged"))
+    for sentence in sentences:
+        click.echo(sentence, err=True)
+    return 1 if sentences else 0
+
+
+@click.command("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
+@click.argument("path", metavar="PACK", type=options.OutputPath())
+@click.argument("dest", type=options.OutputPath())
+@options.verbose
+def unpack(path: Path, dest: Path) -> int:
+    """Write the pictures of PACK to the folder DEST: a folder for each class, below train and test where it has both.
+
+    Pictures are checked against their checksums. What a pack keeps raw is written as PPM.
+    """
+    found = _opened(path)
+    from convoy.data.packed import unpack as write
+
+    with _progress(False) as progress:
+        number = write(found, dest, progress)
+    click.echo(f"{number:,} pictures of {len(found.classes):,} classes are in {dest}")
+    return 0
+
+
+def _opened(path: Path) -> Any:
+    from convoy.data.packed import Pack, is_pack
+
+    if not expanded(path).exists():
+        existing(str(path))
+    if not is_pack(path):
+        raise ConvoyError(f"{path} is no pack: convoy data pack SOURCE DEST writes one")
+    return Pack.open(path)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows long work as a bar on a terminal, and as some lines elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        last = 0.0
+
+        def line(what: str, done: int, total: int) -> None:
+            nonlocal last
+            part = done / max(total, 1)
+            if not quiet and (part >= last + 0.1 or part < last):
+                last = part
+                click.echo(f"{what}: {done:,} of {total:,}", err=True)
+
+        yield line
+        return
+    from rich.progress import Progress
+
+    from convoy.terminal import Console
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def bar(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield bar

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from convoy.files import MNIST_MINI
 
-Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "mnist-mini"]
+Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "pack", "mnist-mini"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 _RAND_AUGMENT = re.compile(r"n(\d+)-m(\d+)")

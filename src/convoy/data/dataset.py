@@ -10,6 +10,7 @@ from convoy.data.files import Opened, shown
 from convoy.data.folder import find_folder, open_class, open_folder
 from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
+from convoy.data.packed import Pack, is_pack
 from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, common_format, decode_all
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
@@ -74,7 +75,7 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     Raises:
         ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
     """
-    kind, opened = _open(config, progress, to_evaluate)
+    kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
     if not to_evaluate and len(opened.classes) < 2:
         only = f" ({opened.classes[0]})" if opened.classes else ""
         raise ConvoyError(
@@ -85,7 +86,7 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
     own = _settle(opened, config.bad_images == "skip", progress)
-    notes: list[str] = []
+    notes = [opened.note] if opened.note else []
     if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
         opened.test = opened.train
     train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
@@ -102,7 +103,13 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     )
 
 
-def _open(config: DataConfig, progress: Progress | None, to_evaluate: bool) -> tuple[str, Opened]:
+def open_files(
+    config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
+) -> tuple[str, Opened]:
+    """The format and the pictures of a data set as they lie in its files, before anything is split or read.
+
+    Args and errors are those of `open_data`.
+    """
     if MNIST_MINI in (config.path, config.format):
         return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
@@ -121,6 +128,8 @@ def _open(config: DataConfig, progress: Progress | None, to_evaluate: bool) -> t
         return kind, open_parquet(path)
     if kind == "webdataset":
         return kind, open_tars(path, progress)
+    if kind == "pack":
+        return kind, Pack.open(path).opened()
     openers: dict[str, Callable[[Path], Opened]] = {"mnist": open_mnist, "cifar": open_cifar, "folder": open_folder}
     return kind, openers[kind](path)
 
@@ -137,6 +146,8 @@ def _detect(path: Path) -> str:
             else ("a data set is a folder, a .parquet or a .tar")
         )
         raise ConvoyError(f"{shown(path)} is no data set: {advice}")
+    if is_pack(path):
+        return "pack"
     if find_mnist(path):
         return "mnist"
     if find_cifar(path):

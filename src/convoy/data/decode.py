@@ -29,6 +29,12 @@ _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 
 
+SUFFIX_OF = dict(
+    zip(_FORMATS, (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif"), strict=True)
+)
+"""The usual end of a file's name, by Pillow's name of its format."""
+
+
 class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets a ConvoyError)
     """A picture that cannot be used: `name` of the sample and `reason`."""
 
@@ -55,6 +61,11 @@ def open_picture(data: bytes, name: str) -> Image.Image:
         if too_large(width, height):
             raise BadImage(name, f"has {width}x{height} pixels, more than {_MAX_PIXELS // 10**6} million")
         return image
+
+
+def suffix_of(data: bytes) -> str:
+    """The usual end of the names of such files; Pillow's header read says which. Raises BadImage."""
+    return SUFFIX_OF[open_picture(data, "the picture").format or ""]
 
 
 def too_large(width: int, height: int) -> bool:

@@ -23,12 +23,16 @@ _WORDS = {
 
 @dataclass
 class Opened:
-    """The sources in the files of a format; `test` is None where the data has no split of its own."""
+    """The sources in the files of a format; `test` is None where the data has no split of its own.
+
+    `note` is a sentence for the user, or empty.
+    """
 
     name: str
     classes: list[str]
     train: Source
     test: Source | None = None
+    note: str = ""
 
 
 @contextmanager

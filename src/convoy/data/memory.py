@@ -59,14 +59,22 @@ class SharedBytes:
                 yield piece
 
         self._memory = SharedMemory.of(counted())
-        self._ends = SharedMemory.of([np.array(ends, np.int64).tobytes()])
+        self._ends = SharedNumbers(np.array(ends, np.int64))
+
+    @classmethod
+    def at(cls, block: bytes, ends: NDArray[np.int64]) -> "SharedBytes":
+        """Pieces that lie one after the other, by their ends [n]."""
+        found = cls.__new__(cls)
+        found._memory = SharedMemory.of([block])
+        found._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
+        return found
 
     def __len__(self) -> int:
-        return len(self._ends.bytes) // 8 - 1
+        return len(self._ends.array) - 1
 
     def __getitem__(self, place: int) -> bytes:
-        start, end = np.frombuffer(self._ends.bytes, np.int64, 2, 8 * place).tolist()
-        return self._memory.bytes[start:end]
+        start, end = self._ends.array[place : place + 2].tolist()
+        return bytes(self._memory.bytes[start:end])
 
 
 class Names:
@@ -75,11 +83,18 @@ class Names:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = SharedBytes(os.fsencode(name) for name in names)
 
+    @classmethod
+    def of(cls, encoded: SharedBytes) -> "Names":
+        """Strings in UTF-8."""
+        found = cls.__new__(cls)
+        found._names = encoded
+        return found
+
     def __len__(self) -> int:
         return len(self._names)
 
     def __getitem__(self, place: int) -> str:
-        return os.fsdecode(bytes(self._names[place]))
+        return os.fsdecode(self._names[place])
 
 
 class SharedNumbers:
@@ -88,12 +103,15 @@ class SharedNumbers:
     def __init__(self, numbers: NDArray[Any]) -> None:
         self._memory = SharedMemory.of([np.ascontiguousarray(numbers).tobytes()])
         self._form = numbers.dtype, numbers.shape
+        self.array: NDArray[Any] = np.frombuffer(self._memory.bytes, numbers.dtype).reshape(numbers.shape)
 
-    @property
-    def array(self) -> NDArray[Any]:
-        """The numbers."""
+    def __getstate__(self) -> Any:
+        return self._memory, self._form
+
+    def __setstate__(self, state: Any) -> None:
+        self._memory, self._form = state
         dtype, shape = self._form
-        return np.frombuffer(self._memory.bytes, dtype).reshape(shape)
+        self.array = np.frombuffer(self._memory.bytes, dtype).reshape(shape)
 
 
 def _anonymous_file() -> int:

@@ -5,10 +5,14 @@ samples needs. Nothing is unpacked and no member's name is ever used as a path.
 """
 
 import json
+import os
 import tarfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
@@ -19,30 +23,60 @@ from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
 _MAX_LABEL_BYTES = 2**20
+_MOST_OPEN = 256
 CLASS_NAMES = "classes.txt"
 
 
 class TarSource(EncodedSource):
-    """Members of tar files by shard, offset and size."""
+    """Members of tar files.
 
-    def __init__(self, files: list[Path], samples: list[tuple[str, int, int, int, int]]) -> None:
+    Args:
+        files: the tars.
+        names: of the members.
+        places: int64 [n, 3]: the tar's number in `files`, offset and size of the member's content.
+        labels: int64 [n].
+    """
+
+    def __init__(self, files: list[Path], names: Names, places: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         self._files = [str(file) for file in files]
-        self._shards = [printable(file.name) for file in files]
-        self._names = Names([name for name, *_ in samples])
-        self._places = SharedNumbers(np.array([place for _, *place, _ in samples], np.int64))
-        self.labels = np.array([label for *_, label in samples], np.int64)
+        self._names = names
+        self._places = SharedNumbers(places)
+        self.labels = labels
+        self._open: dict[int, _Descriptor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_open": {}}
 
     def name(self, sample: int) -> str:
-        return f"{self._shards[self._places.array[sample, 0]]}/{printable(self._names[sample])}"
+        return self.place(sample)
+
+    def place(self, sample: int) -> str:
+        """The tar and the member in it."""
+        shard = Path(self._files[self._places.array[sample, 0]]).name
+        return f"{printable(shard)}/{printable(self._names[sample])}"
 
     def read(self, sample: int) -> bytes:
         shard, offset, size = self._places.array[sample].tolist()
         try:
-            with open(self._files[shard], "rb") as file:  # noqa: PTH123 (hot path)
-                file.seek(offset)
-                return file.read(size)
+            file = self._open.get(shard)
+            if file is None:
+                if len(self._open) >= _MOST_OPEN:
+                    self._open.clear()
+                file = self._open[shard] = _Descriptor(self._files[shard])
+            data = os.pread(file.number, size, offset)
         except OSError as error:
             raise BadImage(self.name(sample), f"cannot be read ({error.strerror})") from None
+        if len(data) < size:
+            raise BadImage(self.name(sample), "is cut off")
+        return data
+
+
+class _Descriptor:
+    """An open file, closed when nobody has it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
 
 
 def open_tars(path: Path, progress: Progress | None = None) -> Opened:
@@ -64,14 +98,19 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
 
 
 def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
-    samples = []
+    samples: list[tuple[str, int, int, int, int]] = []
     for number, file in enumerate(files):
         samples += [(member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file)]
         if progress:
             progress("indexing tars", number + 1, len(files))
     if not samples:
         raise ConvoyError(f"{shown(files[0])} holds no samples: a sample is a picture and its .cls, with equal names")
-    return TarSource(files, samples)
+    return TarSource(
+        files,
+        Names([name for name, *_ in samples]),
+        np.array([place for _, *place, _ in samples], np.int64),
+        np.array([label for *_, label in samples], np.int64),
+    )
 
 
 def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:

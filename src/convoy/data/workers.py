@@ -4,10 +4,7 @@ A batch is cut into pieces, and whichever worker is free takes the next one; wha
 numbers of samples. A buffer is written to again when nobody has its batch any more.
 """
 
-import multiprocessing
-import os
 import pickle
-import threading
 import time
 import traceback
 import weakref
@@ -15,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection, resource_tracker
-from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -27,6 +23,7 @@ from numpy.typing import NDArray
 from convoy.comm.memory import lack_of_memory
 from convoy.data.batch import Batch, BatchMaker, Filled
 from convoy.data.memory import SharedMemory
+from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
@@ -36,7 +33,6 @@ _MOST_SENT = 64
 """Pieces that are on their way; a pipe takes about so many without waiting for its reader."""
 _WAITED = 0.01
 """Part of the time spent waiting for batches from which on another worker is started."""
-_NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Workers:
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
         self._first = self._last = self._sent = 0
-        context = _context()
+        context = forkserver("convoy.data.workers")
         self._context, self._tasks = context, context.SimpleQueue()
         self._processes: dict[connection.Connection, BaseProcess] = {}
         self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
@@ -266,7 +262,7 @@ def _died(why: object) -> MachineError:
 
 def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.Connection) -> None:
     """A worker process."""
-    _follow_parent()
+    follow_parent()
     torch.set_num_threads(1)
     with suppress(ImportError):
         import cv2
@@ -296,44 +292,3 @@ def _portable(error: Exception) -> Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"in a process that loads pictures:\n{trace}")
     return error
-
-
-def _follow_parent() -> None:
-    """In a worker: end with the training process, however that ended, and not by a signal to its group.
-
-    The process that workers are forked from has left the group, unless another library had started it before.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    with suppress(OSError):
-        os.setpgid(0, 0)
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-
-
-def _context() -> ForkServerContext:
-    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock."""
-    context: BaseContext = multiprocessing.get_context("forkserver")
-    assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload(["convoy.data.worker_server", "convoy.data.workers"])
-    _start_tracker()
-    return context
-
-
-def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queue
-    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = before

@@ -1,0 +1,418 @@
+"""Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`.
+
+A pack is a folder of `train-000000.tar`, … and, where the data set has a split of its own, `test-000000.tar`, …, which any
+reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture lies, its label, checksum and
+name. Samples have the numbers that they have in the original, so a run sees them in the same order.
+
+The index is written last. Until then the folder `.packing` says what is being packed, and keeps what is known of the
+shards that are complete, so that a pack that was interrupted goes on where it stopped; nobody reads it before.
+"""
+
+import fcntl
+import io
+import json
+import multiprocessing
+import shutil
+import tarfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.numpy import save
+
+from convoy.data.decode import SUFFIX_OF, BadImage, finish_picture, open_picture, upright_size
+from convoy.data.files import Opened, shown
+from convoy.data.processes import follow_parent, forkserver
+from convoy.data.sources import EncodedSource, Progress, Source
+from convoy.data.webdataset import CLASS_NAMES
+from convoy.errors import ConvoyError, MachineError
+from convoy.files import unwritable, write_atomically, write_json, write_text
+
+INDEX, UNFINISHED = "index.safetensors", ".packing"
+VERSION = 1
+PER_SHARD = 2048
+_TAR_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How pictures are stored.
+
+    Attributes:
+        short_side: larger pictures are resized to it, in pixels; None leaves all as they are.
+        raw: pixels (PPM) instead of picture files.
+        quality: of JPEG, for pictures that were resized, 1 to 95.
+    """
+
+    short_side: int | None = None
+    raw: bool = False
+    quality: int = 90
+
+    def __str__(self) -> str:
+        side = f"short side at most {self.short_side}" if self.short_side else "size as in the original"
+        if self.raw:
+            return f"raw pixels, {side}"
+        return f"{side}, JPEG of quality {self.quality} where resized" if self.short_side else f"files and {side}"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the pictures of a split.
+
+    Attributes:
+        images: how many.
+        original_bytes: of the original's files; 0 where it keeps pixels.
+        stored_bytes: of the pictures in the pack.
+        smallest: short side of the smallest picture of the original.
+        largest: long side of the largest.
+        pixels: of all stored pictures, for each channel.
+        sums: of the stored pixels, 0 to 255, of each channel (red, green, blue; those of grey ones are alike).
+        squares: sums of their squares.
+    """
+
+    images: int = 0
+    original_bytes: int = 0
+    stored_bytes: int = 0
+    smallest: int = 2**31
+    largest: int = 0
+    pixels: int = 0
+    sums: tuple[int, int, int] = (0, 0, 0)
+    squares: tuple[int, int, int] = (0, 0, 0)
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        def added(ours: tuple[int, int, int], theirs: tuple[int, int, int]) -> tuple[int, int, int]:
+            return ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2]
+
+        return Statistics(
+            self.images + other.images,
+            self.original_bytes + other.original_bytes,
+            self.stored_bytes + other.stored_bytes,
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+            self.pixels + other.pixels,
+            added(self.sums, other.sums),
+            added(self.squares, other.squares),
+        )
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Of each channel, pixels from 0 to 1."""
+        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums)
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel, pixels from 0 to 1."""
+        means = (each / max(self.pixels, 1) for each in self.sums)
+        pairs = zip(self.squares, means, strict=True)
+        return tuple(round(max(each / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for each, mean in pairs)
+
+
+class _Stored(NamedTuple):
+    """A picture as the pack keeps it."""
+
+    data: bytes
+    suffix: str
+    statistics: Statistics
+
+
+def pack(
+    kind: str, opened: Opened, folder: Path, options: PackOptions, progress: Progress | None, processes: int
+) -> dict[str, Statistics]:
+    """Write a data set as a pack, or finish one that was interrupted.
+
+    Args:
+        kind: the original's format.
+        opened: the original.
+        folder: where to; it is made where it is not there.
+        options: how pictures are stored.
+        progress: is told how far it is.
+        processes: that decode and encode.
+
+    Returns:
+        The statistics of each split.
+
+    Raises:
+        ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.
+        MachineError: a process died.
+    """
+    splits = {"train": opened.train} | ({"test": opened.test} if opened.test is not None else {})
+    names = list(splits) if opened.test is not None else ["data"]  # without the word, the shards name no split
+    splits = dict(zip(names, splits.values(), strict=True))
+    what = {
+        "version": VERSION,
+        "name": opened.name,
+        "format": kind,
+        "options": asdict(options),
+        "classes": opened.classes,
+        "splits": {name: _fingerprint(source) for name, source in splits.items()},
+    }
+    with _begun(folder, what):
+        shards = [
+            _Shard(split, number, range(start, min(start + PER_SHARD, len(source))))
+            for split, source in splits.items()
+            for number, start in enumerate(range(0, len(source), PER_SHARD))
+        ]
+        _write_shards(folder, splits, shards, options, progress, processes)
+        write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
+        known = {shard: shard.known(folder) for shard in shards}
+        statistics: dict[str, Statistics] = {}
+        arrays: dict[str, NDArray[Any]] = {}
+        for split, source in splits.items():
+            own = [known[shard] for shard in shards if shard.split == split]
+            statistics[split] = reduce(lambda one, other: one + other, (each.statistics for each in own), Statistics())
+            arrays |= _index(split, source, own)
+        document = what | {
+            "statistics": {split: asdict(each) for split, each in statistics.items()},
+            "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
+        }
+        metadata = {"convoy.pack": json.dumps(document)}
+        write_atomically(folder / INDEX, lambda path: path.write_bytes(save(arrays, metadata)))
+    shutil.rmtree(folder / UNFINISHED)
+    return statistics
+
+
+def _fingerprint(source: Source) -> dict[str, int]:
+    """What an interrupted pack knows its original by: number of samples, labels, names."""
+    names = 0
+    for sample in range(len(source)):
+        names = zlib.crc32(source.name(sample).encode("utf-8", "surrogatepass"), names)
+    return {"samples": len(source), "labels": zlib.crc32(source.labels.astype(np.int64).tobytes()), "names": names}
+
+
+@contextmanager
+def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
+    """A folder in which nobody else packs, and nothing else is packed.
+
+    Raises:
+        ConvoyError: otherwise.
+    """
+    unfinished = folder / UNFINISHED
+    if folder.exists() and not folder.is_dir():
+        raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
+    if (folder / INDEX).exists() and not unfinished.exists():
+        raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
+    if folder.is_dir() and not unfinished.exists() and any(folder.iterdir()):
+        raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
+    if (reason := unwritable(folder)) is not None:
+        raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder for the pack")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with (unfinished / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
+        begun = unfinished / "what.json"
+        if not begun.exists():
+            write_json(begun, what)
+        elif (before := json.loads(begun.read_text(encoding="utf-8"))) != json.loads(json.dumps(what)):
+            differ = " and ".join(key for key in what if before.get(key) != json.loads(json.dumps(what[key])))
+            raise ConvoyError(
+                f"{shown(folder)} holds an unfinished pack of something else (other {differ}): finish it as it was "
+                "begun, or remove it"
+            )
+        for stale in folder.glob(".*.tmp"):
+            stale.unlink()
+        yield
+
+
+class _Known(NamedTuple):
+    """What is known of a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
+
+    number: int
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    crc32: NDArray[np.uint32]
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Consecutive samples of a split."""
+
+    split: str
+    number: int
+    samples: range
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.split, self.number)
+
+    def _notes(self, folder: Path) -> Path:
+        return folder / UNFINISHED / f"{self.name}.npz"
+
+    def is_complete(self, folder: Path) -> bool:
+        return self._notes(folder).exists() and (folder / self.name).exists()
+
+    def known(self, folder: Path) -> _Known:
+        with np.load(self._notes(folder)) as notes:
+            found = json.loads(str(notes["statistics"]))
+            found |= {key: tuple(found[key]) for key in ("sums", "squares")}
+            return _Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
+
+    def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> None:
+        """Write the tar, and then what is known of it. Raises BadImage."""
+        offsets, sizes, sums = [], [], []
+        statistics = Statistics()
+
+        def fill(path: Path) -> None:
+            nonlocal statistics
+            with path.open("wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                for sample, label in zip(self.samples, labels.tolist(), strict=True):
+                    stored = _stored(source, sample, options)
+                    offsets.append(tar.offset + _TAR_BLOCK)
+                    sizes.append(len(stored.data))
+                    sums.append(zlib.crc32(stored.data))
+                    statistics += stored.statistics
+                    _add(tar, f"{sample:09d}{stored.suffix}", stored.data)
+                    _add(tar, f"{sample:09d}.cls", str(label).encode())
+
+        write_atomically(folder / self.name, fill)
+        with io.BytesIO() as file:
+            np.savez(
+                file,
+                offsets=np.array(offsets, np.int64),
+                sizes=np.array(sizes, np.int64),
+                crc32=np.array(sums, np.uint32),
+                statistics=np.array(json.dumps(asdict(statistics))),
+            )
+            content = file.getvalue()
+        write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
+
+
+def shard_name(split: str, number: int) -> str:
+    """Of a tar."""
+    return f"{split}-{number:06d}.tar"
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _write_shards(
+    folder: Path,
+    splits: dict[str, Source],
+    shards: list[_Shard],
+    options: PackOptions,
+    progress: Progress | None,
+    processes: int,
+) -> None:
+    """Write those that are not complete."""
+    left = [shard for shard in shards if not shard.is_complete(folder)]
+    total = sum(len(source) for source in splits.values())
+    done = total - sum(len(shard.samples) for shard in left)
+    if progress and done:
+        progress("packing", done, total)
+    if not left:
+        return
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(), _enter, (splits, options))
+    try:
+        labels = {split: source.labels for split, source in splits.items()}
+        futures = {
+            pool.submit(_write, shard, folder, labels[shard.split][slice(shard.samples.start, shard.samples.stop)]): shard
+            for shard in left
+        }
+        for future in as_completed(futures):
+            future.result()
+            done += len(futures[future].samples)
+            if progress:
+                progress("packing", done, total)
+    except BadImage as bad:
+        raise ConvoyError(
+            f"{bad}: mend or remove it, and pack again (convoy data PATH --check names all that cannot be read)"
+        ) from None
+    except BrokenProcessPool as error:
+        raise MachineError(
+            f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
+        ) from error
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # at once, not after the shard that it writes
+        pool.shutdown(cancel_futures=True)
+
+
+_splits: dict[str, Source] = {}
+_options = PackOptions()
+
+
+def _enter(splits: dict[str, Source], options: PackOptions) -> None:
+    """In a worker process."""
+    global _options
+    follow_parent()
+    _splits.update(splits)
+    _options = options
+
+
+def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> None:
+    shard.write(folder, _splits[shard.split], labels, _options)
+
+
+def _stored(source: Source, sample: int, options: PackOptions) -> _Stored:
+    """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
+    name = source.name(sample)
+    data = source.read(sample) if isinstance(source, EncodedSource) else b""
+    image = open_picture(data, name) if data or isinstance(source, EncodedSource) else source.load(sample)
+    kind = image.format or ""
+    size = upright_size(image)
+    short = min(size)
+    smaller = options.short_side is not None and short > options.short_side
+    width, height = size
+    if smaller:
+        assert options.short_side is not None
+        width, height = (max(round(side * options.short_side / short), options.short_side) for side in size)
+    image = finish_picture(image, name, (2 * width, 2 * height) if smaller else None)
+    if smaller:
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    if options.raw:
+        suffix, stored = ".ppm", _plain(image)
+    elif smaller:
+        suffix, stored = ".jpg", _encoded(image, "JPEG", quality=options.quality)
+    elif data:
+        suffix, stored = SUFFIX_OF[kind], data
+    else:
+        suffix, stored = ".png", _encoded(image, "PNG")
+    counts = np.array(image.histogram(), np.int64).reshape(-1, 256) * np.ones((3 // len(image.getbands()), 1), np.int64)
+    values = np.arange(256)
+    red, green, blue = (counts @ values).tolist()
+    red2, green2, blue2 = (counts @ values**2).tolist()
+    statistics = Statistics(
+        1, len(data), len(stored), short, max(size), width * height, (red, green, blue), (red2, green2, blue2)
+    )
+    return _Stored(stored, suffix, statistics)
+
+
+def _plain(image: Image.Image) -> bytes:
+    """As PPM, or PGM where it is grey: a line of text, then the pixels."""
+    kind = 5 if image.mode == "L" else 6
+    return b"P%d\n%d %d\n255\n" % (kind, image.width, image.height) + image.tobytes()
+
+
+def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    with io.BytesIO() as file:
+        image.save(file, kind, **options)
+        return file.getvalue()
+
+
+def _index(split: str, source: Source, known: list[_Known]) -> dict[str, NDArray[Any]]:
+    """The arrays of a split: where its pictures lie, their labels, checksums and names."""
+    names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
+    return {
+        f"{split}.shard": np.repeat([each.number for each in known], [len(each.offsets) for each in known]).astype(np.int32),
+        f"{split}.offset": np.concatenate([each.offsets for each in known]),
+        f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
+        f"{split}.crc32": np.concatenate([each.crc32 for each in known]),
+        f"{split}.label": source.labels.astype(np.int32),
+        f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
+        f"{split}.names": np.frombuffer(b"".join(names), np.uint8),
+    }

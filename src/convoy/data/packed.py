@@ -1,0 +1,220 @@
+"""Reading packs, which `convoy data pack` has written: as a data set, to verify them, to unpack them."""
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from convoy.data.decode import BadImage, suffix_of
+from convoy.data.files import Opened, check_range, reading, shown
+from convoy.data.memory import Names, SharedBytes
+from convoy.data.pack import INDEX, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
+from convoy.data.sources import Progress
+from convoy.data.webdataset import TarSource
+from convoy.errors import ConvoyError
+from convoy.files import unwritable
+from convoy.terminal import printable
+
+_EVERY = 2000
+_LONGEST = 200
+
+
+class PackedSource(TarSource):
+    """The pictures of a split of a pack, under the names that they have in the original."""
+
+    def name(self, sample: int) -> str:
+        """Of the original."""
+        return printable(self._names[sample])
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack.
+
+    Attributes:
+        path: its folder.
+        name: of the original data set.
+        format: of the original.
+        classes: names, by labels.
+        options: how pictures are stored.
+        statistics: of the pictures, by splits: train and test, or data.
+    """
+
+    path: Path
+    name: str
+    format: str
+    classes: list[str]
+    options: PackOptions
+    statistics: dict[str, Statistics]
+
+    @classmethod
+    def open(cls, path: Path) -> "Pack":
+        """Look at its index, and whether all shards are there.
+
+        Raises:
+            ConvoyError: the pack is not finished, or damaged, or of a later version.
+        """
+        if (path / UNFINISHED).exists():
+            raise ConvoyError(
+                f"{shown(path)} is a pack that was interrupted: finish it by the same convoy data pack, or remove it"
+            )
+        index = path / INDEX
+        try:
+            with reading(index), safe_open(index, "np") as file:
+                found = json.loads((file.metadata() or {})["convoy.pack"])
+            if found["version"] > VERSION:
+                raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
+            shards = {str(name): int(size) for name, size in found["shards"].items()}
+            statistics = {
+                split: Statistics(**(each | {key: tuple(each[key]) for key in ("sums", "squares")}))
+                for split, each in found["statistics"].items()
+            }
+            options = PackOptions(**found["options"])
+            pack = cls(path, found["name"], found["format"], list(found["classes"]), options, statistics)
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
+            raise ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again") from None
+        for name, size in shards.items():
+            with reading(path / name):
+                now = (path / name).stat().st_size
+            if now != size:
+                raise ConvoyError(
+                    f"{shown(path / name)} has {now:,} bytes instead of {size:,}: fetch the pack again, or pack again"
+                )
+        return pack
+
+    def __str__(self) -> str:
+        return f"a pack of {self.name} ({self.format}; {self.options})"
+
+    def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
+        """Those of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
+        try:
+            with safe_open(self.path / INDEX, "np") as file:
+                return [file.get_tensor(f"{split}.{name}") for name in names]
+        except SafetensorError:
+            raise ConvoyError(f"{shown(self.path / INDEX)} is cut off or damaged: pack the data again") from None
+
+    def source(self, split: str) -> PackedSource:
+        """The pictures of a split."""
+        shard, offset, size, label, names, ends = self.arrays(
+            split, "shard", "offset", "size", "label", "names", "name_end"
+        )
+        places = np.stack([shard, offset, size], axis=1).astype(np.int64)
+        num = int(shard.max(initial=-1)) + 1
+        files = [self.path / shard_name(split, number) for number in range(num)]
+        return PackedSource(files, Names.of(SharedBytes.at(names.tobytes(), ends)), places, label.astype(np.int64))
+
+    def opened(self) -> Opened:
+        """The data set. Raises ConvoyError."""
+        first, *others = [self.source(split) for split in self.statistics]
+        note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
+        opened = Opened(self.name, self.classes, first, others[0] if others else None, note)
+        check_range(self.path, [first, *others], self.classes)
+        return opened
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a folder is a pack, finished or not."""
+    return (path / INDEX).is_file() or (path / UNFINISHED).is_dir()
+
+
+def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
+    """A sentence for each picture whose bytes are not those that were packed; every one is read."""
+    done, total = 0, sum(each.images for each in pack.statistics.values())
+    for split in pack.statistics:
+        source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
+        for sample in range(len(source)):
+            try:
+                if zlib.crc32(source.read(sample)) != crc32[sample]:
+                    yield f"{source.place(sample)} is not what was packed: its checksum differs"
+            except BadImage as bad:
+                yield str(bad)
+            done += 1
+            if progress and (done % _EVERY == 0 or done == total):
+                progress("reading", done, total)
+
+
+def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
+    """Write the pictures of a pack as a folder for each class, below one for each split.
+
+    Names of files are those of the original as far as these can be: what stands in a name never leads out of the
+    folder.
+
+    Args:
+        pack: which.
+        folder: where to; new or empty.
+        progress: is told how far it is.
+
+    Returns:
+        How many pictures were written.
+
+    Raises:
+        ConvoyError: the folder is taken, or a picture is damaged.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
+    if (reason := unwritable(folder)) is not None:
+        raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
+    unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unpacking")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        done = _unpack(pack, unfinished, progress)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return done
+
+
+def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
+    done, total = 0, sum(each.images for each in pack.statistics.values())
+    folders = _distinct(pack.classes)
+    for split in pack.statistics:
+        source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
+        below = folder if len(pack.statistics) == 1 else folder / split
+        for name in folders:
+            (below / name).mkdir(parents=True, exist_ok=True)
+        taken: set[tuple[int, str]] = set()
+        for sample, label in enumerate(source.labels.tolist()):
+            try:
+                data = source.read(sample)
+            except BadImage as bad:
+                raise ConvoyError(f"{bad}: fetch the pack again, or pack again") from None
+            if zlib.crc32(data) != crc32[sample]:
+                raise ConvoyError(
+                    f"{source.place(sample)} is not what was packed (its checksum differs): fetch the pack again, or "
+                    "pack again"
+                )
+            stem = _plain_name(Path(source.name(sample)).stem)
+            if not stem or (label, stem.lower()) in taken:
+                stem = f"{sample:09d}"
+            taken.add((label, stem.lower()))
+            (below / folders[label] / (stem + suffix_of(data))).write_bytes(data)
+            done += 1
+            if progress and (done % _EVERY == 0 or done == total):
+                progress("unpacking", done, total)
+    return done
+
+
+def _distinct(classes: list[str]) -> list[str]:
+    """A name of a folder for each class; those that would be alike get their numbers."""
+    names = [_plain_name(name) for name in classes]
+    folded = [name.lower() for name in names]
+    return [
+        name if name and folded.count(name.lower()) == 1 else f"{number:06d} {name}".strip()
+        for number, name in enumerate(names)
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """A name without what would make it a path, or hidden."""
+    return re.sub(r"[/\\\0]", "_", name).lstrip(".").strip()[:_LONGEST]

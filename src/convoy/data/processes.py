@@ -1,0 +1,54 @@
+"""Worker processes: where they come from, and how they end."""
+
+import multiprocessing
+import os
+import threading
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from multiprocessing.context import ForkServerContext
+
+_NO_WARNING = "ignore:resource_tracker:UserWarning"
+
+
+def forkserver(*preload: str) -> ForkServerContext:
+    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock.
+
+    Args:
+        preload: modules that the server imports, so that workers begin at once, and share their memory.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["convoy.data.worker_server", *preload])
+    _start_tracker()
+    return context
+
+
+def follow_parent() -> None:
+    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group.
+
+    The process that workers are forked from has left the group, unless another library had started it before.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with suppress(OSError):
+        os.setpgid(0, 0)
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _start_tracker() -> None:
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
+    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
