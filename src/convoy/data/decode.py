@@ -22,7 +22,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
-_HEADER_BYTES = 2**16
+_APP1, _START_OF_SCAN = b"\xe1", b"\xda"
 _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 
 # Formats that only hold pixels. Pillow would also hand PostScript to an interpreter and ask plug-ins about the rest.
@@ -75,15 +75,18 @@ def too_large(width: int, height: int) -> bool:
 
 def oriented(jpeg: bytes) -> bool:
     """Whether the header of a JPEG may ask for a rotation or a mirror image."""
-    exif = jpeg.find(b"Exif\0\0", 0, _HEADER_BYTES)
-    if exif < 0:
-        return False
-    tags = Image.Exif()
-    try:
-        tags.load(jpeg[exif : exif + _HEADER_BYTES])
-        return tags.get(_ORIENTATION, 1) != 1
-    except Exception:
-        return True
+    place = 2
+    while jpeg[place : place + 1] == b"\xff" and (marker := jpeg[place + 1 : place + 2]) != _START_OF_SCAN:
+        end = place + 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+        if marker == _APP1 and jpeg[place + 4 : place + 10] == b"Exif\0\0":
+            tags = Image.Exif()
+            try:
+                tags.load(jpeg[place + 4 : end])
+                return tags.get(_ORIENTATION, 1) != 1
+            except Exception:
+                return True
+        place = end
+    return jpeg[place : place + 2] != b"\xff" + _START_OF_SCAN
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
