@@ -166,7 +166,9 @@ def streaming(path: Path, kind: str, workers: int) -> Iterator[Any]:
             return _from_bytes([super().__getitem__(number)["image"]])
 
     data = Streamed(local=str(path), shuffle=True, batch_size=BATCH)
-    loader = torch.utils.data.DataLoader(data, BATCH, num_workers=workers, drop_last=True, persistent_workers=workers > 0)
+    loader = torch.utils.data.DataLoader(
+        data, BATCH, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+    )
     return endless(loader)
 
 
@@ -257,13 +259,19 @@ def in_a_session(*arguments: str) -> dict[str, float] | None:
     return found
 
 
-def compare(photographs: Path, sides: list[str], classes: list[str], workers: list[int], seconds: float, rounds: int) -> None:
+def compare(
+    photographs: Path, sides: list[str], classes: list[str], workers: list[int], seconds: float, rounds: int
+) -> None:
     """All sides in turns, and the medians as a table."""
     print(machine.sentence(machine.describe()))
     with tempfile.TemporaryDirectory() as folder:
         forms = prepare(photographs, Path(folder), sides)
         for kind in classes:
-            print(f"\n| {kind}, photographs a second | of a core's time | " + " | ".join(f"{n} workers" for n in workers) + " |")
+            print(
+                f"\n| {kind}, photographs a second | of a core's time | "
+                + " | ".join(f"{n} workers" for n in workers)
+                + " |"
+            )
             print("| --- |" + " --- |" * (1 + len(workers)))
             found: dict[str, dict[int, list[dict[str, float]]]] = {side: {n: [] for n in workers} for side in sides}
             for _ in range(rounds):
@@ -278,12 +286,17 @@ def compare(photographs: Path, sides: list[str], classes: list[str], workers: li
                 core = [each["per_core_s"] for n in workers for each in own[n]]
                 walls = [statistics.median(each["per_s"] for each in own[n]) if own[n] else None for n in workers]
                 cells = [statistics.median(core) if core else None, *walls]
-                print(f"| {side} | " + " | ".join("failed" if x is None else f"{x:,.0f}" for x in cells) + " |", flush=True)
+                print(
+                    f"| {side} | " + " | ".join("failed" if x is None else f"{x:,.0f}" for x in cells) + " |",
+                    flush=True,
+                )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required="--one" not in sys.argv, help="a folder of photographs by classes")
+    parser.add_argument(
+        "--data", type=Path, required="--one" not in sys.argv, help="a folder of photographs by classes"
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])

@@ -185,7 +185,13 @@ def verify(path: Path, as_json: bool) -> int:
     with _progress(as_json) as progress:
         sentences = list(damaged(found, progress))
     number = sum(each.images for each in found.statistics.values())
-    row = {"pack": str(path), "of": found.name, "stored": str(found.options), "images": number, "damaged": len(sentences)}
+    row = {
+        "pack": str(path),
+        "of": found.name,
+        "stored": str(found.options),
+        "images": number,
+        "damaged": len(sentences),
+    }
     options.show([row], as_json, right=("images", "damaged"))
     for sentence in sentences:
         click.echo(sentence, err=True)

@@ -29,9 +29,7 @@ _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 
 
-SUFFIX_OF = dict(
-    zip(_FORMATS, (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif"), strict=True)
-)
+SUFFIX_OF = dict(zip(_FORMATS, (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif"), strict=True))
 """The usual end of a file's name, by Pillow's name of its format."""
 
 

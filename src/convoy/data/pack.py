@@ -320,7 +320,9 @@ def _write_shards(
     try:
         labels = {split: source.labels for split, source in splits.items()}
         futures = {
-            pool.submit(_write, shard, folder, labels[shard.split][slice(shard.samples.start, shard.samples.stop)]): shard
+            pool.submit(
+                _write, shard, folder, labels[shard.split][slice(shard.samples.start, shard.samples.stop)]
+            ): shard
             for shard in left
         }
         for future in as_completed(futures):
@@ -408,7 +410,9 @@ def _index(split: str, source: Source, known: list[_Known]) -> dict[str, NDArray
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
     return {
-        f"{split}.shard": np.repeat([each.number for each in known], [len(each.offsets) for each in known]).astype(np.int32),
+        f"{split}.shard": np.repeat([each.number for each in known], [len(each.offsets) for each in known]).astype(
+            np.int32
+        ),
         f"{split}.offset": np.concatenate([each.offsets for each in known]),
         f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
         f"{split}.crc32": np.concatenate([each.crc32 for each in known]),

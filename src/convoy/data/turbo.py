@@ -6,6 +6,7 @@ on every machine, in every process and thread.
 
 import math
 import re
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,11 @@ _AREA_FROM = 2
 """Times that a part is made smaller from which on all of its pixels are averaged, as two by two would leave some out."""
 
 
+def missing() -> list[str]:
+    """The libraries of this decoder that are not installed."""
+    return [name for name, module in (("simplejpeg", "simplejpeg"), ("OpenCV", "cv2")) if find_spec(module) is None]
+
+
 class Turbo:
     """Parts of pictures, resized to a square.
 
@@ -38,10 +44,9 @@ class Turbo:
 
     def __init__(self, image_size: int, channels: int, interpolation: str) -> None:
         """Raises ConvoyError when simplejpeg or OpenCV is not installed."""
-        missing = [name for name, module in (("simplejpeg", "simplejpeg"), ("OpenCV", "cv2")) if not find_spec(module)]
-        if missing:
+        if lacking := missing():
             raise ConvoyError(
-                f"data.decoder=turbo needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not "
+                f"data.decoder=turbo needs {' and '.join(lacking)}, which {'are' if lacking[1:] else 'is'} not "
                 "installed: pip install 'convoy-nn[fast]', or set data.decoder=pillow, whose pixels differ a little"
             )
         self._form = image_size, channels, interpolation
@@ -55,10 +60,7 @@ class Turbo:
         size, channels, interpolation = self._form
         methods = {"nearest": "NEAREST", "bilinear": "LINEAR", "bicubic": "CUBIC", "lanczos": "LANCZOS4"}
         self._method = getattr(cv2, f"INTER_{methods[interpolation]}")
-        shape = (size, size, 3) if channels == 3 else (size, size)
-        # Pages that are there already: fresh memory of this size would be fetched for every picture.
-        self._square, self._mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-        self._scratch = np.empty(0, np.uint8)
+        self._own = _Buffers((size, size, 3) if channels == 3 else (size, size))
 
     def __getstate__(self) -> Any:
         return self._form
@@ -76,13 +78,13 @@ class Turbo:
 
     def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
         """The same from pixels: uint8 [height, width, 3] or [height, width]."""
-        cv2, size = self._cv2, self._form[0]
+        cv2, size, own = self._cv2, self._form[0], self._own
         left, top = round(box[0]), round(box[1])
         right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
         smaller = max(right - left, bottom - top) / size
         method = cv2.INTER_AREA if smaller >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
-        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=self._square, interpolation=method)
-        square = cv2.flip(self._square, 1, dst=self._mirrored) if mirror else self._square
+        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=own.square, interpolation=method)
+        square = cv2.flip(own.square, 1, dst=own.mirrored) if mirror else own.square
         if self._form[1] == 1:
             planes[0] = square
         else:
@@ -124,17 +126,20 @@ class Turbo:
         box = crop(width, height)
         wide, high = self._needed(width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
-        factor = next(factor for factor in (8, 4, 2, 1) if width >= factor * wide and height >= factor * high or factor == 1)
+        factor = next(
+            factor for factor in (8, 4, 2, 1) if width >= factor * wide and height >= factor * high or factor == 1
+        )
         grey = self._form[1] == 1
         num_bytes = width * height * (1 if grey else 3)
-        if len(self._scratch) < num_bytes <= _LARGEST_SCRATCH:
-            self._scratch = np.empty(num_bytes, np.uint8)
+        own = self._own
+        if len(own.scratch) < num_bytes <= _LARGEST_SCRATCH:
+            own.scratch = np.empty(num_bytes, np.uint8)
         pixels = self._jpeg.decode_jpeg(
             data,
             "GRAY" if grey else "RGB",
             min_width=-(-width // factor),
             min_height=-(-height // factor),
-            buffer=self._scratch if num_bytes <= len(self._scratch) else None,
+            buffer=own.scratch if num_bytes <= len(own.scratch) else None,
         )
         pixels = pixels[:, :, 0] if grey else pixels
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
@@ -143,6 +148,14 @@ class Turbo:
         """Width and height from which on the short side of the box has image_size pixels."""
         factor = self._form[0] / min(box[2] - box[0], box[3] - box[1])
         return math.ceil(width * factor), math.ceil(height * factor)
+
+
+class _Buffers(threading.local):
+    """Pages that are there already: fresh memory would be fetched for every picture. Every thread has its own."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.square, self.mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+        self.scratch = np.empty(0, np.uint8)
 
 
 def _scaled(box: CropBox, across: float, down: float) -> CropBox:

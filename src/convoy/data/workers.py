@@ -62,14 +62,14 @@ class _Pending:
 
 
 class Workers:
-    """Makes batches in their order, by `most` processes; fewer to begin with where the number `adapts`.
+    """Makes batches in their order, by `most` processes, or by fewer to begin with where the number `adapts`.
 
     Args:
         maker: what fills the buffers.
         requests: the batches.
         largest: samples of the largest one.
         most: processes.
-        adapts: begin with one process, and start others while batches are waited for.
+        adapts: begin with half of them, and start others while batches are waited for.
         pin_memory: for a GPU.
         told: is told the number of processes, whenever others were started.
     """
@@ -100,7 +100,7 @@ class Workers:
         self._processes: dict[connection.Connection, BaseProcess] = {}
         self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
         self._asked = 0
-        for _ in range(1 if adapts else most):
+        for _ in range(-(-most // 2) if adapts else most):
             self._start()
 
     @property

@@ -60,17 +60,18 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ra
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
-    """Of a sample here. Workers get batches ready in turns, so that as many as there are workers make a round."""
+    """Of a sample here, with all the workers that there may be."""
     positions = balanced(recipe.batch, ranks.num)[ranks.rank]
     assert isinstance(positions, range)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     pipeline = InputPipeline(data, device, memory_format)
+    workers = num_workers(data, recipe.data)[0]
     batches = training_batches(
         data,
-        recipe.data,
+        recipe.data.model_copy(update={"workers": workers}),
         Order(len(data.train), recipe.batch, recipe.seed),
         first_update=0,
-        num_updates=1 + max(_LEAST, num_workers(data, recipe.data)[0]),
+        num_updates=1 + max(_LEAST, workers),
         seed=recipe.seed,
         positions=positions,
         pin_memory=device.type == "cuda",

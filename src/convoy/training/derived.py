@@ -181,7 +181,7 @@ def derive(
         why = "cores that this process may use", "the machine"
     rows.append(("threads", q.threads, *why))
     if workers is not None:
-        rows.append(("data workers", *workers, "one core each"))
+        rows.append(("data workers", *workers, "one core each at most: docs/data.md"))
     return [Derived(*row) for row in rows]
 
 

@@ -35,7 +35,7 @@ GIVE_UP = 20
 """Updates left out in a row after which the run ends."""
 TOLD = 5
 """Updates that were left out, of which something is said."""
-_DECIDED_ANEW = "checkpoint every "
+_DECIDED_ANEW = ("checkpoint every ", "data workers: ")
 
 
 class Loop:
@@ -200,7 +200,7 @@ class Loop:
         averaged = self.session.state.averaged
         self.session.model.train()
         left = self.session.quantities.total_updates - self.done
-        with closing(self.session.batches(self.done, left)) as batches:
+        with closing(self.session.batches(self.done, left, self._more_workers)) as batches:
             asked = self._ask()
             for batch in batches:
                 self.window.wait_s += time.perf_counter() - asked
@@ -294,11 +294,15 @@ class Loop:
         )
         self.reporter.say(session.notes[-1])
 
+    def _more_workers(self, number: int) -> None:
+        self._tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
+
     def _tell(self, sentence: str) -> None:
-        """Say something that stays with the run; of how often checkpoints come, what was decided last."""
+        """Say something that stays with the run; of what is decided again and again, the last word alone stays."""
         notes = self.session.notes
-        if sentence.startswith(_DECIDED_ANEW):
-            notes[:] = [note for note in notes if not note.startswith(_DECIDED_ANEW)]
+        for subject in _DECIDED_ANEW:
+            if sentence.startswith(subject):
+                notes[:] = [note for note in notes if not note.startswith(subject)]
         notes.append(sentence)
         self.reporter.say(sentence)
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
 from convoy.data.batch import evaluation_pixels, in_channels
-from convoy.data.config import AugmentConfig
 from convoy.data.decode import finish_picture, open_picture
 from convoy.data.files import relabel
 from convoy.data.folder import SUFFIXES, picture_bytes
 from convoy.data.transforms import Geometry
+from convoy.data.turbo import Turbo, missing
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
@@ -46,14 +46,19 @@ class Transform:
 
     Args:
         given: what the network is given.
-        augment: of the recipe, which says how pictures are resized.
+        config: of the recipe, which says how pictures are decoded and resized. Pillow takes the place of a decoder that
+            is not installed.
     """
 
-    def __init__(self, given: NetworkInput, augment: AugmentConfig) -> None:
+    def __init__(self, given: NetworkInput, config: DataConfig) -> None:
+        augment = config.augment
         self._channels = given.channels
         self._in_memory = given.in_memory
         self._geometry = Geometry(given.image_size, given.resize, augment)
         self._normalize = Normalize(given.mean, given.std)
+        method = augment.interpolation or "bilinear"
+        turbo = config.decoder == "turbo" and not missing()
+        self._turbo = Turbo(given.image_size, given.channels, method) if turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU.
@@ -76,13 +81,25 @@ class Transform:
         if isinstance(picture, str | os.PathLike):
             path = os.fspath(picture)
             name = path if name is None else name
-            image = open_picture(picture_bytes(path, name), name)
+            data = picture_bytes(path, name)
+            if self._turbo is not None and not self._in_memory:
+                self._turbo.write(data, name, self._geometry.center_box, False, planes := self._planes())
+                return planes
+            image = open_picture(data, name)
         else:
             name = "the picture" if name is None else name
             image = picture if isinstance(picture, Image.Image) else _image_of(picture)
+        if self._turbo is not None:
+            pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
+            box = self._geometry.center_box(pixels.shape[1], pixels.shape[0])
+            self._turbo.write_part(pixels, box, False, planes := self._planes())
+            return planes
         if self._in_memory:
             image = Image.fromarray(np.asarray(in_channels(finish_picture(image, name), self._channels)))
         return evaluation_pixels(image, name, self._geometry, self._channels)
+
+    def _planes(self) -> NDArray[np.uint8]:
+        return np.empty((self._channels, self._geometry.image_size, self._geometry.image_size), np.uint8)
 
 
 def _image_of(array: object) -> Image.Image:
@@ -166,9 +183,7 @@ def load_run(path: str | os.PathLike[str]) -> TrainedRun:
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
         raise ConvoyError(f"{run.weights} does not fit {recipe.model.name}: {reason}") from error
-    return TrainedRun(
-        run.path, recipe, network.eval(), Transform(given, recipe.data.augment), list(given.classes), given
-    )
+    return TrainedRun(run.path, recipe, network.eval(), Transform(given, recipe.data), list(given.classes), given)
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:

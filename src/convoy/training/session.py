@@ -140,8 +140,10 @@ class Session(Prepared):
             return largest
         return max(1, min(largest, -(-len(self.data.test) // self.ranks.num_sample_ranks)))
 
-    def batches(self, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
-        """This rank's samples of the batches of some updates."""
+    def batches(
+        self, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
+    ) -> Generator[Batch, None, None]:
+        """This rank's samples of the batches of some updates; `told` learns of more worker processes."""
         return training_batches(
             self.data,
             self.recipe.data,
@@ -151,6 +153,7 @@ class Session(Prepared):
             seed=self.recipe.seed,
             positions=self.division.positions(self.ranks.sample_rank),
             pin_memory=self.device.type == "cuda",
+            told=told,
         )
 
     def guard(self) -> FiniteGuard:

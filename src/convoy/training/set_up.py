@@ -219,8 +219,10 @@ def _assemble(
         said = network.what_is_recomputed(pieces, lowered(recipe))
         notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
-    workers = num_workers(data, recipe.data)
-    derived = derive(recipe, len(data.train), samples=samples, workers=workers, sizes=sizes) + ready.derived
+    workers, why = num_workers(data, recipe.data)
+    if workers > 1 and recipe.data.workers is None:
+        why += "; half of them begin, others follow when batches are waited for"
+    derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     if isinstance(network, StagedTraining):
         through = f"through {plan.num_stages} stages"

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,14 +36,19 @@ class InputPipeline:
         self.device = device
         self.normalize = Normalize(data.mean, data.std, device, memory_format)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Pictures on their way: the memory that they lie in is written to anew once nobody has them any more.
+        self._copied: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
         """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
         pixels = batch.images[start:end]
         if self._side is None:
             return self.normalize(pixels.to(self.device, non_blocking=True))
+        while self._copied and self._copied[0][0].query():
+            self._copied.popleft()
         with torch.cuda.stream(self._side):
             images = self.normalize(pixels.to(self.device, non_blocking=True))
+            self._copied.append((self._side.record_event(), pixels))
         computing = torch.cuda.current_stream(self.device)
         computing.wait_stream(self._side)
         images.record_stream(computing)  # or their memory would be given to the next batch while this one is used
