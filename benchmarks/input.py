@@ -92,11 +92,7 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 def torch_pillow(path: Path, kind: str, workers: int) -> Iterator[Any]:
-    data = Pictures(files_of(path))
-    persistent = {"persistent_workers": True} if workers else {}
-    return endless(
-        torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=workers, drop_last=True, **persistent)  # type: ignore[arg-type]
-    )
+    return endless(_loader(Pictures(files_of(path)), workers, shuffle=True))
 
 
 def timm(path: Path, kind: str, workers: int) -> Iterator[Any]:
@@ -166,10 +162,7 @@ def streaming(path: Path, kind: str, workers: int) -> Iterator[Any]:
             return _from_bytes([super().__getitem__(number)["image"]])
 
     data = Streamed(local=str(path), shuffle=True, batch_size=BATCH)
-    loader = torch.utils.data.DataLoader(
-        data, BATCH, num_workers=workers, drop_last=True, persistent_workers=workers > 0
-    )
-    return endless(loader)
+    return endless(_loader(data, workers, shuffle=False))
 
 
 SIDES: dict[str, tuple[Callable[[Path, str, int], Iterator[Any]], str, dict[str, str]]] = {
@@ -203,6 +196,13 @@ def prepare(photographs: Path, work: Path, sides: list[str]) -> dict[str, Path]:
             forms[f"{prefix}mds"] = work / f"{prefix}mds"
             _write_mds(files, forms[f"{prefix}mds"])
     return forms
+
+
+def _loader(data: Any, workers: int, shuffle: bool) -> Any:
+    loader: Any = torch.utils.data.DataLoader(
+        data, BATCH, shuffle=shuffle, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+    )
+    return loader
 
 
 def _sample(file: str) -> dict[str, Any]:

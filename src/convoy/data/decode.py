@@ -80,7 +80,7 @@ def oriented(jpeg: bytes) -> bool:
             tags = Image.Exif()
             try:
                 tags.load(jpeg[place + 4 : end])
-                return tags.get(_ORIENTATION, 1) != 1
+                return bool(tags.get(_ORIENTATION, 1) != 1)
             except Exception:
                 return True
         place = end

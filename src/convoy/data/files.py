@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ class Opened:
     classes: list[str]
     train: Source
     test: Source | None = None
-    note: str = ""
+    note: str = field(default="", kw_only=True)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`.
 
-A pack is a folder of `train-000000.tar`, … and, where the data set has a split of its own, `test-000000.tar`, …, which any
-reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture lies, its label, checksum and
-name. Samples have the numbers that they have in the original, so a run sees them in the same order.
+A pack is a folder of `train-000000.tar`, …, and `test-000000.tar`, … (`data-000000.tar`, … where the data set has no
+split of its own), which any reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture
+lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
+same order.
 
 The index is written last. Until then the folder `.packing` says what is being packed, and keeps what is known of the
 shards that are complete, so that a pack that was interrupted goes on where it stopped; nobody reads it before.
@@ -246,6 +247,10 @@ class _Shard:
     def name(self) -> str:
         return shard_name(self.split, self.number)
 
+    @property
+    def places(self) -> slice:
+        return slice(self.samples.start, self.samples.stop)
+
     def _notes(self, folder: Path) -> Path:
         return folder / UNFINISHED / f"{self.name}.npz"
 
@@ -319,12 +324,7 @@ def _write_shards(
     pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(), _enter, (splits, options))
     try:
         labels = {split: source.labels for split, source in splits.items()}
-        futures = {
-            pool.submit(
-                _write, shard, folder, labels[shard.split][slice(shard.samples.start, shard.samples.stop)]
-            ): shard
-            for shard in left
-        }
+        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
         for future in as_completed(futures):
             future.result()
             done += len(futures[future].samples)
@@ -339,9 +339,10 @@ def _write_shards(
             f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
         ) from error
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()  # at once, not after the shard that it writes
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
 
 
 _splits: dict[str, Source] = {}

@@ -79,6 +79,8 @@ class Pack:
             }
             options = PackOptions(**found["options"])
             pack = cls(path, found["name"], found["format"], list(found["classes"]), options, statistics)
+        except ConvoyError:
+            raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             raise ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again") from None
         for name, size in shards.items():
@@ -115,7 +117,7 @@ class Pack:
         """The data set. Raises ConvoyError."""
         first, *others = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        opened = Opened(self.name, self.classes, first, others[0] if others else None, note)
+        opened = Opened(self.name, self.classes, first, others[0] if others else None, note=note)
         check_range(self.path, [first, *others], self.classes)
         return opened
 

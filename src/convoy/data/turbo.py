@@ -25,7 +25,7 @@ Crop = Callable[[int, int], CropBox]
 _PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
 _LARGEST_SCRATCH = 2**24
 _AREA_FROM = 2
-"""Times that a part is made smaller from which on all of its pixels are averaged, as two by two would leave some out."""
+"""A part that is made so many times smaller is averaged, as two by two pixels would leave some out."""
 
 
 def missing() -> list[str]:
@@ -126,9 +126,7 @@ class Turbo:
         box = crop(width, height)
         wide, high = self._needed(width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
-        factor = next(
-            factor for factor in (8, 4, 2, 1) if width >= factor * wide and height >= factor * high or factor == 1
-        )
+        factor = next((each for each in (8, 4, 2) if min(width / wide, height / high) >= each), 1)
         grey = self._form[1] == 1
         num_bytes = width * height * (1 if grey else 3)
         own = self._own

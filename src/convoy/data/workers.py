@@ -172,7 +172,7 @@ class Workers:
         ready = connection.wait([*self._processes, *sentinels])
         for one in ready:
             if one in sentinels:
-                process = sentinels[one]  # type: ignore[index]
+                process = sentinels[one]
                 process.join()
                 raise _died(f"exit status {process.exitcode}")
             assert isinstance(one, connection.Connection)

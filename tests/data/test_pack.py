@@ -1,0 +1,307 @@
+"""Packs: the same samples in the same order, whole or not there, and never read before they are finished."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from convoy.data import AugmentConfig, DataConfig, Order, open_data, pack, training_batches
+from convoy.data.dataset import open_files
+from convoy.data.pack import INDEX, UNFINISHED, PackOptions, Statistics
+from convoy.data.packed import Pack, damaged, unpack
+from convoy.errors import ConvoyError
+from data.made import encoded, picture, tar_members, write_cifar, write_folder, write_mnist, write_parquet, write_tar
+
+
+def packed(source, folder: Path, options: PackOptions | None = None, **section) -> dict[str, Statistics]:
+    kind, opened = open_files(DataConfig(path=str(source), **section))
+    return pack.pack(kind, opened, folder, options or PackOptions(), None, processes=1)
+
+
+def images(path, num: int = 6, **options) -> torch.Tensor:
+    section = DataConfig(
+        **({"path": str(path), "workers": 0, "augment": AugmentConfig(flip=True), "image_size": 24} | options)
+    )
+    data = open_data(section)
+    order = Order(len(data.train), 4, seed=2)
+    made = training_batches(data, section, order, first_update=0, num_updates=num, seed=2)
+    batches = list(made)
+    assert all(batch.labels.tolist() == data.train.labels[batch.samples].tolist() for batch in batches)
+    return torch.cat([batch.images for batch in batches])
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    write_folder(root / "train", ("a", "b", "c"), num=5)
+    write_folder(root / "val", ("a", "b", "c"), num=2)
+    return root
+
+
+def write(kind: str, folder: Path) -> dict:
+    """A data set in a format; returns options to open it with."""
+    options: dict = {"image_size": 24, "augment": AugmentConfig(crop="random-resized", flip=True)}
+    if kind == "folder":
+        write_folder(folder, ("a", "b"), num=12)
+    elif kind == "split folder":
+        write_folder(folder / "train", ("a", "b"), num=8)
+        write_folder(folder / "val", ("a", "b"), num=2)
+    elif kind == "parquet":
+        write_parquet(
+            folder / "x.parquet", [encoded(picture(seed=i), "JPEG") for i in range(20)], [i % 3 for i in range(20)]
+        )
+    elif kind == "tar":
+        write_tar(folder / "x.tar", tar_members(20))
+    elif kind == "mnist":
+        write_mnist(folder)
+        options = {"augment": AugmentConfig(crop="pad")}
+    else:
+        write_cifar(folder, 10, binary=True)
+        options = {"augment": AugmentConfig(crop="pad", flip=True)}
+    return options
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "split folder", "parquet", "tar", "mnist", "cifar"])
+def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(tmp_path, kind, raw):
+    options = write(kind, tmp_path / "source")
+    options |= {"image_size": None} if kind in ("mnist", "cifar") else {}
+    if raw and options.get("image_size"):  # parts of JPEG files may be decoded smaller
+        options["augment"] = AugmentConfig(flip=True)
+    packed(tmp_path / "source", tmp_path / "packed", PackOptions(raw=raw))
+    assert torch.equal(images(tmp_path / "packed", **options), images(tmp_path / "source", **options))
+    source, found = (open_data(DataConfig(path=str(tmp_path / name))) for name in ("source", "packed"))
+    facts = ("name", "classes", "image_size", "channels", "mean", "std", "resize")
+    assert [getattr(found, fact) for fact in facts] == [getattr(source, fact) for fact in facts]
+    assert found.train.labels.tolist() == source.train.labels.tolist()
+    assert found.test.labels.tolist() == source.test.labels.tolist()
+
+
+def test_the_comparison_notices_another_order(tmp_path, monkeypatch):
+    """The negative control: shards whose samples are numbered backwards."""
+    write("split folder", tmp_path / "source")
+    monkeypatch.setattr(pack, "_index", lambda *of, own=pack._index: {k: v[::-1].copy() for k, v in own(*of).items()})
+    kind, opened = open_files(DataConfig(path=str(tmp_path / "source")))
+    opened.train.labels = opened.train.labels.copy()
+    try:
+        pack.pack(kind, opened, tmp_path / "packed", PackOptions(), None, processes=1)
+        same = torch.equal(images(tmp_path / "packed"), images(tmp_path / "source"))
+    except (AssertionError, ConvoyError):
+        same = False
+    assert not same
+
+
+def test_workers_read_packs_too(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    assert torch.equal(images(tmp_path / "packed", workers=2), images(photos))
+
+
+def test_a_run_says_that_its_data_are_packed(tmp_path, photos):
+    packed(photos, tmp_path / "packed", PackOptions(short_side=40))
+    (note,) = open_data(DataConfig(path=str(tmp_path / "packed"))).notes
+    assert note.startswith(
+        f"{tmp_path / 'packed'} is a pack of {photos.name} (folder; short side at most 40, JPEG of qu"
+    )
+    assert note.endswith("its samples come in the order of the original")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_short_side_and_the_statistics(tmp_path, photos, raw):
+    statistics = packed(photos, tmp_path / "packed", PackOptions(short_side=35, raw=raw))
+    data = open_data(DataConfig(path=str(tmp_path / "packed")))
+    loaded = [data.train.load(i) for i in range(len(data.train))]
+    assert {min(image.size) for image in loaded} == {35} and {max(image.size) for image in loaded} == {40}
+    pixels = np.concatenate([np.asarray(image).reshape(-1, 3) for image in loaded]) / 255
+    found = statistics["train"]
+    tolerance = 1e-4 if raw else 6e-3  # of JPEG the pixels before they were encoded
+    assert np.allclose(found.mean, pixels.mean(0), atol=tolerance)
+    assert np.allclose(found.std, pixels.std(0), atol=tolerance)
+    assert (found.images, found.smallest, found.largest) == (15, 70, 80)
+    assert found.original_bytes == sum(file.stat().st_size for file in (photos / "train").rglob("*.jpg"))
+
+
+def test_any_reader_of_tars_reads_a_pack(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("train-000000.tar", "test-000000.tar", "classes.txt"):
+        (tmp_path / "packed" / name).rename(plain / name)
+    assert open_data(DataConfig(path=str(plain))).format == "webdataset"
+    assert torch.equal(images(plain), images(photos))
+    with tarfile.open(plain / "train-000000.tar") as tar:
+        assert tar.getnames()[:4] == ["000000000.jpg", "000000000.cls", "000000001.jpg", "000000001.cls"]
+
+
+def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(pack, "PER_SHARD", 2)
+    source = tmp_path / "source"
+    write_folder(source, ("a", "b"), num=4)
+    good = (source / "b" / "001.jpg").read_bytes()
+    (source / "b" / "001.jpg").write_bytes(good[:500])
+    with pytest.raises(ConvoyError, match=r"^b/001.jpg cannot be decoded .*: mend or remove it, and pack again"):
+        packed(source, tmp_path / "packed")
+    assert not (tmp_path / "packed" / INDEX).exists()
+    for reader in (open_data, open_files):
+        with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
+            reader(DataConfig(path=str(tmp_path / "packed")))
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "packed").glob("*.tar")}
+    assert before
+    (source / "b" / "001.jpg").write_bytes(good)
+    packed(source, tmp_path / "packed")
+    after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "packed").glob("*.tar")}
+    assert len(after) == 4 and before.items() <= after.items()
+    assert torch.equal(images(tmp_path / "packed"), images(source))
+    assert not (tmp_path / "packed" / UNFINISHED).exists()
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from convoy.data import DataConfig, pack
+from convoy.data.dataset import open_files
+
+if __name__ == "__main__":
+    pack.PER_SHARD = 3
+    kind, opened = open_files(DataConfig(path=sys.argv[1]))
+
+    def said(what, done, total):
+        print(done, flush=True)
+        time.sleep(60)
+
+    pack.pack(kind, opened, Path(sys.argv[2]), pack.PackOptions(), said, 1)
+"""
+
+
+def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(tmp_path, monkeypatch):
+    write_folder(tmp_path / "source", ("a", "b"), num=12)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(tmp_path / "source"), str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert int(process.stdout.readline()) == 3
+        os.killpg(process.pid, signal.SIGKILL)
+    (tmp_path / "killed" / ".train-000009.tar.1.tmp").write_bytes(b"half")
+    time.sleep(0.2)
+    monkeypatch.setattr(pack, "PER_SHARD", 3)
+    with pytest.raises(ConvoyError, match="was interrupted"):
+        open_data(DataConfig(path=str(tmp_path / "killed")))
+    with pytest.raises(ConvoyError, match=r"unfinished pack of something else \(other options\): finish it as it was"):
+        packed(tmp_path / "source", tmp_path / "killed", PackOptions(raw=True))
+    for name in ("killed", "whole"):
+        packed(tmp_path / "source", tmp_path / name)
+    files = {
+        name: {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("killed", "whole")
+    }
+    assert files["killed"] == files["whole"] and len(files["whole"]) == 8 + 2
+
+
+def test_two_cannot_pack_into_one_folder(tmp_path, photos):
+    kind, opened = open_files(DataConfig(path=str(photos)))
+
+    def said(*_: object) -> None:
+        with pytest.raises(ConvoyError, match="another process packs into"):
+            packed(photos, tmp_path / "packed")
+
+    pack.pack(kind, opened, tmp_path / "packed", PackOptions(), said, 1)
+
+
+def test_taken_folders_are_refused(tmp_path, photos):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConvoyError, match="is a file"):
+        packed(photos, tmp_path / "file")
+    with pytest.raises(ConvoyError, match="is not empty"):
+        packed(photos, tmp_path)
+    packed(photos, tmp_path / "packed")
+    with pytest.raises(ConvoyError, match="is a finished pack"):
+        packed(photos, tmp_path / "packed")
+
+
+def test_damage_is_named(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    found = Pack.open(tmp_path / "packed")
+    assert list(damaged(found, None)) == []
+    source = found.source("train")
+    _, offset, size = source._places.array[7].tolist()
+    tar = tmp_path / "packed" / "train-000000.tar"
+    content = bytearray(tar.read_bytes())
+    content[offset + size // 2] ^= 1
+    tar.write_bytes(content)
+    assert list(damaged(Pack.open(tmp_path / "packed"), None)) == [
+        "train-000000.tar/train/b/002.jpg is not what was packed: its checksum differs"
+    ]
+    with pytest.raises(ConvoyError, match=r"b/002.jpg is not what was packed"):
+        unpack(found, tmp_path / "unpacked", None)
+    assert not (tmp_path / "unpacked").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["packed"]
+    tar.write_bytes(content[:-1])
+    with pytest.raises(ConvoyError, match=r"train-000000.tar has .* bytes instead of .*: fetch the pack again"):
+        Pack.open(tmp_path / "packed")
+    tar.unlink()
+    with pytest.raises(ConvoyError, match=r"train-000000.tar is missing"):
+        open_data(DataConfig(path=str(tmp_path / "packed")))
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:50], lambda data: b"\xff" * len(data)])
+def test_a_damaged_index_is_refused(tmp_path, photos, damage):
+    packed(photos, tmp_path / "packed")
+    index = tmp_path / "packed" / INDEX
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(ConvoyError, match="is cut off or damaged: pack the data again"):
+        open_data(DataConfig(path=str(tmp_path / "packed")))
+
+
+def test_a_pack_of_a_later_version_is_refused(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(pack, "VERSION", 99)
+    packed(photos, tmp_path / "packed")
+    with pytest.raises(ConvoyError, match="later version"):
+        Pack.open(tmp_path / "packed")
+
+
+def test_unpacking_gives_the_folder_back(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    assert unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None) == 21
+    for split, name in (("train", "train"), ("test", "val")):
+        found = {
+            file.relative_to(tmp_path / "back" / split): file for file in (tmp_path / "back" / split).rglob("*.jpg")
+        }
+        assert len(found) in (15, 6)
+        assert all((photos / name / path).read_bytes() == file.read_bytes() for path, file in found.items())
+    with pytest.raises(ConvoyError, match="is not an empty folder"):
+        unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None)
+
+
+def test_names_of_others_lead_nowhere(tmp_path):
+    """Classes and files whose names would be paths, or hidden, or alike."""
+    classes = ["../up", "..", "a", "A", "/etc"]
+    write_tar(
+        tmp_path / "x.tar",
+        {
+            f"{i}.{end}": content
+            for i in range(5)
+            for end, content in (("png", encoded(Image.new("RGB", (9, 9)))), ("cls", str(i).encode()))
+        },
+    )
+    kind, opened = open_files(DataConfig(path=str(tmp_path / "x.tar")))
+    opened.classes = classes
+    pack.pack(kind, opened, tmp_path / "packed", PackOptions(), None, 1)
+    found = Pack.open(tmp_path / "packed")
+    assert unpack(found, tmp_path / "back", None) == 5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "packed", "x.tar"]
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["000001", "000002 a", "000003 A", "_etc", "_up"]
+    assert len(list((tmp_path / "back").rglob("*.png"))) == 5
+
+
+def test_a_pack_says_what_it_is(tmp_path, photos):
+    packed(photos, tmp_path / "packed", PackOptions(short_side=40, raw=True))
+    found = Pack.open(tmp_path / "packed")
+    assert (found.name, found.format, found.classes) == (photos.name, "folder", ["a", "b", "c"])
+    assert found.options == PackOptions(40, True) and set(found.statistics) == {"train", "test"}
+    assert json.loads(json.dumps(str(found))) == f"a pack of {photos.name} (folder; raw pixels, short side at most 40)"
