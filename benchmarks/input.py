@@ -2,7 +2,7 @@
 
     python benchmarks/input.py --data PHOTOGRAPHS
     python benchmarks/input.py --data PHOTOGRAPHS --sides convoy pillow --seconds 5
-    python benchmarks/input.py --trainer 0.6 --data PHOTOGRAPHS
+    python benchmarks/input.py --data PHOTOGRAPHS --trainer 0.6
 
 Every side runs in processes of its own and gives batches of uint8 pictures, 224 pixels wide: a random part, resized,
 every second one mirrored. After a first second the pictures are counted, and the time that all cores spent on these
@@ -31,11 +31,13 @@ from measuring import machine
 from PIL import Image
 
 SIZE, BATCH = 224, 64
+QUIET = os.environ | {"GOMP_SPINCOUNT": "10000"}
+"""As in `convoy train`: a thread that waits for others soon leaves its core to the workers."""
 CLASSES = ("files", "packed", "raw")
 """The photographs as they are; with a short side of 256 pixels, as JPEG of quality 90; the same as pixels."""
 
 
-def convoy(path: Path, kind: str, workers: int, decoder: str | None = "turbo") -> Iterator[Any]:
+def convoy(path: Path, kind: str, workers: int | None, decoder: str | None = "turbo") -> Iterator[Any]:
     from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches
 
     augment = AugmentConfig(crop="random-resized", flip=True)
@@ -248,10 +250,55 @@ def measure(side: str, path: Path, kind: str, workers: int, seconds: float) -> d
     return {"per_s": num / passed, "per_core_s": num / (cpu_seconds() - before)}
 
 
+def train(side: str, path: Path, kind: str, share: float, seconds: float) -> dict[str, float]:
+    """How much of its time a trainer waits for data whose network needs `share` of all cores, and loading the rest.
+
+    Network: a batch of convolutions, repeated until they take that share of the time beside the measured loading.
+    """
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
+    layer = torch.nn.Conv2d(32, 32, 3, padding=1)
+    images = torch.randn(16, 32, 56, 56)
+
+    def update(times: int) -> None:
+        for _ in range(times):
+            layer(images).sum().backward()
+
+    update(5)
+    began = time.perf_counter()
+    update(50)
+    unit = (time.perf_counter() - began) / 50
+    batches = SIDES[side][0](path, kind, cores)
+    for _ in range(10):
+        next(batches)
+    began = time.perf_counter()
+    for _ in range(20):
+        next(batches)
+    loading = (time.perf_counter() - began) / 20
+    times = max(round(loading * share / (1 - share) / unit), 1)
+    batches = convoy_adapting(path) if side == "convoy" else SIDES[side][0](path, kind, cores)
+    for _ in range(10):
+        next(batches)
+        update(times)
+    waited, num, began = 0.0, 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        asked = time.perf_counter()
+        num += len(next(batches))
+        waited += time.perf_counter() - asked
+        update(times)
+    passed = time.perf_counter() - began
+    return {"waits": waited / passed, "per_s": num / passed, "network_s": times * unit, "loading_s": loading}
+
+
+def convoy_adapting(path: Path) -> Iterator[Any]:
+    """With as many workers as Convoy thinks fit."""
+    return convoy(path, "", None)
+
+
 def in_a_session(*arguments: str) -> dict[str, float] | None:
     """`measure` of a side by a fresh process; None where it fails."""
-    command = [sys.executable, __file__, "--one", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=QUIET)
     if done.returncode:
         print(f"{arguments}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return None
@@ -278,7 +325,7 @@ def compare(
                 for side in sides:
                     for n in workers:
                         path = forms[SIDES[side][2][kind]]
-                        one = in_a_session(side, str(path), kind, str(n), str(seconds))
+                        one = in_a_session("--one", side, str(path), kind, str(n), str(seconds))
                         if one is not None:
                             found[side][n].append(one)
             for side in sides:
@@ -292,6 +339,25 @@ def compare(
                 )
 
 
+def waits(photographs: Path, sides: list[str], classes: list[str], share: float, seconds: float) -> None:
+    """How long a trainer waits for data, as a table."""
+    print(machine.sentence(machine.describe()))
+    print(
+        f"\n| network {share:.0%} of all cores | waits for data | photographs a second "
+        "| a batch's network alone | its loading alone |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        forms = prepare(photographs, Path(folder), sides)
+        for kind in classes:
+            for side in sides:
+                path = str(forms[SIDES[side][2][kind]])
+                one = in_a_session("--trainer", str(share), "--one", side, path, kind, "0", str(seconds))
+                if one is not None:
+                    alone = f"{one['network_s'] * 1e3:.0f} ms | {one['loading_s'] * 1e3:.0f} ms"
+                    print(f"| {side}, {kind} | {one['waits']:.1%} | {one['per_s']:,.0f} | {alone} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -302,14 +368,21 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--trainer", type=float, metavar="SHARE", help="how long one waits whose network needs it")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        side, path, kind, workers, seconds = options.one
-        print(json.dumps(measure(side, Path(path), kind, int(workers), float(seconds))))
+        side, path, kind, number, seconds = options.one
+        if options.trainer:
+            print(json.dumps(train(side, Path(path), kind, options.trainer, float(seconds))))
+        else:
+            print(json.dumps(measure(side, Path(path), kind, int(number), float(seconds))))
         os._exit(0)  # workers of some sides would be waited for
     sides = options.sides or [name for name, (_, module, _) in SIDES.items() if importlib.util.find_spec(module)]
-    compare(options.data, sides, options.classes, options.workers, options.seconds, options.rounds)
+    if options.trainer:
+        waits(options.data, sides, options.classes, options.trainer, options.seconds)
+    else:
+        compare(options.data, sides, options.classes, options.workers, options.seconds, options.rounds)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ WRONG = {
     "eval none": "none is no run directory",
     "predict none file": "none is no run directory",
     "data none": "data set none does not exist",
+    "data pack none packed": "data set none does not exist",
+    "data verify none": "data set none does not exist",
     "report none": "none is no run directory",
     "plan lenett": "did you mean lenet",
     "plan lenet --recipe defualt": "did you mean default",

@@ -1,0 +1,96 @@
+"""Worker processes write to shared buffers: whoever keeps a batch keeps it, and their number follows the need."""
+
+import pickle
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches, workers
+from convoy.data.batch import Batch, Filled
+from convoy.data.memory import SharedNumbers
+from convoy.data.workers import Request, Workers
+from data.made import write_folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    write_folder(root / "train", ("a", "b", "c"), num=30)
+    write_folder(root / "val", ("a", "b", "c"), num=1)
+    return root
+
+
+def images(photos, num_workers: int, batch: int = 40, num: int = 12) -> torch.Tensor:
+    """Of batches that are all kept."""
+    augment = AugmentConfig(crop="random-resized", flip=True)
+    section = DataConfig(path=str(photos), image_size=24, workers=num_workers, augment=augment)
+    data = open_data(section)
+    order = Order(len(data.train), batch, seed=7)
+    with closing(training_batches(data, section, order, first_update=0, num_updates=num, seed=7)) as made:
+        return torch.stack([one.images for one in list(made)])
+
+
+def test_batches_in_pieces_are_the_same_for_any_number_of_workers(photos):
+    plain = images(photos, 0)
+    for number in (1, 3):
+        assert torch.equal(images(photos, number), plain)
+
+
+def test_the_comparison_notices_buffers_that_are_written_to_too_early(photos, monkeypatch):
+    """The negative control: a buffer is free again while its batch is kept."""
+
+    def careless(self, slot: int, copied: bool) -> np.ndarray:
+        self.free.append(slot)
+        return self[slot]
+
+    plain = images(photos, 0)
+    monkeypatch.setattr(workers._Buffers, "hand_out", careless)
+    assert not torch.equal(images(photos, 2), plain)
+
+
+@dataclass
+class Slow:
+    """Takes its time for every sample."""
+
+    seconds: float
+    shape = (1, 2, 2)
+
+    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
+        time.sleep(self.seconds * len(samples))
+        images[: len(samples)] = samples[:, None, None, None]
+        return Filled(samples)
+
+    def batch(self, images: np.ndarray, filled: Filled, epoch: int) -> Batch:
+        return Batch(
+            torch.from_numpy(images), torch.from_numpy(filled.samples), torch.from_numpy(filled.samples), epoch
+        )
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.002, [2]), (0.0, [])])
+def test_others_start_where_batches_are_waited_for(seconds, expected, monkeypatch):
+    monkeypatch.setattr(workers, "_WAITED", 0.4)  # machines that test are busy
+    told: list[int] = []
+    requests = (Request(np.arange(k, k + 8), 0) for k in range(40))
+    crew = Workers(Slow(seconds), requests, 8, most=2, adapts=True, told=told.append)
+    assert crew.num == 1
+    with closing(crew.batches()) as made:
+        for k, batch in enumerate(made):
+            assert batch.images[:, 0, 0, 0].tolist() == list(range(k, k + 8))
+            time.sleep(0.001 if expected else 0.03)
+    assert told == expected
+
+
+def test_a_worker_gets_no_copy_of_what_grows_with_the_data(photos):
+    data = open_data(DataConfig(path=str(photos)))
+    pieces = []
+    for source in (data.train, data.train.subset(np.arange(80))):
+        state = source.__getstate__()
+        assert state["labels"] == range(len(source))
+        pieces.append(len(pickle.dumps({key: value for key, value in state.items() if key in ("labels", "_root")})))
+    assert max(pieces) < 300
+    numbers = SharedNumbers(np.arange(10))
+    assert numbers.array.tolist() == list(range(10))
