@@ -3,6 +3,7 @@
     python benchmarks/input.py --data PHOTOGRAPHS
     python benchmarks/input.py --data PHOTOGRAPHS --sides convoy pillow --seconds 5
     python benchmarks/input.py --data PHOTOGRAPHS --trainer 0.6
+    python benchmarks/input.py --samples 1300000
 
 Every side runs in processes of its own and gives batches of uint8 pictures, 224 pixels wide: a random part, resized,
 every second one mirrored. After a first second the pictures are counted, and the time that all cores spent on these
@@ -358,10 +359,78 @@ def waits(photographs: Path, sides: list[str], classes: list[str], share: float,
                     print(f"| {side}, {kind} | {one['waits']:.1%} | {one['per_s']:,.0f} | {alone} |", flush=True)
 
 
+def grow(folder: Path, samples: int) -> None:
+    """What the index of so many made-up samples takes: on disk, in time and memory to open, and of a worker."""
+    from safetensors.numpy import save
+
+    from convoy.data.pack import INDEX, PER_SHARD, Known, PackOptions, Statistics, index_arrays, shard_name
+
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(10_000, 60_000, samples)
+    known = []
+    for number, start in enumerate(range(0, samples, PER_SHARD)):
+        own = sizes[start : start + PER_SHARD]
+        known.append(Known(number, np.cumsum(own + 1536), own, np.zeros(len(own), np.uint32), Statistics()))
+        with (folder / shard_name("data", number)).open("wb") as file:
+            file.truncate(2**28)
+    made = Made(samples)
+    what = {"version": 1, "name": "made", "format": "folder", "options": vars(PackOptions())}
+    what |= {"classes": [f"n{k:08d}" for k in range(1000)], "statistics": {"data": vars(Statistics(samples))}}
+    what |= {"shards": {shard_name("data", number): 2**28 for number in range(len(known))}}
+    (folder / INDEX).write_bytes(save(index_arrays("data", made, known), {"convoy.pack": json.dumps(what)}))  # type: ignore[arg-type]
+    print(f"index of {samples:,} samples: {(folder / INDEX).stat().st_size / 1e6:.0f} MB")
+
+
+class Made:
+    """Samples with names as ImageNet's, and nothing else."""
+
+    def __init__(self, samples: int) -> None:
+        self.labels = np.arange(samples) % 1000
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, sample: int) -> str:
+        return f"train/n{sample % 1000:08d}/n{sample % 1000:08d}_{sample}.JPEG"
+
+
+def megabytes(key: str) -> float:
+    """Of this process: Rss, or Anonymous, which it shares with nobody"""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1e3
+
+
+def opened(folder: Path) -> None:
+    """Open the pack, and let a worker look at every sample."""
+    from convoy.data.packed import Pack
+    from convoy.data.processes import forkserver
+
+    before, began = megabytes("Rss"), time.perf_counter()
+    source = Pack.open(folder).opened().train
+    print(f"opened in {time.perf_counter() - began:.2f} s, {megabytes('Rss') - before:.0f} MB")
+    for worker, part in (("with none of them", source.subset(np.arange(10))), ("with all", source)):
+        began = time.perf_counter()
+        process = forkserver("convoy.data.workers").Process(target=_look, args=(part, worker))
+        process.start()
+        process.join()
+
+
+def _look(source: Any, worker: str) -> None:
+    before = megabytes("Anonymous")
+    for sample in range(len(source)):
+        source.name(sample)
+    print(
+        f"a worker {worker}: {megabytes('Anonymous'):.0f} MB of its own, {before:.0f} MB to begin with", flush=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, required="--one" not in sys.argv, help="a folder of photographs by classes"
+        "--data",
+        type=Path,
+        required=not {"--one", "--samples"} & set(sys.argv),
+        help="a folder of photographs by classes",
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
@@ -369,6 +438,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--trainer", type=float, metavar="SHARE", help="how long one waits whose network needs it")
+    parser.add_argument("--samples", type=int, help="what the index of so many made-up ones takes")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -378,6 +448,11 @@ def main() -> None:
         else:
             print(json.dumps(measure(side, Path(path), kind, int(number), float(seconds))))
         os._exit(0)  # workers of some sides would be waited for
+    if options.samples:
+        with tempfile.TemporaryDirectory() as folder:
+            grow(Path(folder), options.samples)
+            opened(Path(folder))
+        return
     sides = options.sides or [name for name, (_, module, _) in SIDES.items() if importlib.util.find_spec(module)]
     if options.trainer:
         waits(options.data, sides, options.classes, options.trainer, options.seconds)

@@ -89,7 +89,9 @@ def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(tmp_path,
 def test_the_comparison_notices_another_order(tmp_path, monkeypatch):
     """The negative control: shards whose samples are numbered backwards."""
     write("split folder", tmp_path / "source")
-    monkeypatch.setattr(pack, "_index", lambda *of, own=pack._index: {k: v[::-1].copy() for k, v in own(*of).items()})
+    monkeypatch.setattr(
+        pack, "index_arrays", lambda *of, own=pack.index_arrays: {k: v[::-1].copy() for k, v in own(*of).items()}
+    )
     kind, opened = open_files(DataConfig(path=str(tmp_path / "source")))
     opened.train.labels = opened.train.labels.copy()
     try:

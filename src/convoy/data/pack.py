@@ -170,7 +170,7 @@ def pack(
         for split, source in splits.items():
             own = [known[shard] for shard in shards if shard.split == split]
             statistics[split] = reduce(lambda one, other: one + other, (each.statistics for each in own), Statistics())
-            arrays |= _index(split, source, own)
+            arrays |= index_arrays(split, source, own)
         document = what | {
             "statistics": {split: asdict(each) for split, each in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
@@ -225,7 +225,7 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """What is known of a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
 
     number: int
@@ -257,11 +257,11 @@ class _Shard:
     def is_complete(self, folder: Path) -> bool:
         return self._notes(folder).exists() and (folder / self.name).exists()
 
-    def known(self, folder: Path) -> _Known:
+    def known(self, folder: Path) -> Known:
         with np.load(self._notes(folder)) as notes:
             found = json.loads(str(notes["statistics"]))
             found |= {key: tuple(found[key]) for key in ("sums", "squares")}
-            return _Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
+            return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
 
     def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> None:
         """Write the tar, and then what is known of it. Raises BadImage."""
@@ -407,7 +407,7 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
         return file.getvalue()
 
 
-def _index(split: str, source: Source, known: list[_Known]) -> dict[str, NDArray[Any]]:
+def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, NDArray[Any]]:
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
     return {
