@@ -195,6 +195,8 @@ class Workers:
             images = np.concatenate([images[start : start + len(filled.samples)] for start, filled in parts])
         bad = [one for _, filled in parts for one in filled.bad]
         batch = self._maker.batch(images, Filled(samples, bad), request.epoch or 0)
+        if self._pinned:
+            batch.labels = batch.labels.pin_memory()
         return batch.pin_memory() if self._copies_pinned else batch
 
     def _adapt(self, waited: float) -> None:
