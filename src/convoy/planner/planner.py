@@ -9,7 +9,6 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
-from convoy.engine.stages import Schedule
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
@@ -33,6 +32,7 @@ from convoy.planner.workload import Workload
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Schedule
 
 _PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
 """Seconds, and updates of one device, that a search may take; the larger counts."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.coupling import coupling
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred
 from convoy.graph.graph import CaptureError, Graph, Ref
@@ -24,6 +23,7 @@ from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from convoy.engine import Probe, microbatch_sizes
-from convoy.engine.stages import PARTS_PER_STAGE
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
+from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest

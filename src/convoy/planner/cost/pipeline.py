@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from convoy.engine.stages import Action, Schedule, actions, in_flight
 from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Action, Schedule, actions, in_flight
 from convoy.plans.stages import StagedGraph, Stages
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

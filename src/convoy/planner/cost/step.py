@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import prod
 
-from convoy.engine.stages import Action, actions
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Collective
@@ -21,6 +20,7 @@ from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
@@ -37,6 +36,7 @@ from convoy.plans.fixes import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.plans.stages import cut_points
 from convoy.plans.traffic import needs_gradient
 
