@@ -67,6 +67,6 @@ def _predicted(schedule: Schedule) -> list[int]:
         build(CASE, arrangement), images, CASE.batch, passes=PARTS, batch_norm="microbatch", microbatch=CASE.microbatch
     )
     found = score(
-        replace(workload, schedule=schedule), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
+        replace(workload, schedules=(schedule,)), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
     )
     return [each.total for each in found.by_stage]

@@ -158,6 +158,6 @@ def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
     for each in parts[1:]:
         more, bias = each.layer.weight_gradients(each.gradient, each.x, weight, biased)
         of_weight += more
-        if of_bias is not None:
+        if of_bias is not None and bias is not None:
             of_bias += bias
     return of_weight, of_bias

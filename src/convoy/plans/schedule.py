@@ -7,9 +7,10 @@ activations on first, and computes those of weights, for which no other stage wa
 the end, for several parts at once. In all of them gradients are those of the weights at the beginning of the update.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Action = tuple[Literal["forward", "backward", "weights"], int]
 """What to do, and of which part; `weights` computes what is missing of the weight gradients of all parts up to it."""
 
@@ -31,7 +32,7 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
         stage: from 0.
         stages: how many there are.
     """
-    ahead = in_flight(schedule, parts, stage, stages)
+    ahead = _ahead(schedule, parts, stage, stages)
     found: list[Action] = [("forward", part) for part in range(ahead)]
     for part in range(parts):
         waits = part + ahead - parts  # the how manieth backward pass this is with no forward pass before it
@@ -50,12 +51,15 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
     """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`.
 
-    Zero-bubble keeps of the others what their weight gradients are computed from.
+    Zero-bubble keeps those of all parts, or what weight gradients are computed from, which is about as much.
     """
-    if schedule == "gpipe":
-        return parts
+    return parts if schedule == "zero-bubble" else _ahead(schedule, parts, stage, stages)
+
+
+def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
+    """Parts that go forward before the first goes back."""
     later = stages - 1 - stage
-    return min(parts, 1 + (2 * later if schedule == "zero-bubble" else later))
+    return min(parts, {"gpipe": parts, "1f1b": 1 + later, "zero-bubble": 1 + 2 * later}[schedule])
 
 
 def bubble(schedule: Schedule, parts: int, stages: int) -> float:
