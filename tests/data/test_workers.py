@@ -13,6 +13,7 @@ from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_ba
 from convoy.data.batch import Batch, Filled
 from convoy.data.memory import SharedNumbers
 from convoy.data.workers import Request, Workers
+from convoy.errors import ConvoyError
 from data.made import write_folder
 
 
@@ -34,7 +35,9 @@ def images(photos, num_workers: int, batch: int = 40, num: int = 12) -> torch.Te
         return torch.stack([one.images for one in list(made)])
 
 
-def test_batches_in_pieces_are_the_same_for_any_number_of_workers(photos):
+@pytest.mark.parametrize("ahead", [1, 512])
+def test_batches_in_pieces_are_the_same_for_any_number_of_workers(photos, monkeypatch, ahead):
+    monkeypatch.setattr(workers, "_SAMPLES_AHEAD", ahead)
     plain = images(photos, 0)
     for number in (1, 3):
         assert torch.equal(images(photos, number), plain)
@@ -48,8 +51,23 @@ def test_the_comparison_notices_buffers_that_are_written_to_too_early(photos, mo
         return self[slot]
 
     plain = images(photos, 0)
+    monkeypatch.setattr(workers, "_SAMPLES_AHEAD", 1)
     monkeypatch.setattr(workers._Buffers, "hand_out", careless)
     assert not torch.equal(images(photos, 2), plain)
+
+
+def test_an_error_comes_with_its_batch(tmp_path):
+    write_folder(tmp_path / "train", num=20)
+    write_folder(tmp_path / "val")
+    section = DataConfig(path=str(tmp_path), image_size=24, workers=2)
+    data = open_data(section)
+    order = Order(len(data.train), 4, seed=1)
+    bad = int(order.update(7)[1][2])
+    (tmp_path / data.train.name(bad)).write_bytes(b"")
+    made = training_batches(data, section, order, first_update=0, num_updates=9, seed=1)
+    assert len([next(made) for _ in range(7)]) == 7
+    with pytest.raises(ConvoyError, match="is an empty file"):
+        next(made)
 
 
 @dataclass

@@ -27,12 +27,12 @@ from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
-_AHEAD = 3
-"""Batches that are made before they are asked for, beside those that it takes to keep every worker busy."""
+_AHEAD, _SAMPLES_AHEAD = 3, 512
+"""Batches, and samples, that are made before they are asked for, beside those that keep every worker busy."""
 _MOST_SENT = 64
 """Pieces that are on their way; a pipe takes about so many without waiting for its reader."""
-_WAITED = 0.01
-"""Part of the time spent waiting for batches from which on another worker is started."""
+_WAITED, _LOOK_EVERY = 0.01, 5
+"""Part of the time spent waiting from which on other workers start, and after how many batches that is looked at."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Pending:
 
     request: Request
     slot: int
-    pieces: dict[int, Filled | None] = field(default_factory=dict)
+    pieces: dict[int, Filled | BaseException | None] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -86,8 +86,9 @@ class Workers:
         told: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._maker, self._requests, self._most, self._told = maker, requests, most, told
-        self._piece = min(max(-(-largest // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE, max(largest, 1))
-        self._ahead = _AHEAD + -(-most * self._piece // max(largest, 1))
+        self._piece = min(max(-(-largest // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
+        largest = max(largest, 1)
+        self._ahead = max(_AHEAD, -(-_SAMPLES_AHEAD // largest)) + -(-most * self._piece // largest)
         shape = (self._ahead + 2, largest, *maker.shape)
         self._buffers = _Buffers(SharedMemory(int(np.prod(shape))), shape)
         self._pinned = pin_memory and self._buffers.pin()
@@ -177,19 +178,21 @@ class Workers:
                 raise _died(f"exit status {process.exitcode}")
             assert isinstance(one, connection.Connection)
             try:
-                number, start, answer = one.recv()
+                while one.poll():
+                    number, start, answer = one.recv()
+                    self._sent -= 1
+                    self._pending[number - self._first].pieces[start] = answer
             except (EOFError, OSError) as error:
                 raise _died(error) from error
-            self._sent -= 1
-            if isinstance(answer, BaseException):
-                raise answer
-            self._pending[number - self._first].pieces[start] = answer
         self._send()
 
     def _finished(self, pending: _Pending) -> Batch:
-        """The batch in its buffer, or in a copy where the last free buffer would go."""
+        """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
+        for answer in pending.pieces.values():
+            if isinstance(answer, BaseException):
+                raise answer
         request, images = pending.request, self._buffers.hand_out(pending.slot, copied=not self._buffers.free)
-        parts = [(start, filled) for start, filled in pending.pieces.items() if filled is not None]
+        parts = [(start, filled) for start, filled in pending.pieces.items() if isinstance(filled, Filled)]
         samples = np.concatenate([filled.samples for _, filled in parts]) if parts else request.samples
         if len(samples) < len(request.samples):  # of an evaluation, some of whose pictures cannot be read
             images = np.concatenate([images[start : start + len(filled.samples)] for start, filled in parts])
@@ -200,13 +203,13 @@ class Workers:
         return batch.pin_memory() if self._copies_pinned else batch
 
     def _adapt(self, waited: float) -> None:
-        """Start another process where batches are waited for, once all batches in between were asked for anew."""
+        """Start other processes where batches are waited for."""
         self._asked += 1
         if self._asked == 1:  # which was waited for in any case
             self._since = time.perf_counter()
             return
         self._waits += waited
-        if not self._adapts or self.num >= self._most or self._asked % self._ahead:
+        if not self._adapts or self.num >= self._most or self._asked % _LOOK_EVERY:
             return
         passed = time.perf_counter() - self._since
         if self._waits > _WAITED * passed:
