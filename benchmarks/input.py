@@ -233,7 +233,7 @@ def cpu_seconds() -> float:
         with suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[3]) == own:
-                total += sum(map(int, fields[11:13]))
+                total += sum(map(int, fields[11:15]))
     return total / tick
 
 
@@ -419,9 +419,7 @@ def _look(source: Any, worker: str) -> None:
     before = megabytes("Anonymous")
     for sample in range(len(source)):
         source.name(sample)
-    print(
-        f"a worker {worker}: {megabytes('Anonymous'):.0f} MB of its own, {before:.0f} MB to begin with", flush=True
-    )
+    print(f"a worker {worker}: {megabytes('Anonymous'):.0f} MB of its own, {before:.0f} MB to begin with", flush=True)
 
 
 def main() -> None:

@@ -4,7 +4,9 @@ A batch is cut into pieces, and whichever worker is free takes the next one; wha
 numbers of samples. A buffer is written to again when nobody has its batch any more.
 """
 
+import os
 import pickle
+import select
 import time
 import traceback
 import weakref
@@ -86,9 +88,10 @@ class Workers:
         told: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._maker, self._requests, self._most, self._told = maker, requests, most, told
-        self._piece = min(max(-(-largest // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
         largest = max(largest, 1)
-        self._ahead = max(_AHEAD, -(-_SAMPLES_AHEAD // largest)) + -(-most * self._piece // largest)
+        ahead = max(_AHEAD * largest, _SAMPLES_AHEAD)
+        self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
+        self._ahead = -(-(ahead + most * self._piece) // largest)
         shape = (self._ahead + 2, largest, *maker.shape)
         self._buffers = _Buffers(SharedMemory(int(np.prod(shape))), shape)
         self._pinned = pin_memory and self._buffers.pin()
@@ -99,6 +102,8 @@ class Workers:
         context = forkserver("convoy.data.workers")
         self._context, self._tasks = context, context.SimpleQueue()
         self._processes: dict[connection.Connection, BaseProcess] = {}
+        # One for all waits: those of multiprocessing set up a selector each time.
+        self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
         self._asked = 0
         for _ in range(-(-most // 2) if adapts else most):
@@ -129,7 +134,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
-        processes, self._processes = self._processes, {}
+        processes, self._processes, self._poll = self._processes, {}, select.poll()
         for process in processes.values():
             process.terminate()
         for results, process in processes.items():
@@ -148,10 +153,14 @@ class Workers:
             raise _died(error) from error
         theirs.close()
         self._processes[results] = process
+        for number in (results.fileno(), process.sentinel):
+            self._speakers[number] = results, process
+            self._poll.register(number, select.POLLIN)
 
     def _send(self) -> bool:
         """Hand out work for the batches to come; whether there is any batch left."""
-        while len(self._pending) < self._ahead and self._buffers.free:
+        low = len(self._pending) <= self._ahead // 2  # several at once, so that workers are woken up seldom
+        while low and len(self._pending) < self._ahead and self._buffers.free:
             request = next(self._requests, None)
             if request is None:
                 break
@@ -168,22 +177,21 @@ class Workers:
         return bool(self._pending)
 
     def _receive(self) -> None:
-        """Wait for a worker, and take what it has to say."""
-        sentinels = {process.sentinel: process for process in self._processes.values()}
-        ready = connection.wait([*self._processes, *sentinels])
-        for one in ready:
-            if one in sentinels:
-                process = sentinels[one]
-                process.join()
-                raise _died(f"exit status {process.exitcode}")
-            assert isinstance(one, connection.Connection)
-            try:
-                while one.poll():
-                    number, start, answer = one.recv()
-                    self._sent -= 1
-                    self._pending[number - self._first].pieces[start] = answer
-            except (EOFError, OSError) as error:
-                raise _died(error) from error
+        """Wait for a worker, and take all that there is to be said."""
+        ready = self._poll.poll()
+        while ready:
+            for number, _ in ready:
+                results, process = self._speakers[number]
+                if number == process.sentinel:
+                    process.join()
+                    raise _died(f"exit status {process.exitcode}")
+                try:
+                    batch, start, answer = results.recv()
+                except (EOFError, OSError) as error:
+                    raise _died(error) from error
+                self._sent -= 1
+                self._pending[batch - self._first].pieces[start] = answer
+            ready = self._poll.poll(0)
         self._send()
 
     def _finished(self, pending: _Pending) -> Batch:
@@ -269,6 +277,8 @@ def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.
     """A worker process."""
     follow_parent()
     torch.set_num_threads(1)
+    with suppress(AttributeError, OSError):  # a worker that wakes up does not take the core from a thread that computes
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(ImportError):
         import cv2
 
