@@ -23,8 +23,8 @@ from convoy.planner import Workload, make_plan, workload_of
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.link import Links, links_named
 from convoy.planner.cost.local_op import VIEWS
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.program import program
-from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.measured import Measurements, jobs_for
 from convoy.planner.profiling import profile

@@ -4,8 +4,8 @@ import torch
 
 from convoy.planner import workload_of
 from convoy.planner.cost.memory import RankMemory
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.cost.step import Scored
 from convoy.planner.planner import _ordered
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.ops.context import StepContext
-
 
 @dataclass(frozen=True)
 class Weighted:
@@ -55,10 +53,13 @@ class PostponedGradients:
         """The forward pass of the next part begins."""
         self._parts.append({})
 
-    @property
-    def of_part(self) -> dict[str, _Kept]:
-        """What the backward pass of the part that goes forward now is to keep, by call."""
-        return self._parts[-1]
+    def forward(self, call: str, layer: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a layer gives for the part that goes forward now; its backward pass leaves out weight and bias."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        keep = _Keeping(self._parts[-1], call, layer, weight, bias)
+        y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
+        return y
 
     def compute(self, last: int) -> bool:
         """Compute what is missing of all parts up to `last`; whether there was anything.
@@ -78,24 +79,6 @@ class PostponedGradients:
             return False
         chain.backward()
         return True
-
-
-def postponing(context: StepContext, call: str, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The function of a layer, which leaves its weight gradient for later where the step's context asks for that."""
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        postponed = context.postponed
-        # what comes of other computations has a backward pass of its own, which is not to run twice
-        own = all(each.is_leaf and each.requires_grad for each in (weight, bias) if each is not None)
-        if postponed is None or not own or not torch.is_grad_enabled():
-            return layer.compute(x, weight, bias)
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        keep = _Keeping(postponed.of_part, call, layer, weight, bias)
-        y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
-        return y
-
-    return run
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,19 @@ from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
 from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.step import Scored, scored
+from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember
+from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
-from convoy.planner.search.stages import InPasses, in_best_passes, search_stages
+from convoy.planner.search.stages import in_best_passes, search_stages
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes

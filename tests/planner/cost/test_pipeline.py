@@ -7,7 +7,7 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.step import scored
+from convoy.planner.cost.prediction import scored
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan

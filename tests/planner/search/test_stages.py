@@ -14,7 +14,8 @@ from convoy.ops.recompute import recomputing
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search import additive_seconds
-from convoy.planner.search.stages import Bounds, Chain, InPasses, best_cuts, cuts_of, search_stages
+from convoy.planner.search.cuts import Bounds, Chain, InPasses, best_cuts, cuts_of
+from convoy.planner.search.stages import search_stages
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
