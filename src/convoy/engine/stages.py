@@ -1,7 +1,7 @@
 """A network of which every rank runs one stage: parts of the batch go through the stages one after the other.
 
-Weights are those of the update in all stages and gradients are added in the order of the parts, so that the result is
-that of one device, in whatever order a stage does its work (`plans/schedule.py`).
+Weights are those of the update in all stages, so that the result is that of one device, in whatever order a stage does
+its work (`plans/schedule.py`). Parts go forward in their order, and back in their order.
 
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
