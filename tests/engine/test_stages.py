@@ -224,6 +224,25 @@ def test_weights_of_two_stages_are_refused_by_name() -> None:
         run_ranks(tied, 2)
 
 
+class ReturnsEarlyWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x).relu()), self.first.weight
+
+
+def returns_early_weight() -> None:
+    convoy.parallelize(ReturnsEarlyWeight(), {"mesh": {"stage": 2}, "stages": ["last"]}, example=torch.zeros(2, 4))
+
+
+def test_a_weight_of_an_early_stage_is_not_returned() -> None:
+    with pytest.raises(RankFailed, match=r"returns first.weight, which stage 1 has and the last one lacks"):
+        run_ranks(returns_early_weight, 2)
+
+
 class TwoHeads(nn.Module):
     """Two outputs, one of which the first stage gives, and an argument that is no tensor."""
 

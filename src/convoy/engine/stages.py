@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
 from convoy.comm.stage_links import Arriving, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
-from convoy.engine.coupling import coupling
+from convoy.engine.coupling import why_together
 from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.engine.program import Program
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import work
@@ -97,7 +97,7 @@ class StagedNetwork(Network):
         super().place_parameters(axes)
         if self.model.training:  # layers may be put into evaluation later, and are then asked again
             for graph in graphs:
-                self._check_parts(_reason(graph, self.context.batch_norm) if graph.training else "")
+                self._check_parts(why_together(graph, self.context.batch_norm) if graph.training else "")
         number = self.plan.mesh.sizes[self._axis]
         first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
         self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
@@ -450,7 +450,7 @@ class StagedNetwork(Network):
         """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
         key = signature.training, signature.form, signature.exceptions
         if key not in self._reasons:
-            self._reasons[key] = _reason(self._capture(signature), self.context.batch_norm)
+            self._reasons[key] = why_together(self._capture(signature), self.context.batch_norm)
         return self._reasons[key]
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
@@ -550,20 +550,3 @@ class _Delivered(torch.autograd.Function):
 def _part(x: Tensor, own: range) -> Tensor:
     """A part of an input, with a gradient of its own."""
     return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
-
-
-def _reason(graph: Graph, batch_norm: str) -> str:
-    """Why a pass cannot be cut into parts, in words; empty where it can. The graph has several samples."""
-    found = coupling(graph)
-    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
-    if normed or found is not None:
-        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
-        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
-        return f"{who} computes with all samples of a pass at once"
-    of_samples = set(graph.inputs)
-    for call in graph.calls:
-        if of_samples.intersection(call.inputs):
-            of_samples.update(call.outputs)
-    if any(ref.name not in of_samples for ref in leaves(graph.output, Ref)):
-        return "the network returns a tensor in which there are no samples"
-    return ""

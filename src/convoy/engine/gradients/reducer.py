@@ -139,8 +139,8 @@ class GradientReducer:
             self._paused = before
 
     def reduce(self) -> None:
-        """Add what paused backward passes have left, without another one."""
-        if self._watch is not None:
+        """Add what paused backward passes have left, without another one; nothing while they are paused."""
+        if self._watch is not None and not self._paused:
             self._finish()
 
     def flush(self) -> None:
