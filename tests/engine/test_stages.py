@@ -173,6 +173,26 @@ def test_skip_connections_pass_over_stages(plan: Any, schedule: str) -> None:
         assert max(found) < 1e-12, found
 
 
+def wide_layers() -> float:
+    """Weights large enough for messages of their own; the first update follows their uses, and postpones nothing."""
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 5)).double()
+    x, y = torch.randn(8, 1, 8, 8, dtype=torch.float64), torch.randint(0, 5, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2,sample=2", x[:2], microbatches=2)
+    mine, worst = convoy.local_samples(net, 8), 0.0
+    for _ in range(3):
+        net.zero_grad()
+        convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+        plain.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        worst = max(worst, worst_gradient(net, plain))
+    return worst
+
+
+def test_zero_bubble_adds_large_gradients_over_samples() -> None:
+    for found in run_ranks(wide_layers, 4):
+        assert found < 1e-12
+
+
 @pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
 def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
     for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):

@@ -141,7 +141,8 @@ class GradientReducer:
     def reduce(self) -> None:
         """Add what paused backward passes have left, without another one; nothing while they are paused."""
         if self._watch is not None and not self._paused:
-            self._finish()
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+                self._finish()
 
     def flush(self) -> None:
         """Add what the backward pass that is running has given so far: others begin within it."""
