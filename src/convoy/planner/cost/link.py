@@ -266,7 +266,7 @@ class Assumed:
 @cache
 def catalogue() -> dict[str, tuple[Rate, str]]:
     """Known interconnects by name: the rate, and where it comes from."""
-    text = resources.files("convoy.planner.cost").joinpath("interconnects.csv").read_text(encoding="utf-8")
+    text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
     return {
         row["name"]: (
             Rate(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9),

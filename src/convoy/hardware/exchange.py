@@ -1,0 +1,318 @@
+"""How long an update takes on several devices that are not at hand, by the way in which gradients are added.
+
+The ways are those of a decade of software: rings and trees, sums in the host's memory or on one GPU, servers of
+parameters, in one message a tensor or in a few large ones, beside the backward pass or after it. What they cost is
+counted by the bytes that pass each link (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009; Huang et al.,
+"GPipe", 2019); factors near 1 on these counts are fitted to published measurements (`coefficients.json`).
+"""
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from convoy.errors import ConvoyError
+from convoy.hardware.catalogue import Device
+from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
+from convoy.hardware.work import KINDS, Work
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where devices stand.
+
+    Attributes:
+        per_host: devices of a host.
+        link: name of the link between them; with `-host` at the end, all passes through the host's memory.
+        network: name of the link between hosts, `-N` at the end for N cards in each.
+        sockets: processors of a host, over which its devices are spread.
+    """
+
+    per_host: int
+    link: str
+    network: str = ""
+    sockets: int = 2
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How gradients are added.
+
+    Attributes:
+        kind: `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the same
+            with a ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each;
+            `servers-gpu` on a GPU of each; `keras` one device after the other; `pipeline` through stages;
+            `one-weird-trick`, `model`, `hybrid` of Krizhevsky and Yadan; `none` not at all.
+        overlap: whether messages travel beside the backward pass.
+        fused: whether small gradients share a message.
+        itemsize: bytes of a number in a message.
+        feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded.
+        parts: microbatches of a pipeline.
+        relative: whether the speed-up that is asked for is over two stages and one microbatch.
+    """
+
+    kind: str = "ring"
+    overlap: bool = True
+    fused: bool = True
+    itemsize: int = 4
+    feed: str = "synthetic"
+    parts: int = 1
+    relative: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a message without content, and bytes a second in one direction."""
+
+    latency: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of an update of several devices.
+
+    Attributes:
+        seconds: all of it.
+        alone: of one device with its images.
+        exchange: adding gradients, if there were nothing else.
+        exposed: what of it the update waits for.
+        feed: what the host takes to get the input of its devices ready, if there were nothing else.
+        slower: what else several devices take longer for.
+        times: of one device.
+        inside, between: of the exchange, on the links of a host and between hosts.
+    """
+
+    seconds: float
+    alone: float
+    exchange: float
+    exposed: float
+    feed: float
+    slower: float
+    times: Times
+    inside: float
+    between: float
+
+    @property
+    def holds_back(self) -> str:
+        """The resource without which it would be fastest."""
+        spent = {
+            "arithmetic": self.times.arithmetic,
+            "memory": self.times.memory + self.times.update,
+            "launch": self.times.launch + self.times.fixed,
+            "input": max(0.0, self.feed - self.alone) + 0.5 * self.feed * (self.feed > self.alone),
+            "network" if self.between > self.inside else "link": self.exposed,
+        }
+        return max(spent, key=lambda name: spent[name])
+
+
+@cache
+def _links() -> dict[str, Link]:
+    text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
+    return {
+        row["name"]: Link(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9)
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+_RATE = re.compile(r"(?:ethernet-|tcp-)?([0-9]+(?:\.[0-9]+)?)g(?:bit)?(?:/s)?")
+
+
+def link_named(name: str) -> Link:
+    """A link of the catalogue, or by its rate, as `25gbit`; `-N` at the end stands for N of them in each host.
+
+    Raises:
+        ConvoyError: nobody knows it.
+    """
+    known = _links()
+    wanted = name.strip().lower().removesuffix("-host").replace("nvlink-pairs", "pcie3")
+    if wanted in known:
+        return known[wanted]
+    base, _, cards = wanted.rpartition("-")
+    if base in known and cards.isdigit():
+        return Link(known[base].latency, known[base].rate * max(1, int(cards)))
+    found = _RATE.fullmatch(wanted)
+    if found is None or float(found[1]) == 0:
+        raise ConvoyError(
+            f"{name!r} is no link: write a rate such as 25gbit, or one of {', '.join(sorted(known))}"
+        )
+    tcp = wanted.startswith("tcp")
+    return Link(5e-5, float(found[1]) * 1e9 / 8 * (0.45 if tcp else 0.8))
+
+
+def step(
+    work: Work,
+    images: float,
+    device: Device,
+    precision: str,
+    software: Software,
+    count: int,
+    site: Site,
+    scheme: Scheme,
+    given: Mapping[str, Coefficients] | None = None,
+) -> Step:
+    """How long an update takes.
+
+    Args:
+        work: of the network.
+        images: of the update, on each device.
+        device, precision, software: as in `convoy.hardware.speed.times`.
+        count: devices.
+        site: where they stand.
+        scheme: how gradients are added.
+        given: coefficients by part; those of the package where there are none.
+    """
+    one = times(work, images, device, precision, software, given["one device"] if given else None)
+    return several(one, work, images, device, precision, software, count, site, scheme, given)
+
+
+def several(
+    one: Times,
+    work: Work,
+    images: float,
+    device: Device,
+    precision: str,
+    software: Software,
+    count: int,
+    site: Site,
+    scheme: Scheme,
+    given: Mapping[str, Coefficients] | None = None,
+) -> Step:
+    """As `step`, where the times of one device are known."""
+    c = given["several devices"] if given else coefficients_of("several devices")
+
+    def factor(name: str) -> float:
+        return math.exp(c.get(name, 0.0))
+
+    forward, backward = float(one.forward.sum()), float(one.backward.sum())
+    alone = forward + backward + one.update + one.fixed
+    if scheme.kind == "pipeline":
+        return _pipeline(one, alone, count, scheme, factor)
+    hosts = -(-count // site.per_host)
+    local = min(count, site.per_host)
+    seconds = alone
+    inside = between = exposed = 0.0
+    if count > 1 and scheme.kind != "none":
+        inside, between = _exchange(work, images, precision, count, local, hosts, site, scheme, software, factor)
+        total = inside + between
+        if scheme.kind == "keras":
+            exposed = total
+        elif scheme.overlap and not (scheme.kind == "replicated" and software.compiled):
+            power = 1.0 + factor("beside")
+            busy = backward * (1 - 0.2)
+            exposed = (busy**power + total**power) ** (1 / power) - busy + 0.05 * total
+        else:
+            exposed = total
+        seconds += exposed
+    slower = 0.0
+    if count > 1:
+        slower = alone * 0.01 * factor(f"slower {software.framework}") * math.log2(count)
+        slower += 1e-3 * factor("sync") * math.log2(count)
+        normalized = float((one.forward + one.backward)[work.kind == KINDS.index("norm")].sum())
+        if _is_slow_at_norms(precision, software, device):
+            # TensorFlow 1.15 to 2.3 on several GPUs; where it compiles, or has cuDNN 8, it does not happen
+            slower += 0.3 * factor("norms") * normalized * min(3.0, math.log2(count)) / 3
+        seconds += slower
+    feed = 0.0
+    if scheme.feed != "synthetic":
+        rate = 4000.0 * factor(f"feed {software.framework}") * (2.0 if scheme.feed == "fake" else 1.0)
+        feed = local * images / rate * work.image / 150528
+        seconds = (seconds**4 + feed**4) ** 0.25
+    return Step(seconds, alone, inside + between, exposed, feed, slower, one, inside, between)
+
+
+def _is_slow_at_norms(precision: str, software: Software, device: Device) -> bool:
+    return (
+        precision == "fp16"
+        and software.framework == "tensorflow"
+        and software.cudnn == 7
+        and not software.compiled
+        and device.tensor_cores
+    )
+
+
+def _exchange(
+    work: Work,
+    images: float,
+    precision: str,
+    count: int,
+    local: int,
+    hosts: int,
+    site: Site,
+    scheme: Scheme,
+    software: Software,
+    factor: Factor,
+) -> tuple[float, float]:
+    """Seconds of adding gradients, on the links of a host and between hosts, if there were nothing else."""
+    size = work.parameters * scheme.itemsize
+    link = link_named(site.link)
+    through_host = site.link.endswith("-host")
+    rate = link.rate * factor(f"link {site.link}")
+    messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
+    network = link_named(site.network) if hosts > 1 else Link(0.0, math.inf)
+    net_rate = network.rate * factor("network")
+    inside = between = 0.0
+    ring = 2 * (local - 1) / local * size
+    adding = 12e9 * factor("adding")
+    match scheme.kind:
+        case "one-weird-trick" | "hybrid" | "model":
+            return _divided(work, images, local, scheme, rate), 0.0
+        case "keras":
+            # weights to every device and gradients from it, one after the other, and the graph's ends by one thread
+            return local * (2 * size / rate + 0.05 * factor("keras")), 0.0
+        case "host" | "host-ring":
+            shared = max(1.0, local / (2.0 * site.sockets)) if site.link != "pcie3-x1" else 1.0
+            inside = 2 * size / rate * shared * factor("to host") + local * size / adding
+        case "server-gpu":
+            inside = 2 * (local - 1) * size / rate * factor("to gpu")
+        case "tree":
+            inside = 2 * math.ceil(math.log2(max(2, local))) * size / rate if local > 1 else 0.0
+        case "replicated":
+            crowd = max(1.0, local / 4) ** 0.5 if through_host else 1.0
+            inside = ring / rate * crowd * factor("replicated")
+        case _:
+            inside = ring / rate * (local if through_host else 1) ** 0.25
+    inside += 2 * (local - 1) * link.latency * messages if local > 1 else 0.0
+    if hosts > 1:
+        part = (hosts - 1) / hosts
+        if scheme.kind in ("servers", "servers-gpu"):
+            # every host gets the weights and gives gradients, and serves its part of both to all others
+            between = 2 * size * part / net_rate * factor("servers")
+            if "Horovod" in site.network or scheme.kind == "servers-gpu":
+                between *= 1.0
+        elif scheme.kind == "tree":
+            between = 2 * math.ceil(math.log2(hosts)) * size / net_rate
+        else:
+            between = 2 * part * size / net_rate
+        between += 2 * (hosts - 1) * network.latency * min(messages, 8 if scheme.fused else messages) ** 0.5
+    return inside, between
+
+
+def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float) -> float:
+    """Dense layers by model: their activations travel instead of their gradients (Krizhevsky, 2014)."""
+    linear = work.kind == KINDS.index("linear")
+    dense = float((work.count * work.weights)[linear].sum())
+    activations = float((work.count * (work.read + work.written))[linear].sum()) * images
+    if scheme.kind == "one-weird-trick":
+        ring = 2 * (count - 1) / count * (work.parameters - dense) * scheme.itemsize
+        return (ring + 2 * activations * (count - 1) * scheme.itemsize) / rate
+    # convolutions by model exchange all activations
+    everything = float((work.count * work.written)[work.kind == KINDS.index("conv")].sum()) * images * 2
+    part = 0.5 if scheme.kind == "hybrid" else 1.0
+    gradients = work.parameters * scheme.itemsize if scheme.kind == "hybrid" else 0.0
+    return float((part * everything * scheme.itemsize + gradients) / rate)
+
+
+def _pipeline(one: Times, alone: float, count: int, scheme: Scheme, factor: Factor) -> Step:
+    """GPipe: the bubble of (stages - 1) of (parts + stages - 1), everything forward once more, stages not quite even."""
+    again = float(one.forward.sum()) * factor("again") * 0.6
+    uneven = 1 + 0.12 * factor("uneven") * math.log2(count) if count > 1 else 1.0
+
+    def of(stages: int, parts: int) -> float:
+        return (alone + again) * (parts + stages - 1) / (parts * stages) * (uneven if stages > 1 else 1.0)
+
+    seconds = of(count, scheme.parts)
+    return Step(seconds, of(2, 1) / 1.0 if scheme.relative else alone, 0.0, seconds - alone / count, 0.0, 0.0, one, 0, 0)
