@@ -8,22 +8,23 @@ Leaving a source out goes from the fit to all: steps of Gauss and Newton with th
 import csv
 import math
 import re
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from measuring.published_networks import work
 from measuring.published_rows import Row, family
 
-from convoy.hardware.catalogue import Device, device_named, devices
+from convoy.hardware.catalogue import Device, device_named
 from convoy.hardware.exchange import several
-from convoy.hardware.speed import Software, Times, times, units_of
-from convoy.hardware.work import KINDS, Array, Item, Work
+from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
+from convoy.hardware.work import Array, Item, Work
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
-PRIORS_SEVERAL = {"link ": 0.5, "slower ": 0.8, "feed ": 0.8}
+PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "feed ": 0.3}
 _NOISE = 0.12
 
 
@@ -196,7 +197,17 @@ def as_dict(names: Sequence[str], at: Array) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in zip(names, at, strict=True) if abs(value) > 5e-4}
 
 
-def one_device(rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[str]) -> Problem:
+Name = Callable[[Row], str]
+
+
+def by_source(row: Row) -> str:
+    """What is left out together: all rows of a source."""
+    return row.source
+
+
+def one_device(
+    rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[str], name: Name = by_source
+) -> Problem:
     """The problem of one device: single layers, and networks."""
     used = [row for row in rows if row.count == 1 and row.rate and not row.refused and row.scheme.kind != "pipeline"]
     alike: dict[tuple[object, ...], list[Row]] = {}
@@ -229,12 +240,16 @@ def one_device(rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[
                 found.append(np.where(known, np.log(predicted / np.where(known, true, 1)), 0) * one.votes / 0.3)
         return np.concatenate(found)
 
-    groups = np.array([number[row.source] for row in used] + [-1] * sum(2 * len(one.forward) for one in layers))
+    groups = np.array([number[name(row)] for row in used] + [-1] * sum(2 * len(one.forward) for one in layers))
     return Problem(names, np.array([_prior(name, PRIORS_ONE) for name in names]), residuals, groups)
 
 
 def several_devices(
-    rows: Sequence[Row], singles: Sequence[Times], sources: Sequence[str]
+    rows: Sequence[Row],
+    singles: Sequence[Times],
+    sources: Sequence[str],
+    one_given: dict[str, float],
+    name: Name = by_source,
 ) -> Problem:
     """The problem of several devices, where the times of one are known: their speed-ups."""
     used = [
@@ -242,7 +257,7 @@ def several_devices(
     ]
     copies = Counter(_copy(row) for row, _ in used)
     names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
-    names += ["again", "uneven"]
+    names += ["again", "uneven", "slower", "slower halves", "hosts", "feed by cpu", "feed by gpu"]
     names += sorted({f"link {row.site.link}" for row, _ in used})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
@@ -250,13 +265,13 @@ def several_devices(
     votes = np.array([copies[_copy(row)] ** -0.5 for row, _ in used])
 
     def residuals(at: Array) -> Array:
-        given = {"one device": {}, "several devices": dict(zip(names, at, strict=True))}
+        given = {"one device": one_given, "several devices": dict(zip(names, at, strict=True))}
         found = []
         for row, one in used:
             found.append(math.log(speedup(row, one, given) / (row.speedup or 1)))
         return np.array(found) * votes / 0.08
 
-    groups = np.array([number[row.source] for row, _ in used])
+    groups = np.array([number[name(row)] for row, _ in used])
     return Problem(names, np.array([_prior(name, PRIORS_SEVERAL) for name in names]), residuals, groups)
 
 
@@ -270,11 +285,14 @@ def speedup(row: Row, one: Times, given: dict[str, dict[str, float]]) -> float:
     many = several(*arguments, row.count, row.site, row.scheme, given)
     if row.scheme.relative:
         return many.alone / many.seconds
-    alone = several(*arguments, 1, row.site, row.scheme, given)
     if row.scheme.kind == "pipeline":
         return many.alone / many.seconds
-    factor = 1.0 if row.scheme.kind in ("model", "hybrid") else float(row.count)
-    return factor * alone.seconds / many.seconds
+    if row.images_alone == row.images:
+        alone = several(*arguments, 1, row.site, row.scheme, given)
+    else:
+        own = single(replace(row, images=row.images_alone), given["one device"])
+        alone = several(own, arguments[1], row.images_alone, *arguments[3:], 1, row.site, row.scheme, given)
+    return row.count * row.images / many.seconds * alone.seconds / row.images_alone
 
 
 def single(row: Row, given: dict[str, float]) -> Times:
@@ -282,4 +300,18 @@ def single(row: Row, given: dict[str, float]) -> Times:
     return times(work(row.network), row.images, row.device, row.precision, row.software, given)
 
 
-assert devices() and KINDS
+
+
+def constant(rows: Sequence[Row], without: str) -> float:
+    """The part of the peak that a network reaches in the mean of other sources, as if it were one number."""
+    parts = defaultdict(list)
+    for row in rows:
+        if row.count == 1 and row.rate and not row.refused and row.source != without:
+            parts[row.source].append(math.log(row.rate / peak_rate(row)))
+    return math.exp(statistics.fmean(statistics.fmean(part) for part in parts.values()))
+
+
+def peak_rate(row: Row) -> float:
+    """Images a second of one device if it did nothing but multiply at its peak."""
+    flops = 6 * float((work(row.network).macs * work(row.network).count).sum())
+    return arithmetic(row.device, row.precision).peak / flops

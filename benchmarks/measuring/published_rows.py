@@ -5,6 +5,7 @@ Only the columns that say how something was measured are read. Some of them hold
 """
 
 import csv
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ class Row:
         key: its columns, as the scorer knows it.
         network: its name in `published_networks.work`.
         device, precision, software, images: of one device; images of one step.
+        images_alone: of one device in the row that the speed-up is over.
         count: devices.
         site: their host, and what is between hosts.
         scheme: how gradients were added.
@@ -123,6 +125,7 @@ class Row:
     precision: str
     software: Software
     images: float
+    images_alone: float
     count: int
     site: Site
     scheme: Scheme
@@ -139,8 +142,28 @@ class Row:
 def read(path: Path) -> Iterator[Row]:
     """The rows of a file."""
     with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with (path.parent / "scaling.csv").open(newline="", encoding="utf-8") as file:
+        batches: Batches = {}
         for row in csv.DictReader(file):
-            yield _row(row)
+            if row["n_gpus"] == "1" and (images := _number(row["batch_per_gpu"])):
+                batches.setdefault((row["source"], row["model"], row["gpu"]), set()).add(images)
+    for row in rows:
+        yield _row(row, batches)
+
+
+Batches = dict[tuple[str, str, str], set[float]]
+"""Images with which one device was timed, by source, network and device."""
+
+
+def _alone(row: dict[str, str], images: float, count: int, batches: Batches) -> float:
+    """The images of one device in the row that the speed-up is over: as many, where there is such a row."""
+    if row["source"].startswith("Yadan"):
+        return images * count
+    if row["source"].startswith("FireCaffe"):
+        return 32.0
+    known = batches.get((row["source"], row["model"], row["gpu"]), set())
+    return images if images in known or not known else min(known, key=lambda one: abs(math.log(one / images)))
 
 
 def family(source: str) -> str:
@@ -154,7 +177,7 @@ def family(source: str) -> str:
     return source
 
 
-def _row(row: dict[str, str]) -> Row:
+def _row(row: dict[str, str], batches: Batches) -> Row:
     refused = ""
     device = next((name for words, name in _DEVICES if words in row["gpu"]), None)
     if device is None:
@@ -175,6 +198,7 @@ def _row(row: dict[str, str]) -> Row:
         precision=precision,
         software=software,
         images=images,
+        images_alone=_alone(row, images, count, batches),
         count=count,
         site=site,
         scheme=scheme,
@@ -195,6 +219,8 @@ def _usual_batch(row: dict[str, str], network: str, device: Device, precision: s
     """Where the table does not say: the largest power of two, up to 512, that fits into the memory."""
     if "rossumai" in row["source"] or "tensorpack" in row["source"]:
         return 512.0 if network == "alexnet" else 32.0
+    if row["source"].startswith(("Yadan", "FireCaffe")):  # 256 images, 1,024 images of all devices together
+        return (256.0 if "Yadan" in row["source"] else 1024.0) / int(row["n_gpus"])
     if "FlexFlow" in row["source"] or "gluon" in row["scheme"]:
         return 64.0
     images = 512.0 if network.startswith("alexnet") else 256.0
@@ -244,7 +270,7 @@ def _software(row: dict[str, str], device: Device) -> tuple[Software, str]:
     cudnn = 8 if new or "DLE" in source or "deeplearning-benchmark" in source else 7
     if re.search(r"cuDNN ?5|2017|Horovod README", source):
         cudnn = 5
-    if "cuDNN7" in source:
+    if "cuDNN7" in source or "TF2_3" in source:
         cudnn = 7
     if re.search(r"cuDNN v2|2015|FireCaffe", source):
         cudnn = 3
@@ -276,8 +302,11 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
         link = "pcie2"
     elif "g2.8xlarge" in text:
         link, per_host, network = "pcie3-host", 4, "ethernet-10g"
-    elif "NVLink bridge" in text and device.name != "rtx-2080-ti":
-        link = "nvlink-pairs"
+    elif "Gold_6230" in row["source"]:  # Lambda's two machines with Xeon Gold 6230
+        link = "pcie3-host" if not device.peer else "pcie3"
+        if "trt2" in row["source"]:
+            link = "pcie3-bridge" if "NVLink" in row["source"] and not device.peer else f"{link.removesuffix('-host')}-shared"
+            link = "pcie3" if device.peer else link
     elif "NVSwitch" in text and device.generation in ("volta",) and "SXM3" not in gpu:
         link = "nvlink2"
     elif "PCIe" in text and "nv" in device.host:
@@ -316,11 +345,13 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
 def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
     """How gradients were added, and what else bound the rate."""
     text, source, data = row["scheme"], row["source"], row["dataset"]
+    framework = software.framework
     itemsize = 2 if "fp16 exchange" in text else 4
     feed = "real" if data in ("ImageNet-real", "ImageNet", "COCO") else "fake" if "fake" in data else "synthetic"
+    if framework.startswith("dali") and feed == "real":
+        feed = "gpu"
     if source.startswith(("Krizhevsky", "cuda-convnet", "Yadan", "FireCaffe", "Minerva", "Theano", "Lambda deep")):
         feed = "synthetic"
-    framework = software.framework
     kind, overlap, fused = "ring", True, True
     low = text.lower()
     if framework == "keras":

@@ -49,7 +49,8 @@ class Scheme:
         overlap: whether messages travel beside the backward pass.
         fused: whether small gradients share a message.
         itemsize: bytes of a number in a message.
-        feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded.
+        feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded by the host,
+            `gpu` by the devices.
         parts: microbatches of a pipeline.
         relative: whether the speed-up that is asked for is over two stages and one microbatch.
     """
@@ -128,9 +129,10 @@ def link_named(name: str) -> Link:
         ConvoyError: nobody knows it.
     """
     known = _links()
-    wanted = name.strip().lower().removesuffix("-host").replace("nvlink-pairs", "pcie3")
-    if wanted in known:
-        return known[wanted]
+    wanted = re.sub("-(host|shared|bridge)$", "", name.strip().lower())
+    for one in (name.strip().lower(), wanted):
+        if one in known:
+            return known[one]
     base, _, cards = wanted.rpartition("-")
     if base in known and cards.isdigit():
         return Link(known[base].latency, known[base].rate * max(1, int(cards)))
@@ -209,8 +211,10 @@ def several(
         seconds += exposed
     slower = 0.0
     if count > 1:
-        slower = alone * 0.01 * factor(f"slower {software.framework}") * math.log2(count)
-        slower += 1e-3 * factor("sync") * math.log2(count)
+        share = 0.01 * factor("slower") * factor(f"slower {software.framework}")
+        share *= factor("slower halves") if precision == "fp16" else 1.0
+        doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts)
+        slower = (alone * share + 1e-3 * factor("sync")) * doublings
         normalized = float((one.forward + one.backward)[work.kind == KINDS.index("norm")].sum())
         if _is_slow_at_norms(precision, software, device):
             # TensorFlow 1.15 to 2.3 on several GPUs; where it compiles, or has cuDNN 8, it does not happen
@@ -218,7 +222,9 @@ def several(
         seconds += slower
     feed = 0.0
     if scheme.feed != "synthetic":
-        rate = 4000.0 * factor(f"feed {software.framework}") * (2.0 if scheme.feed == "fake" else 1.0)
+        rate = (8000.0 if scheme.feed == "fake" else 4000.0) * factor("feed by cpu") * factor(f"feed {software.framework}")
+        if scheme.feed == "gpu":  # devices decode for themselves (DALI)
+            rate = 250.0 * local * device.fp32**0.5 * factor("feed by gpu") * factor(f"feed {software.framework}")
         feed = local * images / rate * work.image / 150528
         seconds = (seconds**4 + feed**4) ** 0.25
     return Step(seconds, alone, inside + between, exposed, feed, slower, one, inside, between)
@@ -249,8 +255,11 @@ def _exchange(
     """Seconds of adding gradients, on the links of a host and between hosts, if there were nothing else."""
     size = work.parameters * scheme.itemsize
     link = link_named(site.link)
-    through_host = site.link.endswith("-host")
     rate = link.rate * factor(f"link {site.link}")
+    if site.link.endswith("-shared"):  # two devices share the way to the host
+        rate /= max(1.0, min(local, 4) / 2)
+    if site.link.endswith("-bridge"):  # pairs have a link of their own
+        rate = max(rate, 4e10) if local == 2 else rate / max(1.0, local / 5)
     messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
     network = link_named(site.network) if hosts > 1 else Link(0.0, math.inf)
     net_rate = network.rate * factor("network")
@@ -271,18 +280,15 @@ def _exchange(
         case "tree":
             inside = 2 * math.ceil(math.log2(max(2, local))) * size / rate if local > 1 else 0.0
         case "replicated":
-            crowd = max(1.0, local / 4) ** 0.5 if through_host else 1.0
-            inside = ring / rate * crowd * factor("replicated")
+            inside = ring / rate * factor("replicated")
         case _:
-            inside = ring / rate * (local if through_host else 1) ** 0.25
+            inside = ring / rate
     inside += 2 * (local - 1) * link.latency * messages if local > 1 else 0.0
     if hosts > 1:
         part = (hosts - 1) / hosts
         if scheme.kind in ("servers", "servers-gpu"):
             # every host gets the weights and gives gradients, and serves its part of both to all others
             between = 2 * size * part / net_rate * factor("servers")
-            if "Horovod" in site.network or scheme.kind == "servers-gpu":
-                between *= 1.0
         elif scheme.kind == "tree":
             between = 2 * math.ceil(math.log2(hosts)) * size / net_rate
         else:
