@@ -37,7 +37,8 @@ from convoy.hardware.exchange import step
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "benchmarks" / "published"
 COEFFICIENTS = ROOT / "src" / "convoy" / "hardware" / "coefficients.json"
-COVERED = 0.9
+COVERED = 0.92
+"""Of the errors of all other sources, so that nine in ten of the next source are inside."""
 
 Given = dict[str, dict[str, float]]
 

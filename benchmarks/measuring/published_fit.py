@@ -24,7 +24,7 @@ from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
 from convoy.hardware.work import Array, Item, Work
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
-PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "feed ": 0.3}
+PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.3, "feed ": 0.3}
 _NOISE = 0.12
 
 
@@ -257,7 +257,7 @@ def several_devices(
     ]
     copies = Counter(_copy(row) for row, _ in used)
     names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
-    names += ["again", "uneven", "slower", "slower halves", "hosts", "feed by cpu", "feed by gpu"]
+    names += ["again", "uneven", "slower", "slower halves", "hosts", "host memory", "feed by cpu", "feed by gpu"]
     names += sorted({f"link {row.site.link}" for row, _ in used})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})

@@ -339,7 +339,12 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
         network = "infiniband-edr-4"
     if "Akiba" in row["source"]:
         network = "infiniband-fdr-2"
-    return Site(min(per_host, count), link, network, sockets)
+    memory = next((rate for words, rate in _MEMORY if re.search(words, row["source"])), 140.0)
+    return Site(min(per_host, count), link, network, sockets, memory)
+
+
+_MEMORY = [("3960X|3970X", 95.0), ("Gold_6230|Platinum", 280.0), ("raw log 7[57]", 205.0), ("raw log i7", 45.0)]
+"""GB/s of the memory of hosts by their processors, where the source names them: channels of DDR4."""
 
 
 def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
@@ -384,7 +389,7 @@ def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
         kind, overlap = "hybrid", False
     elif "reduction tree" in low or "tree reduction" in low:
         kind, overlap = "tree", False
-    elif "replicated" in low and "lambda-tensorflow" in source:
+    elif "replicated" in low and "lambda-tensorflow" in source or "issue #283" in source:
         kind = "replicated"
     elif source.startswith("Yadan"):
         kind, overlap = "host", False
@@ -394,7 +399,7 @@ def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
         kind, overlap = "tree", False
     if "not overlapped" in low or framework in ("caffe", "theano", "flexflow"):
         overlap = False
-    if "Aug-2017" in source:
+    if "Aug-2017" in source or "distributed tensorflow ps" in low:
         fused = False
     stages = re.search(r"PP n=(\d+) partitions, m=(\d+)", text)
     parts = int(stages[2]) if stages else 32 if kind == "pipeline" else 1

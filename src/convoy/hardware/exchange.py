@@ -29,12 +29,14 @@ class Site:
         link: name of the link between them; with `-host` at the end, all passes through the host's memory.
         network: name of the link between hosts, `-N` at the end for N cards in each.
         sockets: processors of a host, over which its devices are spread.
+        memory: GB/s of the host's memory, which all share that copy through it.
     """
 
     per_host: int
     link: str
     network: str = ""
     sockets: int = 2
+    memory: float = 140.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Scheme:
             `servers-gpu` on a GPU of each; `keras` one device after the other; `pipeline` through stages;
             `one-weird-trick`, `model`, `hybrid` of Krizhevsky and Yadan; `none` not at all.
         overlap: whether messages travel beside the backward pass.
-        fused: whether small gradients share a message.
+        fused: whether small gradients share a message; of servers, whether a host's devices share one copy of what
+            they get and give.
         itemsize: bytes of a number in a message.
         feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded by the host,
             `gpu` by the devices.
@@ -216,7 +219,7 @@ def several(
         doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts)
         slower = (alone * share + 1e-3 * factor("sync")) * doublings
         normalized = float((one.forward + one.backward)[work.kind == KINDS.index("norm")].sum())
-        if _is_slow_at_norms(precision, software, device):
+        if scheme.kind == "replicated" and _is_slow_at_norms(precision, software, device):
             # TensorFlow 1.15 to 2.3 on several GPUs; where it compiles, or has cuDNN 8, it does not happen
             slower += 0.3 * factor("norms") * normalized * min(3.0, math.log2(count)) / 3
         seconds += slower
@@ -256,6 +259,8 @@ def _exchange(
     size = work.parameters * scheme.itemsize
     link = link_named(site.link)
     rate = link.rate * factor(f"link {site.link}")
+    if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
+        rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
     if site.link.endswith("-shared"):  # two devices share the way to the host
         rate /= max(1.0, min(local, 4) / 2)
     if site.link.endswith("-bridge"):  # pairs have a link of their own
@@ -288,7 +293,7 @@ def _exchange(
         part = (hosts - 1) / hosts
         if scheme.kind in ("servers", "servers-gpu"):
             # every host gets the weights and gives gradients, and serves its part of both to all others
-            between = 2 * size * part / net_rate * factor("servers")
+            between = 2 * size * part / net_rate * factor("servers") * (1 if scheme.fused else local)
         elif scheme.kind == "tree":
             between = 2 * math.ceil(math.log2(hosts)) * size / net_rate
         else:
@@ -315,10 +320,10 @@ def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float)
 def _pipeline(one: Times, alone: float, count: int, scheme: Scheme, factor: Factor) -> Step:
     """GPipe: the bubble of (stages - 1) of (parts + stages - 1), everything forward once more, stages not quite even."""
     again = float(one.forward.sum()) * factor("again") * 0.6
-    uneven = 1 + 0.12 * factor("uneven") * math.log2(count) if count > 1 else 1.0
 
     def of(stages: int, parts: int) -> float:
-        return (alone + again) * (parts + stages - 1) / (parts * stages) * (uneven if stages > 1 else 1.0)
+        uneven = 1 + 0.12 * factor("uneven") * math.log2(stages)
+        return (alone + again) * (parts + stages - 1) / (parts * stages) * uneven
 
     seconds = of(count, scheme.parts)
-    return Step(seconds, of(2, 1) / 1.0 if scheme.relative else alone, 0.0, seconds - alone / count, 0.0, 0.0, one, 0, 0)
+    return Step(seconds, of(2, 1) if scheme.relative else alone, 0.0, seconds - alone / count, 0.0, 0.0, one, 0, 0)
