@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalogue import Device
+from convoy.hardware.catalogue import Device, Machine
 from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
 from convoy.hardware.work import KINDS, Work
 
@@ -257,17 +257,11 @@ def _exchange(
 ) -> tuple[float, float]:
     """Seconds of adding gradients, on the links of a host and between hosts, if there were nothing else."""
     size = work.parameters * scheme.itemsize
-    link = link_named(site.link)
-    rate = link.rate * factor(f"link {site.link}")
-    if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
-        rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
-    if site.link.endswith("-shared"):  # two devices share the way to the host
-        rate /= max(1.0, min(local, 4) / 2)
-    if site.link.endswith("-bridge"):  # pairs have a link of their own
-        rate = max(rate, 4e10) if local == 2 else rate / max(1.0, local / 5)
+    link = inside_link(site, local, factor)
+    rate = link.rate
     messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
-    network = link_named(site.network) if hosts > 1 else Link(0.0, math.inf)
-    net_rate = network.rate * factor("network")
+    network = network_link(site, factor) if hosts > 1 else Link(0.0, math.inf)
+    net_rate = network.rate
     inside = between = 0.0
     ring = 2 * (local - 1) / local * size
     adding = 12e9 * factor("adding")
@@ -300,6 +294,37 @@ def _exchange(
             between = 2 * part * size / net_rate
         between += 2 * (hosts - 1) * network.latency * min(messages, 8 if scheme.fused else messages) ** 0.5
     return inside, between
+
+
+def inside_link(site: Site, local: int, factor: Factor) -> Link:
+    """The link between devices of a host where so many of them send at once."""
+    link = link_named(site.link)
+    rate = link.rate * factor(f"link {site.link}")
+    if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
+        rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
+    if site.link.endswith("-shared"):  # two devices share the way to the host
+        rate /= max(1.0, min(local, 4) / 2)
+    if site.link.endswith("-bridge"):  # pairs have a link of their own
+        rate = max(rate, 4e10) if local == 2 else rate / max(1.0, local / 5)
+    return Link(link.latency, rate)
+
+
+def network_link(site: Site, factor: Factor) -> Link:
+    """The link between hosts."""
+    link = link_named(site.network)
+    return Link(link.latency, link.rate * factor("network"))
+
+
+def fitted(name: str) -> float:
+    """A fitted factor on what several devices cost; 1 where nothing was fitted."""
+    return math.exp(coefficients_of("several devices").get(name, 0.0))
+
+
+def site_of(machine: Machine) -> Site:
+    """Where the devices of a machine stand."""
+    peers = all(device.peer for device in machine.devices)
+    through_host = not peers and machine.link.startswith("pcie")
+    return Site(machine.per_host, machine.link + ("-host" if through_host else ""), machine.between)
 
 
 def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float) -> float:

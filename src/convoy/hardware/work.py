@@ -18,8 +18,8 @@ Array = npt.NDArray[np.float64]
 KINDS = ("conv", "linear", "norm", "pool", "pointwise")
 """What calls are told apart by; views cost nothing and are none of them."""
 
-_KIND_OF = {"conv": "conv", "linear": "linear", "batch_norm": "norm", "group_norm": "norm", "layer_norm": "norm"}
-_KIND_OF |= {"lrn": "norm", "rms_norm": "norm", "pool": "pool", "pooling": "pool", "adaptive_pool": "pool"}
+KIND_OF = {"conv": "conv", "linear": "linear", "batch_norm": "norm", "group_norm": "norm", "layer_norm": "norm"}
+KIND_OF |= {"lrn": "norm", "rms_norm": "norm", "pool": "pool", "pooling": "pool", "adaptive_pool": "pool"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def item_of(call: Call, graph: Graph, shape: Callable[[str], Shape]) -> Item | N
     inputs = [name for name in call.inputs if values[name].origin in ("call", "input")]
     read, written = (float(sum(math.prod(shape(name)) for name in names)) for names in (inputs, call.outputs))
     first = all(values[name].origin == "input" for name in inputs)
-    kind = _KIND_OF.get(call.op, "pool" if "pool" in call.op else "pointwise")
+    kind = KIND_OF.get(call.op, "pool" if "pool" in call.op else "pointwise")
     if kind == "conv":
         weight, output = shape(call.attributes["weight"]), shape(call.outputs[0])
         groups, transposed = int(call.attributes["groups"]), bool(call.attributes["transposed"])

@@ -207,12 +207,12 @@ def make_plan(
         if not plans:
             progress("searching", 0, 1)
         given: list[Proposal] = [(plan, None) for plan in plans]
-        candidates = given or ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
+        candidates = given or ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
         found = [score(workload, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
-            found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found = _ordered(found)
+            found, left_out = without_too_large(found, Additive(costs, workload.graph, workload.passes), memory_limit)
+        found = ordered(found)
         best = ranks.broadcast((found[0].plan, found[0].passes))
         job = plan_job(workload, *best)
         settled = ranks.broadcast(best in proposed or measured.lacking(job) <= _SETTLED)
@@ -243,7 +243,7 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
     return f"{said}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
-def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
+def without_too_large(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
     """Those that fit into memory, and a note on each of the others.
 
     Raises:
@@ -259,7 +259,7 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
 
 
-def _ordered(scored: Sequence[Scored]) -> list[Scored]:
+def ordered(scored: Sequence[Scored]) -> list[Scored]:
     """By their time; but of those about as fast as the first, the one that redistributes least often comes first.
 
     The timeline sees more than the search, which has already chosen so: a plan that seems faster by less than the error
@@ -277,7 +277,7 @@ def _num_sent(scored: Scored) -> int:
     return len(redistributions(scored.placement)) + len(crossings)
 
 
-def _search(
+def propose(
     workload: Workload,
     devices: int,
     costs: Costs,

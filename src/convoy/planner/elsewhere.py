@@ -1,0 +1,394 @@
+"""Plans and predictions for machines that are not at hand.
+
+Data parallelism is predicted by `convoy.hardware.exchange`, with the range that its errors on published tables have.
+Other plans are searched for, and predicted by their timelines, with costs from the same model; they are given as so
+many times as fast as data parallelism, so that what both predictions have in common cancels.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.hardware.catalogue import Device, Machine
+from convoy.hardware.exchange import Scheme, Step, site_of, step
+from convoy.hardware.speed import OURS, Software, coefficients_of
+from convoy.hardware.work import Work, work_of_graph
+from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.catalogued import costs_of
+from convoy.planner.planner import Planned, ordered, propose, score, without_too_large
+from convoy.planner.workload import Workload
+from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
+from convoy.units import plural, size
+
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a network may be trained in, and the type of autocast."""
+
+SEARCHED = 64
+"""Devices up to which plans beside data parallelism are searched for."""
+
+_ROOM = 0.92
+"""The part of a device's memory that a framework leaves."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What could be other than it is, and how many times as many images a second there would be."""
+
+    text: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a machine is predicted to do.
+
+    Attributes:
+        machine: the devices.
+        precision, batch: of the training; images of an update.
+        images_per_s: of data parallelism; None where it does not fit into the memory.
+        within: the factor that nine in ten published values were within, over or under.
+        alone: images a second of one device, with its part of the batch.
+        step: of data parallelism.
+        planned: the plans that were found; None where none was searched for.
+        gain: how many times as fast as data parallelism the fastest of them is, at least 1.
+        curve: devices, and images a second on so many.
+        changes: what would make data parallelism faster, the most helpful first.
+        notes: what was assumed.
+    """
+
+    machine: Machine
+    precision: str
+    batch: int
+    images_per_s: float
+    within: float
+    alone: float
+    step: Step
+    planned: Planned | None
+    gain: float
+    curve: tuple[tuple[int, float], ...]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> float:
+        """Images a second of the fastest plan."""
+        return self.images_per_s * self.gain
+
+    @property
+    def plan(self) -> Plan:
+        """The fastest plan."""
+        return self.planned.best.plan if self.planned is not None else Plan.by_samples(len(self.machine.devices))
+
+    @property
+    def speedup(self) -> float:
+        """Of the fastest plan over one device."""
+        return self.best / self.alone
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up for each device."""
+        return self.speedup / len(self.machine.devices)
+
+    def days(self, images: float) -> float:
+        """Until so many images have been trained on."""
+        return images / self.best / 86400
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "machine": self.machine.text,
+            "between": self.machine.between,
+            "devices": len(self.machine.devices),
+            "batch": self.batch,
+            "precision": self.precision,
+            "images_per_s": round(self.best, 1),
+            "range": [round(self.best / self.within, 1), round(self.best * self.within, 1)],
+            "data_parallel_images_per_s": round(self.images_per_s, 1),
+            "one_device_images_per_s": round(self.alone, 1),
+            "speedup": round(self.speedup, 3),
+            "efficiency": round(self.efficiency, 3),
+            "held_back_by": self.held_back_by,
+            "plan": str(self.plan),
+            "faster_than_data_parallel": round(self.gain, 3),
+            "curve": [[count, round(rate, 1)] for count, rate in self.curve],
+            "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def held_back_by(self) -> str:
+        """The resource that data parallelism waits for most."""
+        found = self.step.holds_back
+        return self.machine.link.partition("-")[0] if found == "link" else found
+
+
+def predict(
+    workload: Workload,
+    machine: Machine,
+    precision: str,
+    *,
+    fixes: Sequence[str] = (),
+    plans: Sequence[Plan] = (),
+    memory_limit: float | None = None,
+    images_per_second: float | None = None,
+    software: Software = OURS,
+    searching: bool = True,
+) -> Prediction:
+    """What a machine would do with a network.
+
+    Args:
+        workload: the network, at the batch of an update, with the types of the precision.
+        machine: the devices.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`.
+        fixes, plans: as in `convoy.planner.make_plan`.
+        memory_limit: bytes of each device; by default what the catalog says.
+        images_per_second: that the input of one device gives.
+        software: what runs the network.
+        searching: whether other plans than data parallelism are looked for.
+
+    Raises:
+        TooLargeError: no plan fits into the memory, by how much.
+        ConvoyError: there is no such plan.
+    """
+    count, batch = len(machine.devices), workload.batch
+    if batch < count:
+        raise ConvoyError(f"a batch of {batch} is too small for {count} devices: raise --batch, or ask for fewer")
+    work = work_of_graph(workload.graph)
+    shares = shares_of(work, batch, machine, precision, software)
+    done = _step(work, machine, shares, precision, software)
+    rate = batch / done.seconds
+    if images_per_second is not None and images_per_second * count < rate:
+        rate = images_per_second * count
+        done = replace(done, feed=batch / count / images_per_second)
+    room = memory_limit or _ROOM * min(device.memory_gb for device in machine.devices) * 1e9
+    if len(set(shares)) > 1:
+        workload = replace(workload, shares=shares)
+    notes = []
+    planned, gain = None, 1.0
+    if searching and 1 <= count <= SEARCHED:
+        planned, gain = _planned(workload, machine, precision, fixes, plans, room, software)
+    elif count > SEARCHED:
+        notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
+    if planned is not None:
+        notes += planned.notes
+    first = machine.devices[0]
+    alone = batch / count / _step(work, _of(machine, (first,)), (math.ceil(batch / count),), precision, software).alone
+    return Prediction(
+        machine,
+        precision,
+        batch,
+        rate,
+        math.exp(width(machine, software)),
+        alone,
+        done,
+        planned,
+        gain,
+        _curve(work, machine, batch, precision, software),
+        _changes(work, machine, shares, precision, software, done),
+        tuple(notes),
+    )
+
+
+def shares_of(work: Work, batch: int, machine: Machine, precision: str, software: Software) -> tuple[int, ...]:
+    """The images of each device by which all end at about the same time: as they are equal, even ones."""
+    count = len(machine.devices)
+    per = batch / count
+    kinds = {device: 1 / _one(work, device, per, precision, software) for device in set(machine.devices)}
+    speeds = [kinds[device] for device in machine.devices]
+    ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(count)]
+    return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
+
+
+def _one(work: Work, device: Device, images: float, precision: str, software: Software) -> float:
+    machine = Machine("", (device,), 1, device.host)
+    return step(work, images, device, units(device, precision), software, 1, site_of(machine), Scheme()).seconds
+
+
+def units(device: Device, precision: str) -> str:
+    """What the device computes with: fp32 on devices that have it is TF32, as PyTorch's convolutions are."""
+    if precision in ("bf16", "fp16"):
+        return "fp16"
+    return "tf32" if precision == "tf32" or device.tf32 else "fp32"
+
+
+def _of(machine: Machine, devices: Sequence[Device]) -> Machine:
+    return replace(machine, devices=tuple(devices), per_host=min(machine.per_host, len(devices)))
+
+
+def _step(
+    work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, scheme: Scheme | None = None
+) -> Step:
+    """Of data parallelism: that of the device which takes longest."""
+    found = {
+        (device, images): step(
+            work,
+            max(images, 1),
+            device,
+            units(device, precision),
+            software,
+            len(machine.devices),
+            site_of(machine),
+            scheme or Scheme(),
+        )
+        for device, images in set(zip(machine.devices, shares, strict=True))
+    }
+    return max(found.values(), key=lambda one: one.seconds)
+
+
+def _planned(
+    workload: Workload,
+    machine: Machine,
+    precision: str,
+    fixes: Sequence[str],
+    plans: Sequence[Plan],
+    room: float,
+    software: Software,
+) -> tuple[Planned, float]:
+    """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
+    count = len(machine.devices)
+    costs = costs_of(machine, units(machine.devices[0], precision), software)
+    serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
+    if count == 1:
+        found = [serial]
+    elif plans:
+        found = [score(workload, plan, costs) for plan in plans]
+    else:
+        proposed = propose(workload, count, costs, fixes, None, [])
+        found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+        if all(one.memory.total > room for one in found):
+            proposed = propose(workload, count, costs, fixes, room, [])
+            found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+    plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
+    try:
+        fitting, notes = without_too_large(found, Additive(costs, workload.graph, workload.passes), room)
+    except TooLargeError as error:
+        device = min(machine.devices, key=lambda device: device.memory_gb)
+        least = min(one.memory.total for one in found)
+        raise TooLargeError(
+            f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more than "
+            f"the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
+        ) from error
+    best = ordered(fitting)
+    planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
+    gain = max(1.0, plain.seconds / best[0].seconds) if plain is not None and plain in fitting else 1.0
+    if plain is not None and plain not in fitting:
+        gain = plain.seconds / best[0].seconds
+    return planned, gain
+
+
+def _curve(
+    work: Work, machine: Machine, batch: int, precision: str, software: Software
+) -> tuple[tuple[int, float], ...]:
+    """Images a second of data parallelism on 1, 2, 4, … devices, each with as many images."""
+    count, device = len(machine.devices), machine.slowest
+    images = max(1, batch // count)
+    found = []
+    for number in sorted({1 << power for power in range((2 * count).bit_length())} | {count}):
+        hosts = max(1, -(-number // machine.per_host))
+        per_host = number if hosts == 1 else machine.per_host
+        larger = replace(
+            machine,
+            devices=(device,) * number,
+            per_host=per_host,
+            between=machine.between or ("10gbit" if hosts > 1 else ""),
+        )
+        found.append((number, number * images / _step(work, larger, (images,) * number, precision, software).seconds))
+    return tuple(found)
+
+
+def _changes(
+    work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, done: Step
+) -> tuple[Change, ...]:
+    """What would make data parallelism faster."""
+    found = []
+    rate = sum(shares) / done.seconds
+
+    def add(text: str, seconds: float, images: float) -> None:
+        gain = images / seconds / rate
+        if gain > 1.02:
+            found.append(Change(text, gain))
+
+    if precision not in ("bf16", "fp16") and machine.devices[0].fp16:
+        add("half precision", _step(work, machine, shares, "bf16", software).seconds, sum(shares))
+    double = [2 * share for share in shares]
+    add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
+    compiled = replace(software, compiled=True)
+    add("a compiler that fuses", _step(work, machine, shares, precision, compiled).seconds, sum(shares))
+    if precision in ("bf16", "fp16") and not software.channels_last:
+        last = replace(software, channels_last=True)
+        add("channels last", _step(work, machine, shares, precision, last).seconds, sum(shares))
+    without = done.seconds - done.exposed / 2
+    add("links twice as fast", without, sum(shares))
+    if done.feed > done.alone:
+        add("input twice as fast", max(done.alone, done.feed / 2), sum(shares))
+    return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+@cache
+def _ranges() -> dict[str, float]:
+    text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
+    found: dict[str, float] = json.loads(text).get("ranges", {})
+    return found
+
+
+def width(machine: Machine, software: Software) -> float:
+    """The logarithm of the factor within which nine in ten predictions of like distance from the fit were."""
+    fitted = coefficients_of("one device")
+    known = all(f"device {device.name}" in fitted for device in machine.devices)
+    several = "one device" if len(machine.devices) == 1 else "several devices"
+    ranges = _ranges()
+    return ranges.get(f"{'known' if known else 'unknown'} device, known framework, {several}", ranges.get("any", 0.5))
+
+
+def lines(predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str) -> list[str]:
+    """For people: a table of the machines, and what is to be said of each.
+
+    Args:
+        predictions: of one network on several machines.
+        images: of the whole training.
+        prices: of an hour of one device of each machine; empty where nobody says.
+        what: the training, in words.
+    """
+    width_of = max(len(_name(one)) for one in predictions)
+    heading = f"{'machine':{width_of}}  images/s (90 % range)        speed-up  efficiency      days"
+    found = [heading + ("     price" if prices else "")]
+    for number, one in enumerate(predictions):
+        rates = f"{one.best:,.0f} ({one.best / one.within:,.0f} to {one.best * one.within:,.0f})"
+        row = f"{_name(one):{width_of}}  {rates:28} {one.speedup:8.2f}  {one.efficiency:9.0%}  {one.days(images):8.3g}"
+        if prices:
+            row += f"  {24 * one.days(images) * len(one.machine.devices) * prices[number]:8,.0f}"
+        found.append(row)
+    found.append(f"days of {what}")
+    for one in predictions:
+        found += ["", f"{_name(one)}: held back by {one.held_back_by}"]
+        if one.gain > 1.005:
+            found.append(f"  fastest plan: {one.plan}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)")
+        elif len(one.machine.devices) > 1:
+            found.append("  fastest plan: data parallelism")
+        if one.planned is not None and one.gain > 1.005:
+            found += [f"    {name}: {strategy}" for name, strategy in _divided(one)]
+        found += [f"  {change.text}: {change.gain:.2f} × as fast" for change in one.changes[:4]]
+        found += [f"  note: {note}" for note in one.notes]
+    return found
+
+
+def _name(one: Prediction) -> str:
+    return one.machine.text + (f" over {one.machine.between}" if one.machine.between else "")
+
+
+def _divided(one: Prediction) -> list[tuple[str, str]]:
+    """Layers with weights that the fastest plan divides otherwise than by samples, those of one strategy together."""
+    plan, groups = one.plan, {}
+    assert one.planned is not None
+    for call in one.planned.workload.graph.calls:
+        if call.op in ("conv", "linear"):
+            groups.setdefault(" and ".join(dict.fromkeys(plan.strategy(call.layer, call.op))), []).append(call.layer)
+    return [(f"{plural(len(names), 'layer')} ({names[0]} …)", strategy) for strategy, names in groups.items()]
