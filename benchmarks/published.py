@@ -24,6 +24,7 @@ from measuring.published_fit import (
     constant,
     one_device,
     peak_rate,
+    read_collectives,
     read_layers,
     several_devices,
     single,
@@ -68,19 +69,19 @@ def main() -> None:
     rows, blind = list(read(given.published / "scaling.csv")), list(read(given.published / "questions.csv"))
     name = (lambda row: family(row.source)) if given.families else (lambda row: row.source)
     sources = sorted({name(row) for row in [*rows, *blind]})
-    layers = read_layers(given.published)
+    layers, collectives = read_layers(given.published), read_collectives(given.published)
     first = one_device(rows, layers, sources, name)
     at, slopes = first.solve()
     many = [row for row in rows if row.count > 1]
     whole = dict(zip(first.names, map(float, at), strict=True))
-    second = several_devices(many, [single(row, whole) for row in many], sources, whole, name)
+    second = several_devices(collectives, many, [single(row, whole) for row in many], sources, whole, name)
     at_many, slopes_many = second.solve()
     print(f"{len(first.names)} coefficients of one device, {len(second.names)} of several")
     predicted: dict[int, Predicted] = {}
     seen = _seen(rows, name)
     for number, source in enumerate(sources):
         alone = dict(zip(first.names, map(float, first.without(number, at, slopes)), strict=True))
-        own = several_devices(many, [single(row, alone) for row in many], sources, alone, name)
+        own = several_devices(collectives, many, [single(row, alone) for row in many], sources, alone, name)
         left = dict(zip(own.names, map(float, own.without(number, at_many, slopes_many)), strict=True))
         for row in (*rows, *blind):
             if name(row) == source:

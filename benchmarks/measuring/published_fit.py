@@ -19,7 +19,7 @@ from measuring.published_networks import work
 from measuring.published_rows import Row, family
 
 from convoy.hardware.catalogue import Device, device_named
-from convoy.hardware.exchange import several
+from convoy.hardware.exchange import Site, ring, several
 from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
 from convoy.hardware.work import Array, Item, Work
 
@@ -244,7 +244,31 @@ def one_device(
     return Problem(names, np.array([_prior(name, PRIORS_ONE) for name in names]), residuals, groups)
 
 
+@dataclass(frozen=True)
+class Collective:
+    """An all-reduce that somebody timed."""
+
+    site: Site
+    count: int
+    size: float
+    seconds: float
+
+
+def read_collectives(folder: Path) -> list[Collective]:
+    """NCCL's of `allreduce.csv`: of the others, sums pass through the hosts' memory."""
+    found = []
+    with (folder / "allreduce.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if "NCCL" in row["algorithm"]:
+                link = "pcie3-switch" if "single-root" in row["topology"] else "pcie3"
+                count, hosts = int(row["n_gpus"]), int(row["n_nodes"])
+                site = Site(count // hosts, link, "infiniband-fdr")
+                found.append(Collective(site, count, float(row["bytes"]), float(row["time_ms"]) / 1e3))
+    return found
+
+
 def several_devices(
+    collectives: Sequence[Collective],
     rows: Sequence[Row],
     singles: Sequence[Times],
     sources: Sequence[str],
@@ -258,7 +282,7 @@ def several_devices(
     copies = Counter(_copy(row) for row, _ in used)
     names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
     names += ["again", "uneven", "slower", "slower halves", "hosts", "host memory", "feed by cpu", "feed by gpu"]
-    names += sorted({f"link {row.site.link}" for row, _ in used})
+    names += sorted({f"link {one.site.link}" for one in (*(row for row, _ in used), *collectives)})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
     number = {source: place for place, source in enumerate(sources)}
@@ -269,9 +293,16 @@ def several_devices(
         found = []
         for row, one in used:
             found.append(math.log(speedup(row, one, given) / (row.speedup or 1)))
-        return np.array(found) * votes / 0.08
 
-    groups = np.array([number[name(row)] for row, _ in used])
+        def factor(name: str) -> float:
+            return math.exp(given["several devices"].get(name, 0.0))
+
+        sent = [
+            math.log(sum(ring(one.size, one.count, one.site, factor)) / one.seconds) for one in collectives
+        ]
+        return np.concatenate([np.array(found) * votes / 0.08, np.array(sent) * (30 / len(sent)) ** 0.5 / 0.08])
+
+    groups = np.array([number[name(row)] for row, _ in used] + [-1] * len(collectives))
     return Problem(names, np.array([_prior(name, PRIORS_SEVERAL) for name in names]), residuals, groups)
 
 

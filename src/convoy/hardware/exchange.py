@@ -257,14 +257,10 @@ def _exchange(
 ) -> tuple[float, float]:
     """Seconds of adding gradients, on the links of a host and between hosts, if there were nothing else."""
     size = work.parameters * scheme.itemsize
-    link = inside_link(site, local, factor)
-    rate = link.rate
     messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
+    rate = inside_link(site, local, factor).rate
+    inside, between = ring(size, count, site, factor, messages)
     network = network_link(site, factor) if hosts > 1 else Link(0.0, math.inf)
-    net_rate = network.rate
-    inside = between = 0.0
-    ring = 2 * (local - 1) / local * size
-    adding = 12e9 * factor("adding")
     match scheme.kind:
         case "one-weird-trick" | "hybrid" | "model":
             return _divided(work, images, local, scheme, rate), 0.0
@@ -273,26 +269,30 @@ def _exchange(
             return local * (2 * size / rate + 0.05 * factor("keras")), 0.0
         case "host" | "host-ring":
             shared = max(1.0, local / (2.0 * site.sockets)) if site.link != "pcie3-x1" else 1.0
-            inside = 2 * size / rate * shared * factor("to host") + local * size / adding
+            inside = 2 * size / rate * shared * factor("to host") + local * size / (12e9 * factor("adding"))
         case "server-gpu":
             inside = 2 * (local - 1) * size / rate * factor("to gpu")
         case "tree":
-            inside = 2 * math.ceil(math.log2(max(2, local))) * size / rate if local > 1 else 0.0
+            inside = 2 * math.ceil(math.log2(local)) * size / rate
+            between = 2 * math.ceil(math.log2(hosts)) * size / network.rate
         case "replicated":
-            inside = ring / rate * factor("replicated")
-        case _:
-            inside = ring / rate
-    inside += 2 * (local - 1) * link.latency * messages if local > 1 else 0.0
-    if hosts > 1:
-        part = (hosts - 1) / hosts
-        if scheme.kind in ("servers", "servers-gpu"):
+            inside *= factor("replicated")
+        case "servers" | "servers-gpu":
             # every host gets the weights and gives gradients, and serves its part of both to all others
-            between = 2 * size * part / net_rate * factor("servers") * (1 if scheme.fused else local)
-        elif scheme.kind == "tree":
-            between = 2 * math.ceil(math.log2(hosts)) * size / net_rate
-        else:
-            between = 2 * part * size / net_rate
-        between += 2 * (hosts - 1) * network.latency * min(messages, 8 if scheme.fused else messages) ** 0.5
+            between *= 2 * factor("servers") * (1 if scheme.fused else local)
+    return inside, between
+
+
+def ring(size: float, count: int, site: Site, factor: Factor, messages: float = 1.0) -> tuple[float, float]:
+    """Seconds of an all-reduce of so many bytes, on the links of a host and between hosts."""
+    local, hosts = min(count, site.per_host), -(-count // site.per_host)
+    inside = between = 0.0
+    if local > 1:
+        link = inside_link(site, local, factor)
+        inside = 2 * (local - 1) * (size / local / link.rate + link.latency * messages)
+    if hosts > 1:
+        network = network_link(site, factor)
+        between = 2 * (hosts - 1) * (size / hosts / network.rate + network.latency * messages**0.5)
     return inside, between
 
 

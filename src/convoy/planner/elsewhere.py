@@ -7,6 +7,7 @@ many times as fast as data parallelism, so that what both predictions have in co
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +35,9 @@ PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.
 SEARCHED = 64
 """Devices up to which plans beside data parallelism are searched for."""
 
+AMONG = ("sample", "replicate", "filter", "channel")
+"""What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from."""
+
 _ROOM = 0.92
 """The part of a device's memory that a framework leaves."""
 
@@ -55,7 +59,7 @@ class Prediction:
         precision, batch: of the training; images of an update.
         images_per_s: of data parallelism; None where it does not fit into the memory.
         within: the factor that nine in ten published values were within, over or under.
-        alone: images a second of one device, with its part of the batch.
+        alone: images a second of one device with its part of the batch, the mean of unequal ones.
         step: of data parallelism.
         planned: the plans that were found; None where none was searched for.
         gain: how many times as fast as data parallelism the fastest of them is, at least 1.
@@ -179,8 +183,8 @@ def predict(
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
-    first = machine.devices[0]
-    alone = batch / count / _step(work, _of(machine, (first,)), (math.ceil(batch / count),), precision, software).alone
+    mean = [(device, max(1, share)) for device, share in zip(machine.devices, shares, strict=True)]
+    alone = statistics.fmean(share / _one(work, device, share, precision, software) for device, share in mean)
     return Prediction(
         machine,
         precision,
@@ -217,10 +221,6 @@ def units(device: Device, precision: str) -> str:
     if precision in ("bf16", "fp16"):
         return "fp16"
     return "tf32" if precision == "tf32" or device.tf32 else "fp32"
-
-
-def _of(machine: Machine, devices: Sequence[Device]) -> Machine:
-    return replace(machine, devices=tuple(devices), per_host=min(machine.per_host, len(devices)))
 
 
 def _step(
@@ -261,10 +261,11 @@ def _planned(
     elif plans:
         found = [score(workload, plan, costs) for plan in plans]
     else:
-        proposed = propose(workload, count, costs, fixes, None, [])
+        on = _meshes(machine)
+        proposed = propose(workload, count, costs, fixes, None, [], on, AMONG)
         found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
         if all(one.memory.total > room for one in found):
-            proposed = propose(workload, count, costs, fixes, room, [])
+            proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
             found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
     plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
     try:
@@ -282,6 +283,17 @@ def _planned(
     if plain is not None and plain not in fitting:
         gain = plain.seconds / best[0].seconds
     return planned, gain
+
+
+def _meshes(machine: Machine) -> list[Mesh]:
+    """All devices as one axis, and as hosts of devices where there are several."""
+    count = len(machine.devices)
+    found = [Mesh(("gpu",), (count,))]
+    if machine.hosts > 1 and machine.per_host > 1:
+        found.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
+    elif count % 2 == 0 and count > 2:
+        found.append(Mesh(("node", "gpu"), (2, count // 2)))
+    return found
 
 
 def _curve(

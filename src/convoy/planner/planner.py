@@ -24,6 +24,7 @@ from convoy.planner.remembered import remember
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.meshes import SearchResult
+from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
@@ -284,8 +285,15 @@ def propose(
     fixes: Sequence[str],
     memory_limit: float | None,
     results: list[SearchResult],
+    on: Sequence[Mesh] | None = None,
+    among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages.
+
+    Args:
+        workload, devices, costs, fixes, memory_limit: as in `make_plan`.
+        results: takes what the search says.
+        on, among: as in `search`; stages are cut on all meshes.
 
     Raises:
         ConvoyError: there is none, or none fits into memory.
@@ -301,6 +309,8 @@ def propose(
             outputs=workload.outputs,
             fixes=fixes,
             memory_limit=memory_limit,
+            on=on,
+            among=among,
         )
         results[:] = [found]
         plans += [candidate.plan for candidate in found.candidates]
