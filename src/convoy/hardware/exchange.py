@@ -6,16 +6,12 @@ counted by the bytes that pass each link (Thakur, Rabenseifner and Gropp, 2005; 
 "GPipe", 2019); factors near 1 on these counts are fitted to published measurements (`coefficients.json`).
 """
 
-import csv
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 
-from convoy.errors import ConvoyError
 from convoy.hardware.catalogue import Device, Machine
+from convoy.hardware.links import Link, link_named
 from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
 from convoy.hardware.work import KINDS, Work
 
@@ -68,14 +64,6 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Link:
-    """Seconds of a message without content, and bytes a second in one direction."""
-
-    latency: float
-    rate: float
-
-
-@dataclass(frozen=True)
 class Step:
     """Seconds of an update of several devices.
 
@@ -111,41 +99,6 @@ class Step:
             "network" if self.between > self.inside else "link": self.exposed,
         }
         return max(spent, key=lambda name: spent[name])
-
-
-@cache
-def _links() -> dict[str, Link]:
-    text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
-    return {
-        row["name"]: Link(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9)
-        for row in csv.DictReader(text.splitlines())
-    }
-
-
-_RATE = re.compile(r"(?:ethernet-|tcp-)?([0-9]+(?:\.[0-9]+)?)g(?:bit)?(?:/s)?")
-
-
-def link_named(name: str) -> Link:
-    """A link of the catalogue, or by its rate, as `25gbit`; `-N` at the end stands for N of them in each host.
-
-    Raises:
-        ConvoyError: nobody knows it.
-    """
-    known = _links()
-    wanted = re.sub("-(host|shared|bridge)$", "", name.strip().lower())
-    for one in (name.strip().lower(), wanted):
-        if one in known:
-            return known[one]
-    base, _, cards = wanted.rpartition("-")
-    if base in known and cards.isdigit():
-        return Link(known[base].latency, known[base].rate * max(1, int(cards)))
-    found = _RATE.fullmatch(wanted)
-    if found is None or float(found[1]) == 0:
-        raise ConvoyError(
-            f"{name!r} is no link: write a rate such as 25gbit, or one of {', '.join(sorted(known))}"
-        )
-    tcp = wanted.startswith("tcp")
-    return Link(5e-5, float(found[1]) * 1e9 / 8 * (0.45 if tcp else 0.8))
 
 
 def step(

@@ -23,6 +23,7 @@ from convoy.hardware.speed import OURS, Software, coefficients_of
 from convoy.hardware.work import Work, work_of_graph
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.catalogued import costs_of
+from convoy.planner.cost.costs import Costs
 from convoy.planner.planner import Planned, ordered, propose, score, without_too_large
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
@@ -178,7 +179,10 @@ def predict(
     notes = []
     planned, gain = None, 1.0
     if searching and 1 <= count <= SEARCHED:
-        planned, gain = _planned(workload, machine, precision, fixes, plans, room, software)
+        # the timeline lets as much of the messages show as published tables do
+        share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
+        costs = costs_of(machine, units(machine.devices[0], precision), software, share)
+        planned, gain = _planned(workload, machine, costs, fixes, plans, room)
     elif count > SEARCHED:
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
@@ -246,15 +250,13 @@ def _step(
 def _planned(
     workload: Workload,
     machine: Machine,
-    precision: str,
+    costs: Costs,
     fixes: Sequence[str],
     plans: Sequence[Plan],
     room: float,
-    software: Software,
 ) -> tuple[Planned, float]:
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
     count = len(machine.devices)
-    costs = costs_of(machine, units(machine.devices[0], precision), software)
     serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
     if count == 1:
         found = [serial]
@@ -278,7 +280,8 @@ def _planned(
             f"the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
         ) from error
     best = ordered(fitting)
-    planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
+    left_out = tuple(notes) if plain is not None and plain not in fitting else ()
+    planned = Planned(workload, count, tuple(best), serial, None, costs, left_out)
     gain = max(1.0, plain.seconds / best[0].seconds) if plain is not None and plain in fitting else 1.0
     if plain is not None and plain not in fitting:
         gain = plain.seconds / best[0].seconds

@@ -62,9 +62,15 @@ def _item(one: LocalOp) -> Item:
 
 @dataclass(frozen=True)
 class CataloguedLinks:
-    """Links of a machine, for any of its ranks."""
+    """Links of a machine, for any of its ranks.
+
+    Attributes:
+        site: where the devices stand.
+        share: the part of a message's time that it takes from the computation beside it.
+    """
 
     site: Site
+    share: float = 0.1
 
     def __call__(self, ranks: Ranks, /) -> Link:
         """A ring inside each host, and one between the hosts, whose network other groups use at the same time."""
@@ -84,12 +90,19 @@ class CataloguedLinks:
             Curve(tuple((size, latency + whole * size) for size in _SIZES)),
             Curve(tuple((size, start + size / hop) for size in _SIZES)),
             overlap=True,
-            cpu_share=0.1,
+            cpu_share=self.share,
         )
 
 
-def costs_of(machine: Machine, precision: str, software: Software = OURS) -> Costs:
-    """What a step costs on a machine of the catalog."""
+def costs_of(machine: Machine, precision: str, software: Software = OURS, share: float = 0.1) -> Costs:
+    """What a step costs on a machine of the catalog.
+
+    Args:
+        machine: the devices; unequal ones are slower or faster by their peaks.
+        precision: `fp32`, `tf32` or `fp16`.
+        software: what runs the network.
+        share: the part of the time of messages that they take from the computation beside them.
+    """
     device = machine.devices[0]
     one = CataloguedTimes(device, precision, software)
     speeds = [each.fp32 for each in machine.devices]
@@ -97,7 +110,7 @@ def costs_of(machine: Machine, precision: str, software: Software = OURS) -> Cos
     rate = 0.75e9 * device.gbytes_per_s
     return Costs(
         one,
-        Links(otherwise=CataloguedLinks(site_of(machine))),
+        Links(otherwise=CataloguedLinks(site_of(machine), share)),
         Update(per_byte=5 / rate, per_tensor=device.launch_us * 1e-6),
         on_cpu=False,
         slowdowns=slowdowns,
