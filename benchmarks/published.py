@@ -189,7 +189,9 @@ def report(predicted: Sequence[Predicted], rows: Sequence[Row]) -> None:
                 inside[source].append(abs(one.error) <= others.get(one.known, others["any"]))
     everything = [value for values in inside.values() for value in values]
     by_source = statistics.fmean(statistics.fmean(values) for values in inside.values())
-    print(f"inside the 90 % range: {statistics.fmean(everything):.1%} of the rows, {by_source:.1%} in the mean of sources")
+    print(
+        f"inside the 90 % range: {statistics.fmean(everything):.1%} of the rows, {by_source:.1%} in the mean of sources"
+    )
 
 
 _CONSTANTS: dict[str, float] = {}

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from measuring.published_networks import work
-from measuring.published_rows import Row, family
 
 from convoy.hardware.catalogue import Device, device_named
 from convoy.hardware.exchange import Site, ring, several
 from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
 from convoy.hardware.work import Array, Item, Work
+from measuring.published_networks import work
+from measuring.published_rows import Row, family
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
 PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.3, "feed ": 0.3}
@@ -42,7 +42,7 @@ class Layers:
     @property
     def votes(self) -> float:
         """Weight of each: all of a table count as some tens of networks."""
-        return (30.0 / len(self.forward)) ** 0.5
+        return math.sqrt(30.0 / len(self.forward))
 
 
 def read_layers(folder: Path) -> list[Layers]:
@@ -77,9 +77,7 @@ def _milliseconds(text: str) -> float:
         return math.nan
 
 
-def _layers(
-    device: Device, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]
-) -> Layers:
+def _layers(device: Device, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]) -> Layers:
     merged: dict[Item, tuple[Item, float, float]] = {row[0]: row for row in rows}
     made = Work.of(merged, 0, 0, 0, 0, 1)
     return Layers(
@@ -183,9 +181,8 @@ class Problem:
         # an error of several times the usual one is somebody's mistake: it votes less (Huber, 1964)
         robust = np.minimum(1.0, 2.5 / np.maximum(np.abs(here), 1e-9)) ** 0.5
         a, b = slopes * robust[:, None], here * robust
-        ridge = 1 / self.priors**2
-        move: Array = np.linalg.solve(a.T @ a + np.diag(ridge), -(a.T @ b + ridge * at))
-        return move
+        ridge = np.asarray(1 / self.priors**2, dtype=np.float64)
+        return np.asarray(np.linalg.solve(a.T @ a + np.diag(ridge), -(a.T @ b + ridge * at)), dtype=np.float64)
 
 
 def _prior(name: str, table: dict[str, float]) -> float:
@@ -214,9 +211,13 @@ def one_device(
     for row in used:
         alike.setdefault((row.network, row.images, row.device, row.precision, row.software), []).append(row)
     copies = Counter((row.network, row.device.name, row.precision, family(row.source)) for row in used)
-    names = [f"{what} {kind}" for what in ("sums", "width", "tiles", "3x3", "large", "1x7", "groups", "linear", "backward") for kind in ("plain", "wide")]
+    names = [
+        f"{what} {kind}"
+        for what in ("sums", "width", "tiles", "3x3", "large", "1x7", "groups", "linear", "backward")
+        for kind in ("plain", "wide")
+    ]
     names += ["launch", "fixed", "compiled", "turning", "halves", "norm", "cudnn"]
-    everywhere = [*used, *layers]
+    everywhere: list[Row | Layers] = [*used, *layers]
     names += sorted({f"peak {units_of(one.device, one.precision)}" for one in everywhere})
     names += sorted({f"bandwidth {one.device.generation}" for one in everywhere})
     names += sorted({f"device {one.device.name}" for one in everywhere})
@@ -227,7 +228,7 @@ def one_device(
     def residuals(at: Array) -> Array:
         c = dict(zip(names, at, strict=True))
         of_row = {}
-        for key, members in alike.items():
+        for members in alike.values():
             row = members[0]
             seconds = times(work(row.network), row.images, row.device, row.precision, row.software, c).total
             for member in members:
@@ -282,7 +283,7 @@ def several_devices(
     copies = Counter(_copy(row) for row, _ in used)
     names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
     names += ["again", "uneven", "slower", "slower halves", "hosts", "host memory", "feed by cpu", "feed by gpu"]
-    names += sorted({f"link {one.site.link}" for one in (*(row for row, _ in used), *collectives)})
+    names += sorted({f"link {site.link}" for site in (*(row.site for row, _ in used), *(c.site for c in collectives))})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
     number = {source: place for place, source in enumerate(sources)}
@@ -297,9 +298,7 @@ def several_devices(
         def factor(name: str) -> float:
             return math.exp(given["several devices"].get(name, 0.0))
 
-        sent = [
-            math.log(sum(ring(one.size, one.count, one.site, factor)) / one.seconds) for one in collectives
-        ]
+        sent = [math.log(sum(ring(one.size, one.count, one.site, factor)) / one.seconds) for one in collectives]
         return np.concatenate([np.array(found) * votes / 0.08, np.array(sent) * (30 / len(sent)) ** 0.5 / 0.08])
 
     groups = np.array([number[name(row)] for row, _ in used] + [-1] * len(collectives))
@@ -329,8 +328,6 @@ def speedup(row: Row, one: Times, given: dict[str, dict[str, float]]) -> float:
 def single(row: Row, given: dict[str, float]) -> Times:
     """The times of one device of a row."""
     return times(work(row.network), row.images, row.device, row.precision, row.software, given)
-
-
 
 
 def constant(rows: Sequence[Row], without: str) -> float:

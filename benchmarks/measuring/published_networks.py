@@ -12,7 +12,9 @@ from convoy.hardware.work import Work, work_of
 Size = int | tuple[int, int]
 
 
-def conv(inputs: int, outputs: int, size: Size, stride: int = 1, padding: Size | None = None, groups: int = 1) -> nn.Module:
+def conv(
+    inputs: int, outputs: int, size: Size, stride: int = 1, padding: Size | None = None, groups: int = 1
+) -> nn.Module:
     """A convolution with batch norm and ReLU."""
     height, width = (size, size) if isinstance(size, int) else size
     padding = (height // 2, width // 2) if padding is None else padding
@@ -38,7 +40,7 @@ def path(inputs: int, *steps: tuple[int, Size] | tuple[int, Size, int]) -> nn.Se
     """Convolutions one after the other: outputs, size, and stride; a stride of 2 goes without padding."""
     layers = []
     for outputs, size, *stride in steps:
-        layers.append(conv(inputs, outputs, size, *stride, padding=0 if stride == [2] else None))
+        layers.append(conv(inputs, outputs, size, stride[0] if stride else 1, 0 if stride == [2] else None))
         inputs = outputs
     return nn.Sequential(*layers)
 
@@ -184,11 +186,16 @@ class Squeeze(nn.Module):
     def __init__(self, channels: int, inner: int) -> None:
         super().__init__()
         self.gate = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inner, 1), nn.ReLU(), nn.Conv2d(inner, channels, 1), nn.Sigmoid()
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, inner, 1),
+            nn.ReLU(),
+            nn.Conv2d(inner, channels, 1),
+            nn.Sigmoid(),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.gate(x)
+        y: Tensor = x * self.gate(x)
+        return y
 
 
 class Residual(nn.Module):
@@ -290,9 +297,8 @@ class UNet(nn.Module):
         widths = [width << level for level in range(depth)]
         self.down = nn.ModuleList(block(a, b) for a, b in zip([3, *widths], widths, strict=False))
         self.bottom = block(widths[-1], widths[-1] * 2)
-        self.up = nn.ModuleList(
-            nn.ModuleList([nn.ConvTranspose2d(2 * c, c, 2, 2), block(2 * c, c)]) for c in reversed(widths)
-        )
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in reversed(widths))
+        self.up = nn.ModuleList(block(2 * c, c) for c in reversed(widths))
         self.last = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,9 +308,8 @@ class UNet(nn.Module):
             kept.append(x)
             x = nn.functional.max_pool2d(x, 2)
         x = self.bottom(x)
-        for pair in self.up:
-            grow, block = pair  # type: ignore[misc]
-            x = block(torch.cat([grow(x), kept.pop()], 1))
+        for grow, up in zip(self.grow, self.up, strict=True):
+            x = up(torch.cat([grow(x), kept.pop()], 1))
         y: Tensor = self.last(x)
         return y
 
@@ -347,6 +352,7 @@ BUILT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "unet": (UNet, 192),
     "alexnet-wide": (alexnet_wide, 227),
     "nin": (network_in_network, 227),
+    "cifar": (partial(models.create, "resnet50-cifar"), 32),
 }
 """What makes each network, and the pixels of its images' sides."""
 

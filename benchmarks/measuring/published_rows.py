@@ -14,7 +14,6 @@ from pathlib import Path
 from convoy.hardware.catalogue import Device, device_named
 from convoy.hardware.exchange import Scheme, Site
 from convoy.hardware.speed import Software, memory_of
-
 from measuring.published_networks import work
 
 KEYS = ("source", "model", "dataset", "gpu", "interconnect", "n_gpus", "batch_per_gpu", "scheme")
@@ -224,6 +223,8 @@ def _usual_batch(row: dict[str, str], network: str, device: Device, precision: s
     if "FlexFlow" in row["source"] or "gluon" in row["scheme"]:
         return 64.0
     images = 512.0 if network.startswith("alexnet") else 256.0
+    if "deeplearning-benchmark" in row["source"]:  # as large as fits, in the rows that say
+        images = 2048.0
     while images > 8 and memory_of(work(network), images, precision) > 0.8 * device.memory_gb * 1e9:
         images /= 2
     return images
@@ -305,7 +306,11 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     elif "Gold_6230" in row["source"]:  # Lambda's two machines with Xeon Gold 6230
         link = "pcie3-host" if not device.peer else "pcie3"
         if "trt2" in row["source"]:
-            link = "pcie3-bridge" if "NVLink" in row["source"] and not device.peer else f"{link.removesuffix('-host')}-shared"
+            link = (
+                "pcie3-bridge"
+                if "NVLink" in row["source"] and not device.peer
+                else f"{link.removesuffix('-host')}-shared"
+            )
             link = "pcie3" if device.peer else link
     elif "NVSwitch" in text and device.generation in ("volta",) and "SXM3" not in gpu:
         link = "nvlink2"
@@ -343,7 +348,7 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     return Site(min(per_host, count), link, network, sockets, memory)
 
 
-_MEMORY = [("3960X|3970X", 95.0), ("Gold_6230|Platinum", 280.0), ("raw log 7[57]", 205.0), ("raw log i7", 45.0)]
+_MEMORY = [("3960X|3970X", 102.0), ("Gold_6230|Platinum", 280.0), ("raw log 7[57]", 205.0), ("raw log i7", 45.0)]
 """GB/s of the memory of hosts by their processors, where the source names them: channels of DDR4."""
 
 
@@ -367,9 +372,7 @@ def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
         kind = "server-gpu"
     elif "parameter_server" in low or "ps cpu" in low:
         kind = "host"
-    elif "replicated no nccl" in low or "without nccl" in low:
-        kind = "server-gpu"
-    elif "kvstore=local_allreduce_device" in low:
+    elif "replicated no nccl" in low or "without nccl" in low or "kvstore=local_allreduce_device" in low:
         kind = "server-gpu"
     elif "kvstore=local" in low:
         kind = "host"
@@ -389,7 +392,7 @@ def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
         kind, overlap = "hybrid", False
     elif "reduction tree" in low or "tree reduction" in low:
         kind, overlap = "tree", False
-    elif "replicated" in low and "lambda-tensorflow" in source or "issue #283" in source:
+    elif ("replicated" in low and "lambda-tensorflow" in source) or "issue #283" in source:
         kind = "replicated"
     elif source.startswith("Yadan"):
         kind, overlap = "host", False

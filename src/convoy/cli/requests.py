@@ -393,13 +393,18 @@ class PlanRequest:
     def _check_machines(self) -> None:
         """Refuse what needs --on and has none, and what is not for it."""
         if self.on is None:
-            given = {"--between": self.between, "--compare": self.compare, "--price": self.price}
+            given: dict[str, object] = {"--between": self.between, "--compare": self.compare, "--price": self.price}
             given |= {"--images": self.images, "--catalog": self.catalog}
             for option, value in given.items():
                 if value:
                     raise ConvoyError(f"{option} is for machines that are not at hand: name one with --on")
             return
-        others = {"--devices": self.devices, "--link": self.link, "--device": self.device, "--trace": self.trace}
+        others: dict[str, object] = {
+            "--devices": self.devices,
+            "--link": self.link,
+            "--device": self.device,
+            "--trace": self.trace,
+        }
         for option, value in (others | {"--cores-per-device": self.cores_per_device}).items():
             if value is not None:
                 raise ConvoyError(f"{option} is for devices at hand, but --on names others: drop one of the two")

@@ -181,7 +181,7 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
     if link and link not in link_names():
         near = difflib.get_close_matches(link, link_names(), 3, 0.4) or link_names()[:3]
         raise ConvoyError(f"{link!r} is no link that is known: the nearest are {', '.join(near)}")
-    usual = min((device.host for device in chosen), key=_order) if not link else link
+    usual = link or min((device.host for device in chosen), key=_order)
     return Machine(text.strip(), chosen * hosts, len(chosen), usual, (between or "10gbit") if hosts > 1 else "")
 
 

@@ -40,8 +40,8 @@ class Scheme:
     """How gradients are added.
 
     Attributes:
-        kind: `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the same
-            with a ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each;
+        kind: `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the
+            same with a ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each;
             `servers-gpu` on a GPU of each; `keras` one device after the other; `pipeline` through stages;
             `one-weird-trick`, `model`, `hybrid` of Krizhevsky and Yadan; `none` not at all.
         overlap: whether messages travel beside the backward pass.
@@ -178,7 +178,9 @@ def several(
         seconds += slower
     feed = 0.0
     if scheme.feed != "synthetic":
-        rate = (8000.0 if scheme.feed == "fake" else 4000.0) * factor("feed by cpu") * factor(f"feed {software.framework}")
+        rate = (
+            (8000.0 if scheme.feed == "fake" else 4000.0) * factor("feed by cpu") * factor(f"feed {software.framework}")
+        )
         if scheme.feed == "gpu":  # devices decode for themselves (DALI)
             rate = 250.0 * local * device.fp32**0.5 * factor("feed by gpu") * factor(f"feed {software.framework}")
         feed = local * images / rate * work.image / 150528
@@ -296,7 +298,7 @@ def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float)
 
 
 def _pipeline(one: Times, alone: float, count: int, scheme: Scheme, factor: Factor) -> Step:
-    """GPipe: the bubble of (stages - 1) of (parts + stages - 1), everything forward once more, stages not quite even."""
+    """GPipe: a bubble of (stages - 1) of (parts + stages - 1), all forward passes once more, stages not quite even."""
     again = float(one.forward.sum()) * factor("again") * 0.6
 
     def of(stages: int, parts: int) -> float:

@@ -45,8 +45,6 @@ def link_named(name: str) -> Link:
         return Link(known[base].latency, known[base].rate * max(1, int(cards)))
     found = _RATE.fullmatch(wanted)
     if found is None or float(found[1]) == 0:
-        raise ConvoyError(
-            f"{name!r} is no link: write a rate such as 25gbit, or one of {', '.join(sorted(known))}"
-        )
+        raise ConvoyError(f"{name!r} is no link: write a rate such as 25gbit, or one of {', '.join(sorted(known))}")
     tcp = wanted.startswith("tcp")
     return Link(5e-5, float(found[1]) * 1e9 / 8 * (0.45 if tcp else 0.8))

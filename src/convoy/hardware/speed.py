@@ -156,7 +156,9 @@ def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, fa
     filling = filling * work.width / (work.width + 16 * factor(f"width {kind}"))
     tiles = area * np.maximum(work.width, 32) * work.groups / 4096 / device.processors
     filling = filling * tiles / (tiles + factor(f"tiles {kind}"))
-    filling = filling * np.where((work.window == 9) & (work.strided == 0) & (work.groups == 1), factor(f"3x3 {kind}"), 1)
+    filling = filling * np.where(
+        (work.window == 9) & (work.strided == 0) & (work.groups == 1), factor(f"3x3 {kind}"), 1
+    )
     filling = filling * np.where((work.window > 9) & (work.groups == 1), factor(f"large {kind}"), 1)
     filling = filling * np.where((work.window > 1) & (work.window < 9), factor(f"1x7 {kind}"), 1)
     filling = filling * np.where(work.groups > 1, factor(f"groups {kind}"), 1)
@@ -166,9 +168,7 @@ def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, fa
     return np.stack([forward, backward])
 
 
-def _bytes(
-    work: Work, images: float, units: Arithmetic, software: Software, factor: "Factor", wide: bool
-) -> Array:
+def _bytes(work: Work, images: float, units: Arithmetic, software: Software, factor: "Factor", wide: bool) -> Array:
     """Bytes that a call of each row moves, forward and backward."""
     elements = (work.read + work.written) * images
     passes = _PASSES[:, work.kind]
@@ -184,6 +184,8 @@ def _bytes(
 
 
 class Factor(Protocol):
+    """A fitted factor by its name, 1 where nothing was fitted."""
+
     def __call__(self, name: str, /) -> float: ...
 
 

@@ -126,9 +126,7 @@ class Work:
             macs=column("macs", images),
             read=column("read", images),
             written=column("written", images),
-            **{
-                name: column(name) for name in ("weights", "window", "depth", "width", "groups", "strided", "first")
-            },
+            **{name: column(name) for name in ("weights", "window", "depth", "width", "groups", "strided", "first")},
             parameters=parameters,
             tensors=tensors,
             kept=kept,

@@ -228,7 +228,12 @@ def units(device: Device, precision: str) -> str:
 
 
 def _step(
-    work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, scheme: Scheme | None = None
+    work: Work,
+    machine: Machine,
+    shares: Sequence[int],
+    precision: str,
+    software: Software,
+    scheme: Scheme | None = None,
 ) -> Step:
     """Of data parallelism: that of the device which takes longest."""
     found = {
@@ -276,8 +281,8 @@ def _planned(
         device = min(machine.devices, key=lambda device: device.memory_gb)
         least = min(one.memory.total for one in found)
         raise TooLargeError(
-            f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more than "
-            f"the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
+            f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
+            f"than the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
         ) from error
     best = ordered(fitting)
     left_out = tuple(notes) if plain is not None and plain not in fitting else ()
@@ -385,7 +390,9 @@ def lines(predictions: Sequence[Prediction], images: float, prices: Sequence[flo
     for one in predictions:
         found += ["", f"{_name(one)}: held back by {one.held_back_by}"]
         if one.gain > 1.005:
-            found.append(f"  fastest plan: {one.plan}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)")
+            found.append(
+                f"  fastest plan: {one.plan}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
+            )
         elif len(one.machine.devices) > 1:
             found.append("  fastest plan: data parallelism")
         if one.planned is not None and one.gain > 1.005:
@@ -401,7 +408,8 @@ def _name(one: Prediction) -> str:
 
 def _divided(one: Prediction) -> list[tuple[str, str]]:
     """Layers with weights that the fastest plan divides otherwise than by samples, those of one strategy together."""
-    plan, groups = one.plan, {}
+    plan = one.plan
+    groups: dict[str, list[str]] = {}
     assert one.planned is not None
     for call in one.planned.workload.graph.calls:
         if call.op in ("conv", "linear"):

@@ -24,9 +24,8 @@ from convoy.planner.remembered import remember
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.meshes import SearchResult
-from convoy.planner.search.prices import AXIS_STRATEGIES
+from convoy.planner.search.prices import AXIS_STRATEGIES, redistributions
 from convoy.planner.search.prices import meshes as meshes_of
-from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
 from convoy.planner.search.stages import InPasses, search_stages
 from convoy.planner.workload import Workload

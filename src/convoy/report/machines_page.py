@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from convoy.planner.elsewhere import Prediction
 from convoy.report import axes as ax
 from convoy.report import pages
@@ -56,7 +58,7 @@ def machines_page(
         status_kind="warn",
         rows=rows,
         prices=bool(prices),
-        picture=pages.Markup(_picture(predictions)),
+        picture=Markup(_picture(predictions)),
         command=command,
     )
 
