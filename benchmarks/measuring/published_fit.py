@@ -24,7 +24,7 @@ from measuring.published_networks import work
 from measuring.published_rows import Row, family
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
-PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.3, "feed ": 0.3}
+PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.1, "feed ": 0.3}
 _NOISE = 0.12
 
 

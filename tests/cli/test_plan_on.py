@@ -60,3 +60,11 @@ def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
     found = said(capsys, "plan", "lenet", *more, status=2)
     assert words in found and found.count("\n") == 1
+
+
+def test_a_measured_device_can_be_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    said(capsys, "profile", "cpu", "--export", str(path))
+    name = path.read_text().partition(":")[0]
+    text = said(capsys, "plan", "lenet", "--on", f"2x{name}", "--catalog", str(path), "--batch", "64")
+    assert f"2x{name}" in text

@@ -231,19 +231,21 @@ def _exchange(
             inside = 2 * math.ceil(math.log2(local)) * size / rate
             between = 2 * math.ceil(math.log2(hosts)) * size / network.rate
         case "replicated":
-            inside *= factor("replicated")
+            inside = ring(size, local, site, factor, messages, 1 / factor("replicated"))[0]
         case "servers" | "servers-gpu":
             # every host gets the weights and gives gradients, and serves its part of both to all others
             between *= 2 * factor("servers") * (1 if scheme.fused else local)
     return inside, between
 
 
-def ring(size: float, count: int, site: Site, factor: Factor, messages: float = 1.0) -> tuple[float, float]:
+def ring(
+    size: float, count: int, site: Site, factor: Factor, messages: float = 1.0, faster: float = 1.0
+) -> tuple[float, float]:
     """Seconds of an all-reduce of so many bytes, on the links of a host and between hosts."""
     local, hosts = min(count, site.per_host), -(-count // site.per_host)
     inside = between = 0.0
     if local > 1:
-        link = inside_link(site, local, factor)
+        link = inside_link(site, local, factor, faster)
         inside = 2 * (local - 1) * (size / local / link.rate + link.latency * messages)
     if hosts > 1:
         network = network_link(site, factor)
@@ -251,10 +253,17 @@ def ring(size: float, count: int, site: Site, factor: Factor, messages: float = 
     return inside, between
 
 
-def inside_link(site: Site, local: int, factor: Factor) -> Link:
-    """The link between devices of a host where so many of them send at once."""
+def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Link:
+    """The link between devices of a host where so many of them send at once.
+
+    Args:
+        site: the host.
+        local: devices that send.
+        factor: fitted factors.
+        faster: how many times as fast as NCCL's ring something else uses the links; the host's memory limits it too.
+    """
     link = link_named(site.link)
-    rate = link.rate * factor(f"link {site.link}")
+    rate = link.rate * factor(f"link {site.link}") * faster
     if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
         rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
     if site.link.endswith("-shared"):  # two devices share the way to the host

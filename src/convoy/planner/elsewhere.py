@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.hardware.catalogue import Device, Machine
+from convoy.hardware.catalogue import Device, Machine, machine, read_devices
 from convoy.hardware.exchange import Scheme, Step, site_of, step
 from convoy.hardware.speed import OURS, Software, coefficients_of
 from convoy.hardware.work import Work, work_of_graph
@@ -25,7 +27,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.catalogued import costs_of
 from convoy.planner.cost.costs import Costs
 from convoy.planner.planner import Planned, ordered, propose, score, without_too_large
-from convoy.planner.workload import Workload
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.units import plural, size
@@ -133,6 +135,56 @@ class Prediction:
         """The resource that data parallelism waits for most."""
         found = self.step.holds_back
         return self.machine.link.partition("-")[0] if found == "link" else found
+
+
+def plan_on(
+    model: nn.Module,
+    example: torch.Tensor,
+    on: str,
+    global_batch: int,
+    *,
+    between: str | None = None,
+    precision: str = "fp32",
+    fix: Sequence[str] | str = (),
+    memory_limit: float | None = None,
+    images_per_second: float | None = None,
+    catalog: Path | None = None,
+) -> Prediction:
+    """What a machine that is not at hand would do with a network, and the plan that would be fastest there.
+
+    >>> found = convoy.plan_on(model, images, on="2xv100-sxm2", global_batch=512)
+    >>> found.best / found.within < found.best
+    True
+
+    Args:
+        model: any network.
+        example: images; only the shape of one matters.
+        on: the machine, as `8xv100-sxm2`, `4x(8xa100-sxm4)` or `2xtitan-x+1xgtx-1080`.
+        global_batch: images of an update.
+        between: network between hosts, by name or rate; 10 Gbit/s where nobody says.
+        precision: `fp32` (TF32 on devices that have it), `bf16` or `fp16`.
+        fix: strategies that layers must have.
+        memory_limit: bytes of each device; by default what the catalog says.
+        images_per_second: that the input of one device gives.
+        catalog: a YAML file with devices beside those that are known.
+
+    Raises:
+        TooLargeError: no plan fits into the memory, by how much.
+        ConvoyError: there is no such machine, precision or plan.
+    """
+    if precision not in PRECISIONS:
+        raise ConvoyError(f"{precision!r} is no precision: choose one of {', '.join(PRECISIONS)}")
+    found = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
+    workload = workload_of(model, example, global_batch, precision=PRECISIONS[precision])
+    fixes = [fix] if isinstance(fix, str) else list(fix)
+    return predict(
+        workload,
+        found,
+        precision,
+        fixes=fixes,
+        memory_limit=memory_limit,
+        images_per_second=images_per_second,
+    )
 
 
 def predict(
@@ -269,7 +321,9 @@ def _planned(
         found = [score(workload, plan, costs) for plan in plans]
     else:
         on = _meshes(machine)
-        proposed = propose(workload, count, costs, fixes, None, [], on, AMONG)
+        # one pass goes through stages one after the other, which saves memory alone
+        fast = workload if len(workload.counts) > 1 else replace(workload, counts=())
+        proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
         found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
         if all(one.memory.total > room for one in found):
             proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
@@ -299,8 +353,6 @@ def _meshes(machine: Machine) -> list[Mesh]:
     found = [Mesh(("gpu",), (count,))]
     if machine.hosts > 1 and machine.per_host > 1:
         found.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
-    elif count % 2 == 0 and count > 2:
-        found.append(Mesh(("node", "gpu"), (2, count // 2)))
     return found
 
 
@@ -389,13 +441,12 @@ def lines(predictions: Sequence[Prediction], images: float, prices: Sequence[flo
     found.append(f"days of {what}")
     for one in predictions:
         found += ["", f"{_name(one)}: held back by {one.held_back_by}"]
-        if one.gain > 1.005:
+        if len(one.machine.devices) > 1 and one.plan == Plan.by_samples(len(one.machine.devices)):
+            found.append("  fastest plan: data parallelism")
+        elif len(one.machine.devices) > 1:
             found.append(
                 f"  fastest plan: {one.plan}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
             )
-        elif len(one.machine.devices) > 1:
-            found.append("  fastest plan: data parallelism")
-        if one.planned is not None and one.gain > 1.005:
             found += [f"    {name}: {strategy}" for name, strategy in _divided(one)]
         found += [f"  {change.text}: {change.gain:.2f} × as fast" for change in one.changes[:4]]
         found += [f"  note: {note}" for note in one.notes]
